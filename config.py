@@ -1,0 +1,308 @@
+"""What is fixed at start: engine and server options, the model's shape, and the sampling parameters of a request.
+
+Standard library only: every process reads this file, and most of them never import torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+VERSION = "0.1.0"
+DEMO = str(Path(__file__).parent / "demo")
+INT64 = range(-(2**63), 2**63)
+
+T = TypeVar("T")
+
+
+def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
+    """A field that is also a command-line flag: its default, its one-line help and, for numbers, its range."""
+    return field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+def check_fields(record: Any) -> None:
+    """Check each field of a dataclass of `option`s against its annotation and range.
+
+    Raises:
+        ValueError: names the field, the value received and what is allowed.
+    """
+    hints = get_type_hints(type(record))
+    for f in dataclasses.fields(record):
+        value, hint, low, high = getattr(record, f.name), hints[f.name], f.metadata["low"], f.metadata["high"]
+        if get_origin(hint) is Literal:
+            if value not in get_args(hint):
+                raise ValueError(f"{f.name} is {value!r}; allowed: {', '.join(map(str, get_args(hint)))}")
+            continue
+        allowed = [a for a in get_args(hint) or (hint,) if a is not type(None)]
+        if (value is None and type(None) in get_args(hint)) or get_origin(hint) is tuple:
+            continue
+        numeric = float in allowed and isinstance(value, int) and not isinstance(value, bool)
+        if not (numeric or any(type(value) is a for a in allowed)):
+            raise ValueError(f"{f.name} is {value!r}; it must be of type {' or '.join(a.__name__ for a in allowed)}")
+        if low is not None and not low <= value <= (math.inf if high is None else high):
+            upper = "" if high is None else f" and at most {high}"
+            raise ValueError(f"{f.name} is {value!r}; it must be at least {low}{upper}")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
+
+    model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+        "auto", "of weights, activations and KV cache; auto is the checkpoint's own"
+    )
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
+    backend: Literal["auto", "triton", "torch"] = option(
+        "auto", "kernels.py or reference.py; auto is triton on cuda, torch on cpu"
+    )
+    max_model_len: int | None = option(
+        None, "tokens of a prompt and its output together (default: what the model allows)", 1, 2**24
+    )
+    max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
+    max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)
+    block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
+    gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
+    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
+    seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on", 0, 65535)
+    api_key: tuple[str, ...] = option((), "key that clients must send; repeat it for several")
+    served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
+    max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
+    max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
+    max_prompts: int = option(1024, "prompts in one request", 1)
+    max_stop_strings: int = option(16, "stop strings in one request", 1)
+    max_stop_length: int = option(512, "characters of one stop string", 1)
+    max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
+    max_queue: int = option(4096, "requests in flight before 429", 1)
+    request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def parser_for(*classes: type) -> argparse.ArgumentParser:
+    """A command-line parser with one flag for each field of the given dataclasses."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            flag, hint, kwargs = "--" + f.name.replace("_", "-"), hints[f.name], {"help": f.metadata["help"]}
+            if get_origin(hint) is Literal:
+                parser.add_argument(flag, choices=get_args(hint), default=f.default, **kwargs)
+            elif get_origin(hint) is tuple:
+                parser.add_argument(flag, action="append", default=[], **kwargs)
+            elif hint is bool:
+                parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, **kwargs)
+            else:
+                kind = next(a for a in get_args(hint) or (hint,) if a is not type(None))
+                parser.add_argument(flag, type=kind, default=f.default, metavar=kind.__name__.upper(), **kwargs)
+    return parser
+
+
+def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
+    """The instance of `cls` that the parsed flags describe."""
+    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends; names and meanings are vLLM's.
+
+    Attributes:
+        temperature: 0 is greedy; otherwise the logits are divided by it.
+        top_p: keep the most likely tokens whose probabilities reach this sum.
+        top_k: keep this many most likely tokens; 0 and -1 keep all.
+        min_p: keep tokens at least this times as likely as the likeliest.
+        seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
+        max_tokens: of output; None allows all that the context holds.
+        stop: strings that end the text, matched across token borders.
+        stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
+        include_stop_str_in_output: keep the matched stop string in the text.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: put a space between adjacent special tokens that are kept.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
+            object.__setattr__(self, name, float(value))
+        if self.top_p == 0:
+            raise ValueError("top_p is 0; it must be above 0 and at most 1")
+        for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1])):
+            value = getattr(self, name)
+            if value is None and name != "top_k":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+        for name in (
+            "include_stop_str_in_output",
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
+                raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+
+
+ROPE_KINDS = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model, read from `config.json` and `generation_config.json` (transformers 4 and 5 spellings)."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
+    max_position: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_folder(cls, folder: str) -> ModelConfig:
+        """Read a model's shape.
+
+        Raises:
+            ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
+        """
+        raw = read_json(folder, "config.json")
+        generation = read_json(folder, "generation_config.json", {})
+        try:
+            return cls._from_raw(raw, generation)
+        except KeyError as error:
+            raise ValueError(f"{folder}/config.json has no {error}") from None
+        except TypeError as error:
+            raise ValueError(f"{folder}/config.json has a value of the wrong type: {error}") from None
+
+    @classmethod
+    def _from_raw(cls, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
+        architectures = raw.get("architectures") or ["none"]
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})  # transformers 5, transformers 4
+        theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ValueError(f"config.json asks for RoPE of type {kind!r}; Manta has {', '.join(ROPE_KINDS)}")
+        if raw.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json asks for the activation {raw['hidden_act']!r}; Manta has silu")
+        if raw.get("mlp_bias"):
+            raise ValueError("config.json sets mlp_bias; Manta has only MLPs without bias")
+        if raw.get("quantization_config"):
+            raise ValueError("config.json has a quantization_config; Manta reads bfloat16, float16 and float32 weights")
+        heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+        kv_heads = int(raw.get("num_key_value_heads") or heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}"
+            )
+        eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+        return cls(
+            architecture=architectures[0],
+            vocab_size=int(raw["vocab_size"]),
+            hidden_size=int(raw["hidden_size"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
+            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling={} if kind == "default" else {**rope, "rope_type": kind},
+            max_position=int(raw["max_position_embeddings"]),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+            attention_bias=bool(raw.get("attention_bias", False)),
+            windows=_windows(raw, layers),
+            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        )
+
+
+def _windows(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
+    """Sliding window of each layer: from `layer_types` where given, else by the family's own rule."""
+    window = raw.get("sliding_window") or 0
+    if raw.get("model_type", "").startswith("qwen") and not raw.get("use_sliding_window", False):
+        window = 0
+    if types := raw.get("layer_types"):
+        if len(types) != layers:
+            raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    first = raw.get("max_window_layers", 0) if raw.get("model_type", "").startswith("qwen") else 0
+    return tuple(window if i >= first else 0 for i in range(layers))
+
+
+def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The JSON object in `folder/name`, or `default` where there is no such file.
+
+    Raises:
+        ValueError: the folder is missing, the file is missing with no default, or it holds no JSON object.
+    """
+    path = os.path.join(folder, name)
+    if not os.path.isdir(folder):
+        raise ValueError(f"there is no folder {folder}; --model takes a folder in Hugging Face layout")
+    if not os.path.isfile(path):
+        if default is None:
+            raise ValueError(f"{folder} has no {name}; --model takes a folder in Hugging Face layout")
+        return default
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
+    return content

@@ -1,0 +1,264 @@
+"""Train the bundled demo model from nothing and write it as a Hugging Face folder (Qwen3 layout).
+
+    python demo/train.py --corpus tinyshakespeare.txt --minutes 120
+
+Plain torch, one file, CPU or GPU. The schedule runs over wall-clock minutes, so the same command suits a laptop and a
+GPU; the checkpoint it leaves in `--work` lets a later run go on (`--resume`). The optimizer is Muon (Jordan et al.,
+2024) for the matrices and AdamW for the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tasks import Tasks, read_corpus
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 192,
+    "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
+    "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "bos_token_id": None, "eos_token_id": 1, "use_sliding_window": False, "initializer_range": 0.02,
+}  # fmt: skip
+SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TEMPLATE = (
+    "{%- for message in messages %}{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
+)
+QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # loss per token, against 1 for an answer
+TURNS = (5, 7, 2, 2, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
+
+
+def make_tokenizer(corpus: str) -> Tokenizer:
+    """Byte-level BPE with single digits, trained on the corpus and on a sample of the tasks."""
+    tokenizer = Tokenizer(models.BPE())
+    pattern = r"\p{N}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tasks = Tasks(corpus, seed=0)
+    sample = [f"{q}\n{a}" for _ in range(300) for q, a in tasks.conversation(1500)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"], special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([corpus, *sample], trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    return tokenizer
+
+
+class Rows:
+    """Rows of `length` tokens with a loss weight each: one long conversation, or a stretch of the corpus."""
+
+    def __init__(self, tokenizer: Tokenizer, corpus: str, seed: int):
+        self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        self.tasks = Tasks(corpus, seed)
+        self.text = self.encode(corpus)
+        self.end, self.user, self.assistant = (tokenizer.token_to_id(SPECIAL[i]) for i in (1, 3, 4))
+
+    def turn(self, question: str, answer: str) -> tuple[list[int], list[float]]:
+        asked = [self.user, *self.encode(question), self.end, self.assistant]
+        said = [*self.encode(answer), self.end]
+        return asked + said, [QUESTION_WEIGHT] * len(asked) + [1.0] * len(said)
+
+    def row(self, length: int) -> tuple[list[int], list[float]]:
+        if self.tasks.rng.random() < 0.1:
+            start = self.tasks.rng.randrange(len(self.text) - length)
+            return self.text[start : start + length], [TEXT_WEIGHT] * length
+        known, ids, weights = {}, [], []
+        while len(ids) < length:
+            turn = self.turn(*self.tasks.turn(known, TURNS))
+            ids, weights = ids + turn[0], weights + turn[1]
+        return ids[:length], weights[:length]
+
+    def batch(self, rows: int, length: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = [self.row(length) for _ in range(rows)]
+        ids, weights = (torch.tensor([row[i] for row in drawn], device=device) for i in (0, 1))
+        return ids, weights
+
+
+class Demo(torch.nn.Module):
+    """Qwen3 in its smallest form. Parameter names are those of the checkpoint, so saving is `state_dict()`."""
+
+    def __init__(self, c: dict):
+        super().__init__()
+        self.c = c
+        heads, kv, dim, hidden = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"], c["hidden_size"]
+        shapes = {"self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv * dim, hidden),
+                  "self_attn.v_proj": (kv * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
+                  "mlp.gate_proj": (c["intermediate_size"], hidden), "mlp.up_proj": (c["intermediate_size"], hidden),
+                  "mlp.down_proj": (hidden, c["intermediate_size"])}  # fmt: skip
+        weights = {"model.embed_tokens.weight": torch.randn(c["vocab_size"], hidden) * 0.02}
+        for i in range(c["num_hidden_layers"]):
+            for name, shape in shapes.items():
+                out = 0.0 if name.endswith(("o_proj", "down_proj")) else 1.0  # residual branches begin silent
+                weights[f"model.layers.{i}.{name}.weight"] = torch.randn(shape) * out / math.sqrt(shape[1])
+            for name, size in (("input_layernorm", hidden), ("post_attention_layernorm", hidden),
+                               ("self_attn.q_norm", dim), ("self_attn.k_norm", dim)):  # fmt: skip
+                weights[f"model.layers.{i}.{name}.weight"] = torch.ones(size)
+        weights["model.norm.weight"] = torch.ones(hidden)
+        self.weights = torch.nn.ParameterDict({k.replace(".", "/"): torch.nn.Parameter(v) for k, v in weights.items()})
+        angle = torch.outer(
+            torch.arange(c["max_position_embeddings"]), c["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
+        )
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[name.replace(".", "/") + "/weight"]
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return F.rms_norm(x.float(), x.shape[-1:], self[name], self.c["rms_norm_eps"])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, length, vocab] of ids [rows, length]."""
+        c, (rows, length) = self.c, ids.shape
+        cos, sin = self.cos[:length], self.sin[:length]
+
+        def heads(x, norm=None):
+            x = x.view(rows, length, -1, c["head_dim"])
+            if norm:
+                x1, x2 = self.norm(x, norm).transpose(1, 2).chunk(2, -1)
+                return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), -1).to(dtype)
+            return x.transpose(1, 2)
+
+        x = F.embedding(ids, self["model.embed_tokens"])
+        dtype = torch.bfloat16
+        for i in range(c["num_hidden_layers"]):
+            at = f"model.layers.{i}."
+            y = self.norm(x, at + "input_layernorm")
+            q, k, v = (F.linear(y, self[f"{at}self_attn.{n}_proj"]) for n in "qkv")
+            q, k, v = heads(q, at + "self_attn.q_norm"), heads(k, at + "self_attn.k_norm"), heads(v).to(dtype)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            x = x + F.linear(y.transpose(1, 2).reshape(rows, length, -1), self[at + "self_attn.o_proj"])
+            y = self.norm(x, at + "post_attention_layernorm")
+            y = F.silu(F.linear(y, self[at + "mlp.gate_proj"])) * F.linear(y, self[at + "mlp.up_proj"])
+            x = x + F.linear(y, self[at + "mlp.down_proj"])
+        return F.linear(self.norm(x, "model.norm"), self["model.embed_tokens"])
+
+
+def loss_of(model: Demo, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(ids.device.type, torch.bfloat16):
+        logits = model(ids[:, :-1])
+    losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
+
+
+@torch.no_grad()
+def grade(model: Demo, rows: Rows, corpus: str, device: str, questions: int = 100) -> dict[str, float]:
+    """Share of held-out questions answered exactly. Greedy decoding is right just where each argmax is: one pass."""
+    tasks, right = Tasks(corpus, seed=1, graded=True), {}
+    for task in ("sum", "difference", "spell", "repeat", "recall"):
+        right[task] = 0.0
+        for _ in range(questions):
+            if task == "recall":
+                turns = tasks.conversation(tasks.rng.randint(100, 1700))
+            else:
+                turns = [getattr(tasks, task)()]
+            ids = [i for question, answer in turns for i in rows.turn(question, answer)[0]]
+            answer = len(rows.encode(turns[-1][1])) + 1
+            with torch.autocast(device, torch.bfloat16):
+                best = model(torch.tensor([ids[:-1]], device=device))[0].argmax(-1)
+            right[task] += best[-answer:].tolist() == ids[-answer:]
+        right[task] /= questions
+    return right
+
+
+def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the folder that `server.py --model` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {k.replace("/", "."): v.detach().to("cpu", torch.bfloat16) for k, v in model.weights.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = {
+        "config.json": CONFIG,
+        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0, "temperature": 0.7},
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONFIG["max_position_embeddings"],
+            "bos_token": None, "eos_token": "<|end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE,
+            "clean_up_tokenization_spaces": False,
+        },
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", required=True, help="plain text to learn the language from")
+    parser.add_argument("--minutes", type=float, default=120, help="length of the whole schedule")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the model's files go")
+    parser.add_argument("--work", type=Path, default=Path("/tmp/manta-demo.pt"), help="checkpoint to resume from")
+    parser.add_argument("--resume", action="store_true", help="go on from --work")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens in a step")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    corpus = read_corpus(args.corpus)
+    tokenizer = make_tokenizer(corpus)
+    model = Demo(CONFIG).to(device)
+    compiled = torch.compile(model, dynamic=False)
+    matrices = [p for n, p in model.weights.items() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.weights.items() if p.ndim == 1 or "embed" in n]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+    peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+    spent, step = 0.0, 0
+    if args.resume:
+        saved = torch.load(args.work, map_location=device)
+        model.load_state_dict(saved["model"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        spent, step = saved["spent"], saved["step"]
+    rows = Rows(tokenizer, corpus, seed=args.seed + step)
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}M parameters on {device}", flush=True)
+    reported = kept = time.monotonic()
+    tokens = 0
+    while spent < args.minutes * 60:
+        begun = time.monotonic()
+        progress = spent / (args.minutes * 60)
+        # Constant, then linear to zero over the last 40% (a "WSD" schedule); 100 steps of warm-up.
+        scale = min(1.0, (step + 1) / 100, (1 - progress) / 0.4)
+        # Short rows first: copying from nearby is learned at once there, and distance is then only a matter of degree.
+        length = rows.tasks.rng.choices((256, 512, 1024), (4, 1, 1) if progress < 0.25 else (2, 1, 3))[0]
+        ids, weights = rows.batch(args.tokens // length, length, device)
+        loss = loss_of(compiled, ids, weights)
+        loss.backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = scale * peaks[optimizers.index(optimizer)]
+            optimizer.step()
+            optimizer.zero_grad()
+        step, tokens = step + 1, tokens + ids.numel()
+        spent += time.monotonic() - begun
+        if time.monotonic() - reported > 60:
+            rate = tokens / (time.monotonic() - reported)
+            print(f"{spent / 60:6.1f} min  step {step}  loss {loss.item():.3f}  {rate:,.0f} tok/s", flush=True)
+            reported, tokens = time.monotonic(), 0
+        if time.monotonic() - kept > 600:
+            print(f"{spent / 60:6.1f} min ", grade(model, rows, corpus, device), flush=True)
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            torch.save({"model": model.state_dict(), "optimizers": states, "spent": spent, "step": step}, args.work)
+            save(model, tokenizer, args.out)
+            kept = reported = time.monotonic()
+    save(model, tokenizer, args.out)
+    print(grade(model, rows, corpus, device, questions=400), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,649 @@
+"""The engine: one loop that owns the scheduler, and its faces.
+
+    EngineCore      scheduler + executor; each `step()` plans, runs and reports
+    LLM             the core in the caller's own process: `LLM("demo").generate("To be, or not")`
+    launch_engine   the core in a process of its own, for the server; `MPClient` is the API process's end of it
+    Generation      one request's text as its tokens come in (both faces use it)
+
+The engine process reads its options from standard input, and that pipe is also its leash: when the other end closes,
+because the server ended or was killed, the engine leaves. Clients talk to it over a Unix socket in a private folder:
+a frame is four bytes of length and a msgpack message of one of the types below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import os
+import queue
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams
+from executor import UniExecutor
+from scheduler import EngineOutput, Request, Scheduler
+from tokenizer import Detokenizer, Tokenizer
+
+__all__ = [
+    "LLM", "CompletionOutput", "EngineConfig", "EngineCore", "EngineDeadError", "EngineOutput", "EngineProcess",
+    "Generation", "MPClient", "RequestOutput", "SamplingParams", "Stream", "launch_engine",
+]  # fmt: skip
+
+SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
+STOP_TIMEOUT = 10  # seconds that the engine process has to leave before it is killed
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone, and this request with it."""
+
+
+class EngineCore:
+    """The scheduler and its executor.
+
+    Args:
+        config: the engine's options.
+
+    Raises:
+        ValueError: the model or the options are not usable; the message is one line.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.model_config = ModelConfig.from_folder(config.model)
+        self.executor = UniExecutor(config, self.model_config)
+        self.facts = self.executor.facts() | {"model": config.model, "architecture": self.model_config.architecture}
+        self.scheduler = Scheduler(
+            config, self.facts["num_blocks"], self.facts["max_model_len"], self.model_config.vocab_size,
+            self.model_config.eos_token_ids)  # fmt: skip
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, salt: str = "") -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can never run; see `Scheduler.add`.
+        """
+        self.scheduler.add(Request(request_id, prompt_token_ids, params, salt))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; an unknown id is one that has just finished."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self.scheduler.has_work()
+
+    def step(self) -> list[EngineOutput]:
+        """Plan a step, run it, and return what it brought."""
+        plan = self.scheduler.schedule()
+        self.executor.submit(plan)
+        return self.scheduler.update(plan, self.executor.result())
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges and counters, by vLLM's names."""
+        return self.scheduler.metrics()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.blocks.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Assert that the scheduler's and the block manager's books agree."""
+        self.scheduler.check_integrity()
+
+    def start_log(self) -> str:
+        """Four lines that say what was started and how much fits."""
+        f = self.facts
+        tokens = f["num_blocks"] * f["block_size"]
+        return (
+            f"Manta {VERSION}: {f['model']}\n"
+            f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
+            f"  device    {f['device']}, {f['backend']}.py\n"
+            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens ({f['kv_bytes'] / 2**20:,.0f} "
+            f"MiB): {tokens // f['max_model_len']} requests at the full length of {f['max_model_len']:,}"
+        )
+
+
+# --- one request's text ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened to a request, in seconds of `time.monotonic()`."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """A request and what came of it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+
+
+class Generation:
+    """One request's tokens and text as they grow.
+
+    Args:
+        request_id: the engine's name for it.
+        prompt: its text, where the caller gave text.
+        prompt_token_ids: its tokens.
+        params: how it stops and how its tokens become text.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ):
+        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.metrics = RequestMetrics(time.monotonic())
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete; after a stop string that is so before the engine knows."""
+        return self.finish_reason is not None
+
+    @property
+    def text(self) -> str:
+        """All the text so far."""
+        return self.detokenizer.text
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that the prefix cache spared."""
+        return self.metrics.num_cached_tokens
+
+    def push(self, output: EngineOutput) -> str:
+        """Take the engine's news; returns the text that is new and can no longer be part of a stop string."""
+        assert not self.finished
+        metrics, shown = self.metrics, output.token_ids
+        metrics.num_cached_tokens = output.num_cached_tokens
+        metrics.first_token_time = metrics.first_token_time or time.monotonic()
+        if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
+            shown = shown[:-1]  # the token that ended it is not text
+        text = self.detokenizer.push(shown, output.finish_reason is not None)
+        self.token_ids += output.token_ids
+        if self.detokenizer.stop_reason is not None:
+            self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
+            del self.token_ids[self.detokenizer.num_tokens :]
+        else:
+            self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self.finished:
+            metrics.finished_time = time.monotonic()
+        return text
+
+    def output(self) -> RequestOutput:
+        """What `LLM.generate` returns of it."""
+        completion = CompletionOutput(0, self.text, self.token_ids, self.finish_reason, self.stop_reason)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, [completion], self.finished, self.metrics
+        )
+
+
+# --- in the caller's process -------------------------------------------------------------------------------------------
+
+
+class LLM:
+    """A model in this process, for scripts.
+
+    Args:
+        model: folder in Hugging Face layout.
+        fields: any of `EngineConfig`'s.
+
+    Raises:
+        ValueError: a field is unknown or out of range, or the model cannot be loaded.
+    """
+
+    def __init__(self, model: str = EngineConfig.model, **fields: Any):
+        known = {f.name for f in dataclasses.fields(EngineConfig)}
+        if unknown := sorted(set(fields) - known):
+            raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        self.config = EngineConfig(model=model, **fields)
+        self.tokenizer = Tokenizer(model)
+        self.core = EngineCore(self.config)
+        self.ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt (text, or token ids); outputs come in the order of the prompts.
+
+        Raises:
+            ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
+        """
+        items: list[Any] = (
+            [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        )
+        if isinstance(sampling_params, list):
+            if len(sampling_params) != len(items):
+                raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
+            params = sampling_params
+        else:
+            params = [sampling_params or SamplingParams()] * len(items)
+        generations = [self._generation(item, p) for item, p in zip(items, params, strict=True)]
+        live = {}
+        try:
+            for generation in generations:
+                self.core.add(generation.request_id, generation.prompt_token_ids, generation.params)
+                live[generation.request_id] = generation
+            self._run(live, use_tqdm)
+        finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
+            for request_id in live:
+                self.core.abort(request_id)
+        return [generation.output() for generation in generations]
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_kwargs: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
+
+        `template_kwargs` go to the chat template.
+        """
+        conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
+        rendered = [self.tokenizer.render(conversation, **template_kwargs) for conversation in conversations]
+        ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+        return self.generate(ids, sampling_params, use_tqdm)
+
+    def _generation(self, item: str | list[int], params: SamplingParams) -> Generation:
+        text = item if isinstance(item, str) else None
+        ids = self.tokenizer.encode(text) if text is not None else list(item)
+        return Generation(str(next(self.ids)), text, ids, params, self.tokenizer)
+
+    def _run(self, live: dict[str, Generation], use_tqdm: bool) -> None:
+        begun, prefilled, decoded = time.monotonic(), 0, 0
+        with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
+            while live:
+                for output in self.core.step():
+                    generation = live[output.request_id]
+                    if not generation.token_ids:
+                        prefilled += len(generation.prompt_token_ids)
+                    decoded += len(output.token_ids)
+                    generation.push(output)
+                    if generation.finished:
+                        if output.finish_reason is None:
+                            self.core.abort(output.request_id)
+                        del live[output.request_id]
+                        bar.update()
+                seconds = time.monotonic() - begun
+                bar.set_postfix_str(f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s")
+
+
+# --- in a process of its own -------------------------------------------------------------------------------------------
+
+
+class Add(msgspec.Struct, array_like=True, tag=True):
+    """Client to engine: a new request."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True):
+    """Client to engine: the request is no longer wanted."""
+
+    request_id: str
+
+
+class Call(msgspec.Struct, array_like=True, tag=True):
+    """Client to engine: a utility call, answered by the `Reply` of the same id."""
+
+    call_id: int
+    method: str
+
+
+class Outputs(msgspec.Struct, array_like=True, tag=True):
+    """Engine to client: one step's news of the client's requests."""
+
+    outputs: list[EngineOutput]
+
+
+class Reply(msgspec.Struct, array_like=True, tag=True):
+    """Engine to client: what a utility call returned, or what was wrong with it."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None
+
+
+UTILITIES = ("metrics", "reset_prefix_cache", "check_integrity")
+ToEngine = Add | Abort | Call
+ToClient = Outputs | Reply
+
+
+def send_frame(sock: socket.socket, message: ToEngine | ToClient) -> None:
+    """Write one message."""
+    payload = msgspec.msgpack.encode(message)
+    sock.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+def read_frames(sock: socket.socket, kind: Any) -> Iterator[Any]:
+    """Yield the messages of type `kind` that arrive, until the other end closes."""
+    decoder = msgspec.msgpack.Decoder(kind)
+    with sock.makefile("rb") as file, contextlib.suppress(ConnectionError, ValueError):
+        while len(header := file.read(4)) == 4:
+            yield decoder.decode(file.read(struct.unpack("<I", header)[0]))
+
+
+class EngineServer:
+    """The loop of the engine process: reads its clients' messages between steps and sends each its outputs."""
+
+    def __init__(self, core: EngineCore, listener: socket.socket):
+        self.core, self.listener = core, listener
+        self.inbox: queue.SimpleQueue[tuple[socket.socket, ToEngine | None]] = queue.SimpleQueue()
+        self.owners: dict[str, socket.socket] = {}
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT, 0))
+            threading.Thread(target=self._read, args=(client,), daemon=True).start()
+
+    def _read(self, client: socket.socket) -> None:
+        for message in read_frames(client, ToEngine):
+            self.inbox.put((client, message))
+        self.inbox.put((client, None))
+
+    def run(self) -> None:
+        """Serve for ever; an idle engine sleeps in `inbox.get`."""
+        while True:
+            while not self.core.has_work() or not self.inbox.empty():
+                self._handle(*self.inbox.get())
+            news: dict[socket.socket, list[EngineOutput]] = {}
+            for output in self.core.step():
+                news.setdefault(self.owners[output.request_id], []).append(output)
+                if output.finish_reason:
+                    del self.owners[output.request_id]
+            for client, outputs in news.items():
+                self._send(client, Outputs(outputs))
+
+    def _send(self, client: socket.socket, message: ToClient) -> None:
+        try:
+            send_frame(client, message)
+        except OSError:  # gone, or stuck for SEND_TIMEOUT: its reader thread reports the end
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
+    def _handle(self, client: socket.socket, message: ToEngine | None) -> None:
+        if isinstance(message, Add):
+            try:
+                self.core.add(message.request_id, message.prompt_token_ids, message.params, message.salt)
+                self.owners[message.request_id] = client
+            except ValueError as error:
+                refused = EngineOutput(message.request_id, [], finish_reason="error", error=str(error))
+                self._send(client, Outputs([refused]))
+        elif isinstance(message, Abort):
+            if self.owners.pop(message.request_id, None):
+                self.core.abort(message.request_id)
+        elif isinstance(message, Call):
+            self._send(client, self._call(message))
+        else:
+            for request_id in [id for id, owner in self.owners.items() if owner is client]:
+                del self.owners[request_id]
+                self.core.abort(request_id)
+            client.close()
+
+    def _call(self, call: Call) -> Reply:
+        if call.method not in UTILITIES:
+            return Reply(call.call_id, error=f"no utility {call.method!r}; there are {', '.join(UTILITIES)}")
+        try:
+            return Reply(call.call_id, getattr(self.core, call.method)())
+        except Exception as error:  # the caller's to hear of, and no reason for the engine to end
+            return Reply(call.call_id, error=repr(error))
+
+
+def engine_main() -> None:
+    """What the engine process runs: options from standard input, the facts to standard output, then the loop."""
+    options = msgspec.json.decode(sys.stdin.buffer.readline())
+    folder = options.pop("socket_folder")
+    ready = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing that a library prints may reach the handshake
+
+    def leash() -> None:
+        sys.stdin.buffer.read()  # returns when the last process that holds the other end is gone
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=leash, daemon=True).start()
+    try:
+        core = EngineCore(EngineConfig(**options))
+    except ValueError as error:
+        print(f"server.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(core.start_log(), file=sys.stderr, flush=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(os.path.join(folder, "engine"))
+    listener.listen()
+    with ready:
+        ready.write(msgspec.json.encode(core.facts).decode() + "\n")
+    try:
+        EngineServer(core, listener).run()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+class EngineProcess:
+    """The server's hold on its engine process. Made by `launch_engine`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: str, facts: dict[str, Any]):
+        self.process, self.folder, self.facts = process, folder, facts
+        self.path = os.path.join(folder, "engine")
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs; only its parent can tell."""
+        return self.process.poll() is None
+
+    def forget(self) -> None:
+        """In a forked child: let go of the leash, so that it hangs on the parent alone."""
+        assert self.process.stdin
+        os.close(self.process.stdin.fileno())
+        self.process.returncode = 0  # not our child: there is nothing to wait for
+
+    def stop(self) -> None:
+        """End the process and remove its socket."""
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def launch_engine(config: EngineConfig) -> EngineProcess:
+    """Start the engine in a process of its own and wait until it is ready; its progress goes to standard error.
+
+    A session of its own keeps the terminal's Ctrl-C from it: the server drains first, then lets go of the leash.
+
+    Raises:
+        SystemExit: it could not start, and has said why in one line.
+    """
+    folder = tempfile.mkdtemp(prefix="manta-")
+    command = [sys.executable, os.path.abspath(__file__)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    engine = EngineProcess(process, folder, {})
+    try:
+        assert process.stdin and process.stdout
+        options = dataclasses.asdict(config) | {"socket_folder": folder}
+        process.stdin.write(msgspec.json.encode(options) + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        process.stdout.close()
+        if not line:
+            raise SystemExit(process.wait() or 1)
+        engine.facts = msgspec.json.decode(line)
+    except BaseException:
+        engine.stop()
+        raise
+    return engine
+
+
+class Stream:
+    """The outputs of one request, as they come."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[EngineOutput | EngineDeadError] = queue.SimpleQueue()
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output.
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds.
+            EngineDeadError: none will come.
+        """
+        item = self.queue.get(timeout=timeout)
+        if isinstance(item, EngineDeadError):
+            raise item
+        return item
+
+
+class MPClient:
+    """An API process's connection to the engine process.
+
+    Plain sockets, threads and queues, so that gevent's patching turns it into greenlets where the server wants that.
+
+    Args:
+        path: of the engine's Unix socket.
+    """
+
+    def __init__(self, path: str):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(path)
+        self.lock = threading.Lock()
+        self.streams: dict[str, Stream] = {}
+        self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
+        self.call_ids = itertools.count()
+        self.alive = True
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for message in read_frames(self.socket, ToClient):
+            if isinstance(message, Reply):
+                if waiter := self.calls.get(message.call_id):
+                    waiter.put(message)
+                continue
+            for output in message.outputs:
+                stream = self.streams.get(output.request_id)
+                if output.finish_reason:
+                    self.streams.pop(output.request_id, None)
+                if stream:
+                    stream.queue.put(output)
+        with self.lock:
+            self.alive = False
+            streams, self.streams = self.streams, {}
+        for stream in streams.values():
+            stream.queue.put(EngineDeadError("the engine process has ended"))
+        for waiter in list(self.calls.values()):
+            waiter.put(None)
+
+    def _send(self, message: ToEngine, register: Callable[[], None] = lambda: None) -> None:
+        with self.lock:
+            if not self.alive:
+                raise EngineDeadError("the engine process has ended")
+            register()
+            with contextlib.suppress(OSError):  # a broken socket: the reader tells everyone
+                send_frame(self.socket, message)
+
+    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> Stream:
+        """Send a request; a refusal comes as an output with `finish_reason` "error".
+
+        Raises:
+            EngineDeadError: there is no engine.
+        """
+        stream = Stream()
+        self._send(
+            Add(request_id, prompt_token_ids, params, cache_salt), lambda: self.streams.update({request_id: stream})
+        )
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Give a request up; it yields nothing more."""
+        if self.streams.pop(request_id, None):
+            with contextlib.suppress(EngineDeadError):
+                self._send(Abort(request_id))
+
+    def call(self, method: str, timeout: float = 10.0) -> Any:
+        """Run a utility of the engine and return its value.
+
+        Raises:
+            ValueError: the engine does not have it, or it failed.
+            TimeoutError: no answer came within `timeout` seconds.
+            EngineDeadError: there is no engine.
+        """
+        call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
+        self.calls[call_id] = waiter
+        try:
+            self._send(Call(call_id, method))
+            reply = waiter.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"the engine did not answer {method!r} within {timeout} s") from None
+        finally:
+            del self.calls[call_id]
+        if reply is None:
+            raise EngineDeadError("the engine process has ended")
+        if reply.error:
+            raise ValueError(reply.error)
+        return reply.value
+
+    def close(self) -> None:
+        """Hang up; the engine drops what this client still had running."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+
+
+if __name__ == "__main__":
+    engine_main()

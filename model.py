@@ -1,0 +1,249 @@
+"""One transformer, driven by a table of families, and the loader that fills it from safetensors.
+
+A family is a row of `FAMILIES`: it says where it departs from Llama. The compute-heavy steps are the `ops` that the
+worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family of decoders departs from Llama's; None follows `attention_bias` of config.json."""
+
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(qkv_bias=False, o_bias=False),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False),
+    "Qwen3ForCausalLM": Family(qk_norm=True),
+}
+IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
+
+
+@dataclass(slots=True)
+class Batch:
+    """The device inputs of one step; see `prepare_inputs` for the first four."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [T] where each token's keys and values go
+    seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
+    slots: torch.Tensor  # [B] row of the batch state
+    block_tables: torch.Tensor  # [S, M] of all slots
+    num_decodes: int  # this many rows come first and have one token
+    query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
+    max_query_len: int
+
+
+class Layer:
+    """The weights of one decoder layer; q, k, v are one matrix, and so are gate and up."""
+
+    def __init__(self, c: ModelConfig, family: Family, new):
+        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv_bias = c.attention_bias if family.qkv_bias is None else family.qkv_bias
+        o_bias = c.attention_bias if family.o_bias is None else family.o_bias
+        self.input_norm = new(c.hidden_size)
+        self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
+        self.qkv_bias = new(q_size + 2 * kv_size) if qkv_bias else None
+        self.q_norm = new(c.head_dim) if family.qk_norm else None
+        self.k_norm = new(c.head_dim) if family.qk_norm else None
+        self.o = new(c.hidden_size, q_size)
+        self.o_bias = new(c.hidden_size) if o_bias else None
+        self.post_norm = new(c.hidden_size)
+        self.gate_up = new(2 * c.intermediate_size, c.hidden_size)
+        self.down = new(c.hidden_size, c.intermediate_size)
+        self.sizes = (q_size, kv_size, kv_size)
+
+    def parameters(self, c: ModelConfig) -> dict[str, torch.Tensor]:
+        """Each of the checkpoint's names within the layer, with the part of our weights that it fills."""
+        qkv = zip("qkv", self.qkv.split(self.sizes), strict=True)
+        gate, up = self.gate_up.split(c.intermediate_size)
+        named = {
+            "input_layernorm.weight": self.input_norm,
+            **{f"self_attn.{name}_proj.weight": part for name, part in qkv},
+            "self_attn.q_norm.weight": self.q_norm,
+            "self_attn.k_norm.weight": self.k_norm,
+            "self_attn.o_proj.weight": self.o,
+            "self_attn.o_proj.bias": self.o_bias,
+            "post_attention_layernorm.weight": self.post_norm,
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": self.down,
+        }
+        if self.qkv_bias is not None:
+            biases = zip("qkv", self.qkv_bias.split(self.sizes), strict=True)
+            named |= {f"self_attn.{name}_proj.bias": part for name, part in biases}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+class Transformer:
+    """A decoder-only model over a paged KV cache.
+
+    Args:
+        config: its shape.
+        ops: the module `kernels` or `reference`.
+        device: where the weights go.
+        dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
+        max_model_len: positions that RoPE is tabulated for.
+
+    Raises:
+        ValueError: the architecture is not a row of `FAMILIES`.
+    """
+
+    def __init__(self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int):
+        if config.architecture not in FAMILIES:
+            known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
+            raise ValueError(f"config.json is of a {config.architecture}; Manta runs {known} (…ForCausalLM)")
+        self.config, self.ops = config, ops
+
+        def new(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self.embedding = new(config.vocab_size, config.hidden_size)
+        self.layers = [Layer(config, FAMILIES[config.architecture], new) for _ in range(config.num_layers)]
+        self.norm = new(config.hidden_size)
+        self.head = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
+        self.cos_sin = rope_table(config, max_model_len).to(device)
+        self.scale = config.head_dim**-0.5
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Every weight by its name in a checkpoint."""
+        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+        if not self.config.tie_word_embeddings:
+            named["lm_head.weight"] = self.head
+        for i, layer in enumerate(self.layers):
+            named |= {f"model.layers.{i}.{name}": part for name, part in layer.parameters(self.config).items()}
+        return named
+
+    def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
+        """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
+
+        Returns the hidden states [T, hidden] after the last norm.
+        """
+        ops, eps = self.ops, self.config.rms_norm_eps
+        residual = F.embedding(batch.input_ids, self.embedding)
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        for i, layer in enumerate(self.layers):
+            kv = pool[:, i]
+            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            q = ops.qk_norm_rope_store(
+                qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping, kv
+            )
+            x = self.attention(q, kv, batch, self.config.windows[i])
+            x = F.linear(x.flatten(1), layer.o, layer.o_bias)
+            x = ops.rms_norm(x, layer.post_norm, eps, residual)
+            x = F.linear(ops.silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
+            x = ops.rms_norm(x, following, eps, residual)
+        return x
+
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, window: int) -> torch.Tensor:
+        """Attention of q [T, heads, dim] over the paged context: rows of one token, then the longer rows."""
+        n, tables, parts = batch.num_decodes, batch.block_tables, []
+        if n > 0:
+            slots, lens = batch.slots[:n], batch.seq_lens[:n]
+            parts.append(self.ops.attention_decode(q[:n], kv, tables, slots, lens, self.scale, window))
+        if n < len(q):
+            slots, lens = batch.slots[n:], batch.seq_lens[n:]
+            parts.append(self.ops.attention_prefill(
+                q[n:], kv, tables, slots, lens, batch.query_starts, batch.max_query_len, self.scale, window))  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab] of hidden states [R, hidden]."""
+        return F.linear(hidden, self.head)
+
+
+def rope_table(config: ModelConfig, length: int) -> torch.Tensor:
+    """cos | sin of each position's angles, [length, head_dim] float32 (RoFormer, Su et al., 2021)."""
+    scaling, dim = config.rope_scaling, config.head_dim
+    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if scaling.get("rope_type") == "linear":
+        frequencies = frequencies / scaling["factor"]
+    elif scaling.get("rope_type") == "llama3":
+        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
+        original, low, high = (
+            scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        turns = original * frequencies / (2 * math.pi)  # of each frequency within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        frequencies = blend * frequencies + (1 - blend) * frequencies / scaling["factor"]
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def load_weights(model: Transformer, folder: str) -> None:
+    """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
+
+    Raises:
+        ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
+    """
+    wanted = model.parameters()
+    missing = set(wanted)
+    with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar:
+        for path in checkpoint_files(folder):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                        if name.endswith(IGNORED) or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+                            continue
+                        if name not in wanted:
+                            raise ValueError(f"{path} has a tensor {name} that {model.config.architecture} has not")
+                        shape, target = file.get_slice(name).get_shape(), wanted[name]
+                        if list(target.shape) != shape:
+                            raise ValueError(
+                                f"{path}: tensor {name} has shape {shape}; config.json asks for {list(target.shape)}"
+                            )
+                        target.copy_(file.get_tensor(name))
+                        missing.discard(name)
+                        bar.update()
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{folder} has no tensor {min(missing)}{more}")
+
+
+def checkpoint_files(folder: str) -> list[str]:
+    """Paths of the safetensors files that make up the checkpoint in `folder`."""
+    index = os.path.join(folder, "model.safetensors.index.json")
+    if os.path.isfile(index):
+        try:
+            with open(index, encoding="utf-8") as file:
+                names = sorted(set(json.load(file)["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
+    else:
+        names = ["model.safetensors"]
+    for name in names:
+        if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
+            raise ValueError(f"{folder} has no {name}")
+    return [os.path.join(folder, name) for name in names]
+
+
+def fill_dummy(model: Transformer, seed: int) -> None:
+    """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1."""
+    generator = torch.Generator(device=model.embedding.device).manual_seed(seed % 2**63)
+    for name, tensor in model.parameters().items():
+        if tensor.ndim == 2:
+            tensor.normal_(0, tensor.shape[1] ** -0.5, generator=generator)
+        else:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)

@@ -1,0 +1,370 @@
+"""What runs next. The scheduler speaks integers only: it never imports torch and never touches a tensor.
+
+There is no prefill phase and no decode phase. Each request has `tokens` (its prompt, then its output) and
+`num_computed`, how many of them have their keys and values in the cache. A step gives each request some tokens of the
+budget until `num_computed` has caught up, and then the model's last hidden state yields the next token.
+
+    add -> waiting -> running -> finished
+              ^----------'  preempted: its blocks are freed, its tokens kept, and it waits at the head of the queue
+
+`schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from config import EngineConfig, SamplingParams
+from kv_cache import AllocStatus, BlockManager
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A sequence that enters a slot of the workers' batch state."""
+
+    slot: int
+    token_ids: list[int]  # all it has: the prompt, and after a preemption its output so far
+    num_computed: int  # how many of them are in the cache already
+    blocks: list[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step changes and runs. A steady decode step carries its rows and little else."""
+
+    step: int
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, tokens to compute); rows of one token come first
+    new: list[NewRow] = field(default_factory=list)
+    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, blocks that its table grew by)
+    released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to) to copy before the step runs
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought: for each of the plan's rows the sampled token, or -1 where the row did not sample."""
+
+    step: int
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """One step's news of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | None = None  # which of the request's stop_token_ids ended it
+    num_cached_tokens: int = 0
+    error: str | None = None  # what was wrong with the request; finish_reason is then "error"
+
+
+class Request:
+    """One sequence: its tokens, its blocks and how far it has been computed."""
+
+    __slots__ = (
+        "blocks",
+        "hashes",
+        "max_len",
+        "num_cached",
+        "num_computed",
+        "num_preemptions",
+        "num_prompt",
+        "num_published",
+        "params",
+        "request_id",
+        "salt",
+        "seed",
+        "slot",
+        "stop_ids",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, salt: str = ""):
+        self.request_id, self.params, self.salt = request_id, params, salt
+        self.tokens = list(prompt_token_ids)
+        self.num_prompt = len(self.tokens)
+        self.num_computed = 0
+        self.num_cached = 0  # of the prompt, found in the prefix cache at first admission
+        self.num_preemptions = 0
+        self.num_published = 0  # blocks offered to the prefix cache
+        self.hashes: list[bytes] = []
+        self.blocks: list[int] = []
+        self.slot = -1  # a row of the workers' batch state while running
+        self.seed = 0
+        self.max_len = 0
+        self.stop_ids: frozenset[int] = frozenset()
+
+
+class SchedulingBudget:
+    """What is left of a step: tokens and sequences."""
+
+    __slots__ = ("seqs", "tokens")
+
+    def __init__(self, tokens: int, seqs: int):
+        self.tokens, self.seqs = tokens, seqs
+
+    def take(self, tokens: int) -> None:
+        self.tokens -= tokens
+        self.seqs -= 1
+
+
+class Scheduler:
+    """Decides, step by step, which requests run and which blocks they own.
+
+    Args:
+        config: the budgets: `max_num_seqs` and `max_num_batched_tokens`.
+        num_blocks: size of the KV pool.
+        max_model_len: tokens that a request may have, prompt and output together.
+        vocab_size: token ids of a prompt must be below it.
+        eos_token_ids: tokens that end a request which does not `ignore_eos`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_blocks: int, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]
+    ):
+        self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
+        self.requests: dict[str, Request] = {}
+        self.free_slots = list(range(config.max_num_seqs))[::-1]
+        self.released: list[int] = []
+        self.in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
+        self.step = 0
+        self.counters = dict.fromkeys(
+            ("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
+             "generation_tokens_total"), 0)  # fmt: skip
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: the prompt is empty, has a token outside of the vocabulary, leaves no room for output within
+                `max_model_len`, or could outgrow the whole KV pool.
+        """
+        params, num_prompt = request.params, request.num_prompt
+        if request.request_id in self.requests:
+            raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
+        if num_prompt == 0:
+            raise ValueError("the prompt is empty; it must have at least 1 token")
+        if (low := min(request.tokens)) < 0 or (high := max(request.tokens)) >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(f"the prompt has token id {bad}; allowed: 0 to {self.vocab_size - 1}")
+        if num_prompt >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {num_prompt} tokens; at most {self.max_model_len - 1} leave room for output within "
+                f"the context of {self.max_model_len}"
+            )
+        request.max_len = min(num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
+        # The last token of a request is never computed, so it needs no place in the cache.
+        needed = self.blocks.blocks_for(request.max_len - 1)
+        if self.blocks.can_allocate(needed) is AllocStatus.NEVER:
+            raise ValueError(
+                f"the request may grow to {request.max_len} tokens, {needed} KV blocks of {self.config.block_size}; "
+                f"the whole pool has {self.blocks.num_blocks}: lower max_tokens or shorten the prompt"
+            )
+        request.stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            request.stop_ids |= self.eos_token_ids
+        request.seed = params.seed if params.seed is not None else derived_seed(self.config.seed, request.request_id)
+        self.requests[request.request_id] = request
+        self.waiting.append(request)
+        self.counters["prompt_tokens_total"] += num_prompt
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request wherever it is; an unknown id is one that has just finished."""
+        if (request := self.requests.get(request_id)) is None:
+            return
+        if request.slot >= 0:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._finish(request)
+
+    def has_work(self) -> bool:
+        """Whether a request has yet to finish."""
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> StepPlan:
+        """Plan the next step: who runs already goes first, then who waits, as far as budget and blocks reach."""
+        plan = StepPlan(self.step)
+        budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
+        scheduled: list[tuple[Request, int]] = []
+        preempted = self._schedule_running(plan, budget, scheduled)
+        if not preempted:  # else it would be admitted again at once, into the blocks that it has just given up
+            self._schedule_waiting(plan, budget, scheduled)
+        scheduled.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want them
+        plan.rows = [(request.slot, count) for request, count in scheduled]
+        plan.released, self.released = self.released, []
+        self.in_flight.append((plan, [request for request, _ in scheduled]))
+        self.step += 1
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Request, int]]) -> bool:
+        """Give every running request its next tokens, preempting from the back where blocks run out."""
+        size, preempted, i = self.config.block_size, False, 0
+        while i < len(self.running) and budget.tokens > 0:
+            request = self.running[i]
+            i += 1
+            count = min(len(request.tokens) - request.num_computed, budget.tokens)
+            missing = -(-(request.num_computed + count) // size) - len(request.blocks)
+            if missing > 0:
+                while missing > self.blocks.num_free:
+                    preempted = True
+                    victim = self.running.pop()
+                    self._preempt(victim)
+                    if victim is request:
+                        return True
+                grown = self.blocks.allocate(missing)
+                request.blocks += grown
+                plan.new_blocks.append((request.slot, grown))
+            request.num_computed += count
+            budget.take(count)
+            scheduled.append((request, count))
+        return preempted
+
+    def _schedule_waiting(self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Request, int]]) -> None:
+        """Admit waiting requests in order, each with blocks for all the tokens that it has so far."""
+        while self.waiting and budget.tokens > 0 and budget.seqs > 0 and self.free_slots:
+            request = self.waiting[0]
+            if not self._admit(request, plan):
+                return
+            self.waiting.popleft()
+            self.running.append(request)
+            count = min(len(request.tokens) - request.num_computed, budget.tokens)
+            request.num_computed += count
+            budget.take(count)
+            scheduled.append((request, count))
+
+    def _admit(self, request: Request, plan: StepPlan) -> bool:
+        """Give a waiting request its blocks and a slot, if the blocks can be had now."""
+        blocks, size = self.blocks, self.config.block_size
+        shared: list[int] = []
+        if self.config.enable_prefix_caching:
+            blocks.chain(request.hashes, request.tokens, request.salt)
+            shared = blocks.lookup(request.hashes)
+        # At least the last token must be computed, for its hidden state yields the next one. Where its block is a
+        # shared one that somebody else reads, it is computed into a copy.
+        cached = min(len(shared) * size, len(request.tokens) - 1)
+        copied = cached < len(shared) * size and blocks.ref_counts[shared[-1]] > 0
+        revived = sum(blocks.ref_counts[block] == 0 for block in shared)  # they count as free, but not for long
+        needed = blocks.blocks_for(len(request.tokens)) - len(shared) + copied
+        # With nothing running nobody needs the watermark's reserve, and the request may fill the pool.
+        if blocks.can_allocate(needed + revived, reserve=bool(self.running)) is not AllocStatus.OK:
+            assert self.running, f"request {request.request_id} fits the empty pool"
+            return False
+        blocks.share(shared)
+        own = blocks.allocate(needed)
+        if copied:
+            plan.copies.append((shared[-1], own[0]))
+            blocks.free(shared[-1:])
+            shared = shared[:-1]
+        request.blocks = shared + own
+        request.num_computed, request.num_published = cached, len(shared)
+        if request.num_preemptions == 0:
+            request.num_cached = cached
+            self.counters["prefix_cache_queries_total"] += request.num_prompt
+            self.counters["prefix_cache_hits_total"] += cached
+        request.slot = self.free_slots.pop()
+        params = request.params
+        plan.new.append(
+            NewRow(request.slot, list(request.tokens), cached, list(request.blocks), params.temperature, params.top_k,
+                   params.top_p, params.min_p, request.seed))  # fmt: skip
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's blocks and slot away; it will compute its tokens again, or find them in the prefix cache."""
+        self._release(request)
+        request.num_computed = request.num_published = 0
+        request.num_preemptions += 1
+        self.counters["num_preemptions_total"] += 1
+        self.waiting.appendleft(request)
+
+    def _release(self, request: Request) -> None:
+        self.blocks.free(request.blocks)
+        request.blocks = []
+        self.free_slots.append(request.slot)
+        self.released.append(request.slot)
+        request.slot = -1
+
+    def _finish(self, request: Request) -> None:
+        if request.slot >= 0:
+            self._release(request)
+        del self.requests[request.request_id]
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+        """Take the result of the oldest plan in flight; returns the news for the clients."""
+        planned, requests = self.in_flight.popleft()
+        assert planned is plan and plan.step == result.step and len(result.token_ids) == len(requests)
+        outputs, finished, size = [], False, self.config.block_size
+        for request, token in zip(requests, result.token_ids, strict=True):
+            if request.slot < 0:  # aborted while the step ran
+                continue
+            if request.num_computed >= (request.num_published + 1) * size:
+                self._publish(request)
+            if token < 0:  # more of its prompt is to come
+                continue
+            request.tokens.append(token)
+            output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached)
+            if token in request.stop_ids:
+                output.finish_reason = "stop"
+                output.stop_reason = token if token in request.params.stop_token_ids else None
+            elif len(request.tokens) >= request.max_len:
+                output.finish_reason = "length"
+            if output.finish_reason:
+                self._finish(request)
+                finished = True
+            outputs.append(output)
+        if finished:
+            self.running = [request for request in self.running if request.slot >= 0]
+        self.counters["generation_tokens_total"] += len(outputs)
+        return outputs
+
+    def _publish(self, request: Request) -> None:
+        """Offer the blocks that have become full to the prefix cache: computed tokens only, never planned ones."""
+        if self.config.enable_prefix_caching:
+            full = request.num_computed // self.config.block_size
+            if len(request.hashes) < full:
+                self.blocks.chain(request.hashes, request.tokens, request.salt)
+            for i in range(request.num_published, full):
+                self.blocks.publish(request.blocks[i], request.hashes[i])
+            request.num_published = full
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges and counters, by vLLM's names."""
+        return {
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
+            "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
+            **self.counters,
+        }
+
+    def check_integrity(self) -> None:
+        """Assert that queues, slots and blocks agree with each other."""
+        self.blocks.check_integrity(request.blocks for request in self.requests.values())
+        assert {id(r) for r in self.requests.values()} == {id(r) for r in [*self.waiting, *self.running]}
+        assert len(self.requests) == len(self.waiting) + len(self.running)
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
+        for request in self.waiting:
+            assert request.slot < 0 and not request.blocks
+        for request in self.running:
+            assert request.num_computed <= len(request.tokens) <= request.max_len
+            assert len(request.blocks) * self.config.block_size >= request.num_computed
+
+
+def derived_seed(seed: int, request_id: str) -> int:
+    """The seed of a request that brings none: the same for the same id and engine seed, spread over int64."""
+    digest = hashlib.blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

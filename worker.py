@@ -1,0 +1,259 @@
+"""One device: the weights, the KV pool, the batch state, and `Worker.step(plan) -> StepResult`.
+
+The batch lives on the device. Plans carry differences, which go into tensors at fixed addresses with one row (a
+"slot") for each sequence that runs; `prepare_inputs` makes a step's inputs from them and `post_update` writes the
+sampled tokens back, so a decoding sequence's next token never travels through the host.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from config import EngineConfig, ModelConfig
+from model import Batch, Transformer, fill_dummy, load_weights
+from scheduler import NewRow, StepPlan, StepResult
+
+CPU_KV_SHARE = 0.25  # of the memory that is free, where no GPU sets the limit
+CUDA_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+class Worker:
+    """Runs the model on one device.
+
+    Args:
+        config: the engine's options.
+        model_config: the model's shape.
+
+    Raises:
+        ValueError: the device is not there, the backend does not run on it, the checkpoint is bad, or the KV pool
+            cannot hold a request of `max_model_len`.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig):
+        self.config, self.model_config = config, model_config
+        self.device = pick_device(config.device)
+        self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+        self.ops = pick_ops(config.backend, self.device)
+        if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
+            raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+        self.max_model_len = config.max_model_len or model_config.max_position
+        self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len)
+        if config.load_format == "dummy":
+            fill_dummy(self.model, config.seed)
+        else:
+            load_weights(self.model, config.model)
+        self.num_blocks = self.count_blocks()
+        self.pool = self.new_pool(self.num_blocks)
+        self.state = BatchState(config.max_num_seqs, self.max_model_len, config.block_size, self.device)
+        self.warm_up()
+
+    def facts(self) -> dict[str, Any]:
+        """What the engine and the start log want to know."""
+        return {
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.model_config.vocab_size,
+            "num_blocks": self.num_blocks,
+            "block_size": self.config.block_size,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
+            "backend": self.ops.__name__,
+            "parameters": sum(tensor.numel() for tensor in self.model.parameters().values()),
+            "kv_bytes": self.pool.nbytes,
+        }
+
+    def block_shape(self) -> tuple[int, ...]:
+        """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
+        c = self.model_config
+        return (c.num_layers, 2, c.num_kv_heads, self.config.block_size, c.head_dim)
+
+    def new_pool(self, num_blocks: int) -> torch.Tensor:
+        return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
+
+    def count_blocks(self) -> int:
+        """Blocks in the KV pool: what memory allows, and no more than every sequence at full length can use.
+
+        Raises:
+            ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
+        """
+        size, seqs = self.config.block_size, self.config.max_num_seqs
+        per_seq = -(-self.max_model_len // size)
+        if (count := self.config.num_gpu_blocks_override) is None:
+            block_bytes = int(np.prod(self.block_shape())) * self.dtype.itemsize
+            count = min(self.free_bytes() // block_bytes, per_seq * seqs)
+        if count < per_seq:
+            held = count * size
+            if self.config.max_model_len or held < 2:
+                raise ValueError(
+                    f"max_model_len is {self.max_model_len}; the KV pool of {count} blocks of {size} holds {held} "
+                    f"tokens: lower max_model_len or give the pool more room"
+                )
+            self.max_model_len = held
+        return count
+
+    def free_bytes(self) -> int:
+        """Memory for the KV pool."""
+        if self.device == "cpu":
+            return int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.profile()
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations
+
+    def profile(self) -> None:
+        """Run the largest step once, over a pool of one block, so that its activations can be measured."""
+        config = self.config
+        pool, self_state = self.new_pool(1), BatchState(1, self.max_model_len, config.block_size, self.device)
+        self.pool, self.state = pool, self_state
+        count = min(config.max_num_batched_tokens, self.max_model_len)
+        self.step(StepPlan(0, rows=[(0, count)], new=[NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size),
+                                                             1.0, 0, 1.0, 0.0, 0)]))  # fmt: skip
+        logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
+        slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
+        self.state.sample(self.ops, logits, slots)
+        del self.pool, self.state
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Run a prefill and a decode step, so that kernels are compiled before the first request."""
+        length = min(2 * self.config.block_size, self.max_model_len - 1, self.config.max_num_batched_tokens)
+        blocks = list(range(-(-(length + 1) // self.config.block_size)))
+        for temperature in (0.0, 1.0):
+            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0)
+            self.step(StepPlan(0, rows=[(0, length)], new=[row]))
+            self.step(StepPlan(1, rows=[(0, 1)], released=[]))
+        self.step(StepPlan(2, released=[0]))
+
+    @torch.inference_mode()
+    def step(self, plan: StepPlan) -> StepResult:
+        """Apply the plan's differences and run its rows."""
+        state, ops = self.state, self.ops
+        state.apply(plan)
+        if plan.copies:
+            ops.copy_blocks(self.pool, torch.tensor(plan.copies, dtype=torch.int64, device=self.device))
+        if not plan.rows:
+            return StepResult(plan.step, [])
+        rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
+        counts = rows[:, 1]
+        starts = np.zeros(len(rows) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        samples = state.advance(rows)
+        num_decodes = int((counts == 1).sum())
+        assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
+        sample_index = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
+
+        slots, query_starts, sample_at = (self.to_device(a) for a in (rows[:, 0], starts, sample_index))
+        input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
+            state.token_ids,
+            state.num_computed,
+            state.block_tables,
+            slots,
+            query_starts,
+            int(starts[-1]),
+            state.block_size,
+        )
+        batch = Batch(
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, num_decodes,
+            query_starts[num_decodes:] - num_decodes, int(counts.max()))  # fmt: skip
+        hidden = self.model.forward(batch, self.pool)
+        sampled = torch.empty(0, dtype=torch.int64, device=self.device)
+        if samples.any():
+            last = self.to_device(starts[1:][samples] - 1)  # the head is only for rows that sample
+            logits = self.model.logits(hidden[last])
+            sampled = state.sample(ops, logits, slots if samples.all() else self.to_device(rows[samples, 0]))
+        ops.post_update(state.token_ids, state.num_known, state.num_computed, slots, query_starts, sample_at, sampled)
+        tokens = np.full(len(rows), -1, dtype=np.int64)
+        tokens[samples] = sampled.cpu().numpy()
+        return StepResult(plan.step, tokens.tolist())
+
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+class BatchState:
+    """What the device knows of each running sequence, one row ("slot") each, at fixed addresses.
+
+    `known` and `computed` mirror two of the tensors on the host, so that the worker can tell which rows sample without
+    asking the device.
+    """
+
+    def __init__(self, slots: int, max_model_len: int, block_size: int, device: str):
+        def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.block_size, self.device = block_size, device
+        self.token_ids = new(slots, max_model_len + 1)
+        self.num_known, self.num_computed = new(slots), new(slots)
+        self.block_tables = new(slots, -(-max_model_len // block_size))
+        self.temperature = new(slots, dtype=torch.float32)
+        self.top_k = new(slots)
+        self.top_p = new(slots, dtype=torch.float32)
+        self.min_p = new(slots, dtype=torch.float32)
+        self.seeds = new(slots, dtype=torch.int64)
+        self.known, self.computed = (np.zeros(slots, dtype=np.int32) for _ in range(2))
+        self.num_blocks = [0] * slots
+
+    def apply(self, plan: StepPlan) -> None:
+        """Sequences leave, enter and grow."""
+        self.known[plan.released] = self.computed[plan.released] = 0
+        for row in plan.new:
+            slot, length = row.slot, len(row.token_ids)
+            self.known[slot], self.computed[slot] = length, row.num_computed
+            self.token_ids[slot, :length] = self._ints(row.token_ids)
+            self.num_known[slot], self.num_computed[slot] = length, row.num_computed
+            self.temperature[slot], self.top_p[slot], self.min_p[slot] = row.temperature, row.top_p, row.min_p
+            self.top_k[slot], self.seeds[slot] = row.top_k, row.seed
+            self.num_blocks[slot] = 0
+            self._grow(slot, row.blocks)
+        for slot, blocks in plan.new_blocks:
+            self._grow(slot, blocks)
+
+    def _grow(self, slot: int, blocks: list[int]) -> None:
+        begin = self.num_blocks[slot]
+        self.num_blocks[slot] = begin + len(blocks)
+        self.block_tables[slot, begin : begin + len(blocks)] = self._ints(blocks)
+
+    def _ints(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
+
+    def advance(self, rows: np.ndarray) -> np.ndarray:
+        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample."""
+        slots, counts = rows[:, 0], rows[:, 1]
+        self.computed[slots] += counts
+        assert (self.computed[slots] <= self.known[slots]).all(), "a row ran past its known tokens"
+        samples = self.computed[slots] == self.known[slots]
+        self.known[slots[samples]] += 1
+        return samples
+
+    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The next token [R] of each of `slots` [R], from logits [R, vocab]."""
+        return ops.sample(
+            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known
+        )
+
+
+def pick_device(name: str) -> str:
+    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda'; torch sees no CUDA device on this machine: use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def pick_ops(backend: str, device: str) -> ModuleType:
+    """The one place where the Triton kernels or their plain torch twins are chosen."""
+    if backend == "auto":
+        backend = "triton" if device == "cuda" else "torch"
+    if backend == "triton":
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
+        import kernels as ops
+    else:
+        import reference as ops
+    return ops
