@@ -76,6 +76,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
+                f"{self.max_num_seqs}"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,11 @@ class ServerConfig:
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
     max_queue: int = option(4096, "requests in flight before 429", 1)
+    max_output_tokens: int = option(2**24, "prompts times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
+    body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
+    write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
+    shutdown_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -111,12 +111,13 @@ class EngineCore:
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
             f"  device    {f['device']}, {f['backend']}.py\n"
-            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens ({f['kv_bytes'] / 2**20:,.0f} "
-            f"MiB): {tokens // f['max_model_len']} requests at the full length of {f['max_model_len']:,}"
+            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
+            f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
+            f"{f['max_model_len']:,}"
         )
 
 
-# --- one request's text ------------------------------------------------------------------------------------------------
+# --- one request's text ---------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -220,7 +221,7 @@ class Generation:
         )
 
 
-# --- in the caller's process -------------------------------------------------------------------------------------------
+# --- in the caller's process ----------------------------------------------------------------------------------------
 
 
 class LLM:
@@ -292,9 +293,11 @@ class LLM:
         return self.generate(ids, sampling_params, use_tqdm)
 
     def _generation(self, item: str | list[int], params: SamplingParams) -> Generation:
-        text = item if isinstance(item, str) else None
-        ids = self.tokenizer.encode(text) if text is not None else list(item)
-        return Generation(str(next(self.ids)), text, ids, params, self.tokenizer)
+        if isinstance(item, str):
+            return Generation(str(next(self.ids)), item, self.tokenizer.encode(item), params, self.tokenizer)
+        if not isinstance(item, list) or not all(type(token) is int for token in item):
+            raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
+        return Generation(str(next(self.ids)), None, item, params, self.tokenizer)
 
     def _run(self, live: dict[str, Generation], use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
@@ -312,10 +315,11 @@ class LLM:
                         del live[output.request_id]
                         bar.update()
                 seconds = time.monotonic() - begun
-                bar.set_postfix_str(f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s")
+                rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
+                bar.set_postfix_str(rates, refresh=False)
 
 
-# --- in a process of its own -------------------------------------------------------------------------------------------
+# --- in a process of its own ----------------------------------------------------------------------------------------
 
 
 class Add(msgspec.Struct, array_like=True, tag=True):

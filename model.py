@@ -163,8 +163,8 @@ class Transformer:
             parts.append(self.ops.attention_decode(q[:n], kv, tables, slots, lens, self.scale, window))
         if n < len(q):
             slots, lens = batch.slots[n:], batch.seq_lens[n:]
-            parts.append(self.ops.attention_prefill(
-                q[n:], kv, tables, slots, lens, batch.query_starts, batch.max_query_len, self.scale, window))  # fmt: skip
+            ragged = batch.query_starts, batch.max_query_len
+            parts.append(self.ops.attention_prefill(q[n:], kv, tables, slots, lens, *ragged, self.scale, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,10 @@ class Worker:
         if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
             raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
         self.max_model_len = config.max_model_len or model_config.max_position
+        if self.max_model_len > model_config.max_position:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}; the model was made for at most {model_config.max_position}"
+            )
         self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len)
         if config.load_format == "dummy":
             fill_dummy(self.model, config.seed)
@@ -253,7 +257,9 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     if backend == "triton":
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
-        import kernels as ops
-    else:
-        import reference as ops
-    return ops
+        import kernels
+
+        return kernels
+    import reference
+
+    return reference

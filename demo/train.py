@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from tasks import Tasks, read_corpus
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tasks import Tasks, read_corpus
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 192,
@@ -163,10 +164,8 @@ def grade(model: Demo, rows: Rows, corpus: str, device: str, questions: int = 10
     for task in ("sum", "difference", "spell", "repeat", "recall"):
         right[task] = 0.0
         for _ in range(questions):
-            if task == "recall":
-                turns = tasks.conversation(tasks.rng.randint(100, 1700))
-            else:
-                turns = [getattr(tasks, task)()]
+            recall = task == "recall"
+            turns = tasks.conversation(tasks.rng.randint(100, 1700)) if recall else [getattr(tasks, task)()]
             ids = [i for question, answer in turns for i in rows.turn(question, answer)[0]]
             answer = len(rows.encode(turns[-1][1])) + 1
             with torch.autocast(device, torch.bfloat16):

@@ -1,0 +1,39 @@
+"""Shared by the tests that run the bundled demo model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from config import DEMO
+from engine import LLM
+from tasks import Tasks
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def make_llm():
+    """Makes an `LLM` on the demo in float32, with other options where given."""
+    return lambda **fields: LLM(DEMO, **({"dtype": "float32", "device": "cpu"} | fields))
+
+
+@pytest.fixture(scope="session")
+def llm(make_llm):
+    return make_llm()
+
+
+@pytest.fixture(scope="session")
+def conversations() -> list[list[dict[str, str]]]:
+    """Fifty conversations of all five tasks, the recalls among them up to some 800 tokens long."""
+    words = "amber bridge candle dragon ember forest garden hollow island jungle kettle lantern meadow needle orchard"
+    lines = "\n".join(f"The {a} was by the {b}, and nobody saw it." for a in words.split() for b in words.split())
+    tasks, made = Tasks(lines, seed=5), []
+    for i in range(50):
+        task = ("sum", "difference", "spell", "repeat", "recall")[i % 5]
+        turns = tasks.conversation(300 * (i // 5 % 5) + 100) if task == "recall" else [getattr(tasks, task)()]
+        messages = []
+        for question, answer in turns:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        made.append(messages[:-1])
+    return made

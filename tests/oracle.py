@@ -1,0 +1,50 @@
+"""Run by itself, in a process that cannot see this project: makes random tiny checkpoints with transformers and writes
+down what transformers says of them.
+
+    python -I oracle.py CASES.json FOLDER
+
+For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it the prompts' logits and greedy
+tokens. (transformers looks for a package called `kernels` and would find ours, hence the separate process.)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+
+
+def make(name: str, case: dict, folder: Path) -> None:
+    torch.manual_seed(len(name))
+    config = getattr(transformers, case["config"])(**case["shape"])
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
+        for parameter in model.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
+    dtype = getattr(torch, case.get("dtype", "float32"))
+    model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    found = {}
+    for i, prompt in enumerate(case["prompts"]):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            found[f"logits{i}"] = model(ids).logits[0].contiguous()
+            mask = torch.ones_like(ids)  # else a token 0 in the prompt passes for padding
+            greedy = model.generate(
+                ids, attention_mask=mask, max_new_tokens=case["new"], do_sample=False, pad_token_id=0
+            )
+        found[f"tokens{i}"] = greedy[0, len(prompt) :].contiguous()
+    save_file(found, folder / "oracle.safetensors")
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    transformers.logging.set_verbosity_error()
+    for name, case in cases.items():
+        make(name, case, folder / name)
+
+
+if __name__ == "__main__":
+    main()

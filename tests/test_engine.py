@@ -1,0 +1,284 @@
+"""The engine end to end on the demo model: the same tokens whatever the batch, the chunks, the cache and the pool."""
+
+from __future__ import annotations
+
+import csv
+import os
+import random
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from config import DEMO, EngineConfig
+from engine import LLM, Add, EngineCore, EngineDeadError, EngineServer, Generation, MPClient, SamplingParams
+from scheduler import EngineOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+STORY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def work(llm, conversations) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The conversations, and between them prompts with long answers."""
+    prompts, params = [], []
+    for i, conversation in enumerate(conversations):
+        prompts.append(llm.tokenizer.encode(llm.tokenizer.render(conversation), add_special_tokens=False))
+        prompts.append(llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n"))
+        params += [GREEDY, STORY]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def answers(llm, work):
+    """What the demo makes of them, all in one batch with the cache on."""
+    return tokens(llm.generate(*work, use_tqdm=False))
+
+
+def test_demo_can_add(llm):
+    outputs = llm.chat([{"role": "user", "content": "What is 23 + 58?"}], GREEDY, use_tqdm=False)
+    completion = outputs[0].outputs[0]
+    assert (completion.text, completion.finish_reason) == ("81", "stop")
+    assert completion.token_ids[-1] in llm.core.model_config.eos_token_ids
+    assert outputs[0].metrics.first_token_time <= outputs[0].metrics.finished_time
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_prefix_caching": False},
+        {"max_num_batched_tokens": 32, "max_num_seqs": 32},
+        {"num_gpu_blocks_override": 256, "block_size": 4},
+        {"block_size": 7, "max_num_seqs": 5},
+    ],
+    ids=["no prefix cache", "chunks of 32", "few blocks", "blocks of seven tokens"],
+)
+def test_same_answers_however_they_are_computed(make_llm, work, answers, fields):
+    llm = make_llm(**fields)
+    assert tokens(llm.generate(*work, use_tqdm=False)) == answers
+    llm.core.check_integrity()
+    if "num_gpu_blocks_override" in fields:
+        assert llm.core.metrics()["num_preemptions_total"] > 20
+
+
+def test_same_answers_with_a_warm_cache(llm, work, answers):
+    before = llm.core.metrics()["prefix_cache_hits_total"]
+    assert tokens(llm.generate(*work, use_tqdm=False)) == answers
+    assert llm.core.metrics()["prefix_cache_hits_total"] > before
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
+def test_together_and_one_by_one(llm, temperature):
+    """200 prompts with the lengths of real requests, scaled to the demo's context of 1,024."""
+    with Path(__file__).with_name("azure_lengths.csv").open() as file:
+        lengths = list(csv.reader(line for line in file if not line.startswith("#")))[1:]
+    rng, prompts, params = random.Random(0), [], []
+    for i, (prompt, output) in enumerate(lengths):
+        prompts.append([rng.randrange(5, 1024) for _ in range(max(1, int(prompt) // 10))])
+        limit = max(1, int(output) // 10)
+        params.append(SamplingParams(temperature=temperature, top_p=0.95, top_k=50, seed=i, max_tokens=limit))
+    assert len(prompts) == 200
+    together = tokens(llm.generate(prompts, params, use_tqdm=False))
+    llm.core.reset_prefix_cache()
+    alone = [tokens(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+def test_seeds_decide(llm):
+    def text(seed):
+        params = SamplingParams(temperature=1.0, max_tokens=24, seed=seed)
+        return llm.generate("Enter", params, use_tqdm=False)[0].outputs[0].text
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_min_p_and_top_k_of_one_are_greedy(llm):
+    greedy = tokens(llm.generate("ROMEO:\n", SamplingParams(temperature=0, max_tokens=20), use_tqdm=False))
+    for narrow in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        params = SamplingParams(temperature=1.0, max_tokens=20, **narrow)
+        assert tokens(llm.generate("ROMEO:\n", params, use_tqdm=False)) == greedy
+
+
+def test_stop_string_cuts_text_and_tokens(llm):
+    free = llm.generate("ROMEO:\n", SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)[0].outputs[0]
+    stop = free.text[12:17]
+    for include in (False, True):
+        params = SamplingParams(temperature=0, max_tokens=40, stop=stop, include_stop_str_in_output=include)
+        cut = llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs[0]
+        end = free.text.index(stop) + (len(stop) if include else 0)
+        assert (cut.text, cut.finish_reason, cut.stop_reason) == (free.text[:end], "stop", stop)
+        assert len(cut.token_ids) < len(free.token_ids) and cut.token_ids == free.token_ids[: len(cut.token_ids)]
+    assert not llm.core.has_work()
+
+
+def test_stop_token_ids_end_with_the_token_out_of_the_text(llm):
+    free = llm.generate("ROMEO:\n", SamplingParams(temperature=0, max_tokens=40), use_tqdm=False)[0].outputs[0]
+    stop = free.token_ids[5]
+    params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=[stop])
+    cut = llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs[0]
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.stop_reason == stop and free.text.startswith(cut.text)
+
+
+def test_ignore_eos_runs_to_max_tokens(llm):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    completion = llm.chat([{"role": "user", "content": "2 + 2 ="}], params, use_tqdm=False)[0].outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (30, "length")
+
+
+def test_prompts_may_be_text_or_tokens(llm):
+    ids = llm.tokenizer.encode("To be")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    wanted = tokens(llm.generate("To be", params, use_tqdm=False))
+    for same in (["To be"], ids, [ids]):
+        assert tokens(llm.generate(same, params, use_tqdm=False)) == wanted
+    assert llm.generate([], params, use_tqdm=False) == []
+
+
+@pytest.mark.parametrize("bad", ["", [None], [[5], []], [["a"]], [[99999]], [[5]] * 3 + [[5] * 1024]])
+def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
+    with pytest.raises(ValueError, match="prompt"):
+        llm.generate(bad, use_tqdm=False)
+    assert not llm.core.has_work()
+    llm.core.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nonsense": 1}, "unknown option nonsense; known: .*block_size"),
+        ({"block_size": 0}, "block_size is 0; it must be at least 1"),
+        ({"max_model_len": 4096}, "max_model_len is 4096; .* 1024"),
+        ({"num_gpu_blocks_override": 2, "max_model_len": 1000}, "max_model_len is 1000; the KV pool of 2 blocks"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8; .* max_num_seqs, 256"),
+        ({"backend": "triton"}, "TRITON_INTERPRET=1"),
+        ({"model": "nowhere"}, "nowhere has no tokenizer.json|no folder nowhere"),
+    ],
+)
+def test_bad_options_are_refused_by_name(fields, message):
+    if fields.get("backend") == "triton" and os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter is on")
+    with pytest.raises(ValueError, match=message):
+        LLM(**({"model": DEMO, "device": "cpu"} | fields))
+
+
+def test_a_pool_smaller_than_the_context_shortens_it(make_llm):
+    llm = make_llm(num_gpu_blocks_override=8, block_size=16)
+    assert llm.core.facts["max_model_len"] == 128
+    with pytest.raises(ValueError, match=r"200 tokens; at most 127 .* context of 128"):
+        llm.generate([[5] * 200], use_tqdm=False)
+
+
+@pytest.fixture
+def served(make_llm, tmp_path):
+    """An engine's server loop in a thread of this process, and its socket's path."""
+    core = make_llm(num_gpu_blocks_override=64, block_size=16).core
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(tmp_path / "engine"))
+    listener.listen()
+    threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
+    yield core, str(tmp_path / "engine")
+    listener.close()
+
+
+def collect(stream) -> list[int]:
+    ids: list[int] = []
+    while True:
+        output: EngineOutput = stream.get(timeout=30)
+        ids += output.token_ids
+        if output.finish_reason:
+            return ids
+
+
+def test_clients_get_their_own_outputs(served, work, answers):
+    clients = [MPClient(served[1]) for _ in range(2)]
+    streams = [clients[i % 2].add(str(i), *request) for i, request in enumerate(zip(*work, strict=True))]
+    assert [collect(stream) for stream in streams] == answers
+    assert clients[0].call("metrics")["num_requests_running"] == 0
+    clients[1].call("check_integrity")
+    for client in clients:
+        client.close()
+
+
+def test_a_refusal_reaches_the_client(served):
+    client = MPClient(served[1])
+    output = client.add("a", [], GREEDY).get(timeout=30)
+    assert (output.finish_reason, output.error) == ("error", "the prompt is empty; it must have at least 1 token")
+    with pytest.raises(ValueError, match="no utility 'eval'"):
+        client.call("eval")
+    client.close()
+
+
+def test_a_client_that_leaves_takes_its_requests_along(served):
+    _, path = served
+    client, other = MPClient(path), MPClient(path)
+    stream = client.add("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))
+    stream.get(timeout=30)
+    assert other.call("metrics")["num_requests_running"] == 1
+    client.close()
+    for _ in range(1000):
+        if other.call("metrics")["num_requests_running"] == 0:
+            break
+    else:
+        pytest.fail("the request is still there")
+    with pytest.raises(EngineDeadError):
+        while True:
+            stream.get(timeout=30)
+    with pytest.raises(EngineDeadError):
+        client.add("b", [5], GREEDY)
+    other.close()
+
+
+def test_abort_ends_a_request(served):
+    client = MPClient(served[1])
+    client.add("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)).get(timeout=30)
+    client.abort("a")
+    assert client.call("metrics")["num_requests_running"] == 0
+    client.close()
+
+
+def test_generation_keeps_the_ending_token_out_of_the_text(llm):
+    ids = llm.tokenizer.encode("hello there")
+    for include in (False, True):
+        params = SamplingParams(stop_token_ids=[ids[-1]], include_stop_str_in_output=include)
+        generation = Generation("a", None, [5], params, llm.tokenizer)
+        generation.push(EngineOutput("a", ids[:-1]))
+        generation.push(EngineOutput("a", ids[-1:], finish_reason="stop", stop_reason=ids[-1]))
+        assert generation.text == llm.tokenizer.decode(ids if include else ids[:-1])
+        assert generation.token_ids == ids and generation.finish_reason == "stop"
+
+
+def test_core_survives_a_refusal_in_full_flight(llm):
+    core: EngineCore = llm.core
+    core.add("a", [5] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
+    core.step()
+    with pytest.raises(ValueError, match="allowed"):
+        core.add("b", [10**6], GREEDY)
+    while core.has_work():
+        core.step()
+
+
+def test_messages_carry_sampling_params_whole():
+    import msgspec
+
+    params = SamplingParams(temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63))
+    message = Add("x", [1, 2], params)
+    assert msgspec.msgpack.Decoder(Add).decode(msgspec.msgpack.encode(message)) == message
+
+
+def test_start_log_says_what_fits(llm):
+    text = llm.core.start_log()
+    assert len(text.splitlines()) <= 6
+    for fact in ("Qwen3ForCausalLM", "float32", "cpu", "reference.py", "blocks of 64", "full length of 1,024"):
+        assert fact in text
+
+
+def test_config_defaults_are_valid():
+    assert EngineConfig().max_num_seqs == 256

@@ -1,0 +1,118 @@
+"""The house rules that a reader relies on: who may import whom, what is free of torch, and that the ops have twins."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAY_IMPORT = {  # our own modules that each file may import
+    "config": set(),
+    "kv_cache": set(),
+    "scheduler": {"config", "kv_cache"},
+    "kernels": set(),
+    "reference": set(),
+    "model": {"config"},
+    "worker": {"config", "scheduler", "model", "kernels", "reference"},
+    "executor": {"config", "scheduler", "worker"},
+    "tokenizer": set(),
+    "engine": {"config", "scheduler", "executor", "tokenizer"},
+    "server": {"engine", "config", "tokenizer"},
+}
+STDLIB_ONLY = {"config", "kv_cache", "scheduler"}
+TORCH_FREE = STDLIB_ONLY | {"tokenizer", "engine", "server", "executor"}
+FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def test_every_file_has_its_place():
+    assert set(FILES) == set(MAY_IMPORT)
+
+
+@pytest.mark.parametrize("name", sorted(MAY_IMPORT))
+def test_imports_keep_to_the_table(name):
+    found = imports(FILES[name])
+    assert found & set(FILES) <= MAY_IMPORT[name]
+    if name in STDLIB_ONLY:
+        assert found - set(FILES) <= set(sys.stdlib_module_names)
+    if name in TORCH_FREE:
+        assert not found & {"torch", "triton"}
+
+
+def test_importing_the_engine_leaves_torch_alone():
+    """2 s and 300 MB that an API process does not pay."""
+    code = "import sys, engine, server, executor; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def public_functions(tree: ast.Module) -> dict[str, list[str]]:
+    return {
+        node.name: [arg.arg for arg in node.args.args]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list
+    }
+
+
+def test_kernels_and_reference_are_twins():
+    kernels, twins = public_functions(FILES["kernels"]), public_functions(FILES["reference"])
+    twins.pop("uniform", None)  # tl.rand, which kernels.py has from Triton
+    assert kernels == twins
+    text = (ROOT / "model.py").read_text() + (ROOT / "worker.py").read_text()
+    used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
+    assert used == set(kernels)
+
+
+def test_only_the_worker_picks_the_ops():
+    for name, tree in FILES.items():
+        if name != "worker":
+            assert not imports(tree) & {"kernels", "reference"}
+
+
+def test_public_things_have_docstrings_and_annotations():
+    def check(body, where):
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            name = f"{where}.{node.name}"
+            if isinstance(node, ast.ClassDef):
+                assert ast.get_docstring(node), f"{name} has no docstring"
+                check(node.body, name)
+            elif not any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                assert node.returns is not None, f"{name} does not say what it returns"
+                for arg in node.args.args:
+                    assert arg.annotation is not None or arg.arg == "self" or arg.arg == "cls", f"{name}({arg.arg})"
+
+    for name, tree in FILES.items():
+        assert ast.get_docstring(tree), name
+        check(tree.body, name)
+
+
+def test_no_globals_and_no_todo():
+    for name, tree in FILES.items():
+        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], name
+        assert "TODO" not in (ROOT / f"{name}.py").read_text(), name
+
+
+def test_every_option_is_described_in_one_line():
+    import config
+
+    text = config.parser_for(config.EngineConfig, config.ServerConfig).format_help()
+    assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text
+    for cls in (config.EngineConfig, config.ServerConfig):
+        for field in inspect.signature(cls).parameters:
+            assert "--" + field.replace("_", "-") in text
