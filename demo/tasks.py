@@ -17,10 +17,10 @@ HELD_OUT = 20  # one pair or word in twenty is never trained on
 MINE = """favorite color, home town, cat, dog, horse, garden, job, lucky number, best friend, teacher, car, street,
 sport, hero, breakfast, song, book, boat, doctor, neighbor, drink, hat, captain, hobby, school, nickname, team, village,
 river, uncle"""
-OBJECTS = """box, door, gate, safe, locker, tower, bridge, castle, cabin, chest, room, wagon, cellar, attic, vault, desk,
-trunk, barn, mill, shop, tent, well, cave, tunnel"""
-NAMES = """Anna, Ben, Clara, David, Emma, Frank, Grace, Henry, Iris, Jack, Kate, Leo, Mary, Nora, Oscar, Paul, Rosa, Sam,
-Tom, Vera, Will, Alice, Hugo, Lucy"""
+OBJECTS = """box, door, gate, safe, locker, tower, bridge, castle, cabin, chest, room, wagon, cellar, attic, vault,
+desk, trunk, barn, mill, shop, tent, well, cave, tunnel"""
+NAMES = """Anna, Ben, Clara, David, Emma, Frank, Grace, Henry, Iris, Jack, Kate, Leo, Mary, Nora, Oscar, Paul, Rosa,
+Sam, Tom, Vera, Will, Alice, Hugo, Lucy"""
 MINE, OBJECTS, NAMES = (re.split(r",\s+", words) for words in (MINE, OBJECTS, NAMES))
 KEYS = [f"my {noun}" for noun in MINE] + [f"the code of the {noun}" for noun in OBJECTS]
 
