@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import os
 import queue
 import shutil
@@ -30,7 +31,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
@@ -322,7 +322,8 @@ class LLM:
 # --- in a process of its own ----------------------------------------------------------------------------------------
 
 
-class Add(msgspec.Struct, array_like=True, tag=True):
+@dataclass(slots=True)
+class Add:
     """Client to engine: a new request."""
 
     request_id: str
@@ -331,26 +332,30 @@ class Add(msgspec.Struct, array_like=True, tag=True):
     salt: str = ""
 
 
-class Abort(msgspec.Struct, array_like=True, tag=True):
+@dataclass(slots=True)
+class Abort:
     """Client to engine: the request is no longer wanted."""
 
     request_id: str
 
 
-class Call(msgspec.Struct, array_like=True, tag=True):
+@dataclass(slots=True)
+class Call:
     """Client to engine: a utility call, answered by the `Reply` of the same id."""
 
     call_id: int
     method: str
 
 
-class Outputs(msgspec.Struct, array_like=True, tag=True):
+@dataclass(slots=True)
+class Outputs:
     """Engine to client: one step's news of the client's requests."""
 
     outputs: list[EngineOutput]
 
 
-class Reply(msgspec.Struct, array_like=True, tag=True):
+@dataclass(slots=True)
+class Reply:
     """Engine to client: what a utility call returned, or what was wrong with it."""
 
     call_id: int
@@ -365,16 +370,22 @@ ToClient = Outputs | Reply
 
 def send_frame(sock: socket.socket, message: ToEngine | ToClient) -> None:
     """Write one message."""
-    payload = msgspec.msgpack.encode(message)
+    import msgspec  # here, because a script that uses `LLM` has no need of it
+
+    payload = msgspec.msgpack.encode((type(message).__name__, message))
     sock.sendall(struct.pack("<I", len(payload)) + payload)
 
 
-def read_frames(sock: socket.socket, kind: Any) -> Iterator[Any]:
-    """Yield the messages of type `kind` that arrive, until the other end closes."""
-    decoder = msgspec.msgpack.Decoder(kind)
-    with sock.makefile("rb") as file, contextlib.suppress(ConnectionError, ValueError):
+def read_frames(sock: socket.socket) -> Iterator[Any]:
+    """Yield the messages that arrive until the other end closes, or sends what is none."""
+    import msgspec
+
+    envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+    bodies = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in (Add, Abort, Call, Outputs, Reply)}
+    with sock.makefile("rb") as file, contextlib.suppress(ConnectionError, ValueError, KeyError):
         while len(header := file.read(4)) == 4:
-            yield decoder.decode(file.read(struct.unpack("<I", header)[0]))
+            name, body = envelope.decode(file.read(struct.unpack("<I", header)[0]))
+            yield bodies[name].decode(body)
 
 
 class EngineServer:
@@ -393,7 +404,7 @@ class EngineServer:
             threading.Thread(target=self._read, args=(client,), daemon=True).start()
 
     def _read(self, client: socket.socket) -> None:
-        for message in read_frames(client, ToEngine):
+        for message in read_frames(client):
             self.inbox.put((client, message))
         self.inbox.put((client, None))
 
@@ -447,13 +458,14 @@ class EngineServer:
 
 def engine_main() -> None:
     """What the engine process runs: options from standard input, the facts to standard output, then the loop."""
-    options = msgspec.json.decode(sys.stdin.buffer.readline())
+    options = json.loads(sys.stdin.buffer.readline())
     folder = options.pop("socket_folder")
     ready = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may reach the handshake
 
     def leash() -> None:
-        sys.stdin.buffer.read()  # returns when the last process that holds the other end is gone
+        while os.read(0, 1):  # ends when the last process that holds the other end is gone; unbuffered, because
+            pass  # a lock held here would abort the interpreter when it exits
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
@@ -468,7 +480,7 @@ def engine_main() -> None:
     listener.bind(os.path.join(folder, "engine"))
     listener.listen()
     with ready:
-        ready.write(msgspec.json.encode(core.facts).decode() + "\n")
+        ready.write(json.dumps(core.facts) + "\n")
     try:
         EngineServer(core, listener).run()
     except BaseException:
@@ -491,7 +503,7 @@ class EngineProcess:
     def forget(self) -> None:
         """In a forked child: let go of the leash, so that it hangs on the parent alone."""
         assert self.process.stdin
-        os.close(self.process.stdin.fileno())
+        self.process.stdin.close()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
     def stop(self) -> None:
@@ -522,13 +534,13 @@ def launch_engine(config: EngineConfig) -> EngineProcess:
     try:
         assert process.stdin and process.stdout
         options = dataclasses.asdict(config) | {"socket_folder": folder}
-        process.stdin.write(msgspec.json.encode(options) + b"\n")
+        process.stdin.write(json.dumps(options).encode() + b"\n")
         process.stdin.flush()
         line = process.stdout.readline()
         process.stdout.close()
         if not line:
             raise SystemExit(process.wait() or 1)
-        engine.facts = msgspec.json.decode(line)
+        engine.facts = json.loads(line)
     except BaseException:
         engine.stop()
         raise
@@ -536,7 +548,7 @@ def launch_engine(config: EngineConfig) -> EngineProcess:
 
 
 class Stream:
-    """The outputs of one request, as they come."""
+    """The outputs of one request as they come, or of several that were added with it."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[EngineOutput | EngineDeadError] = queue.SimpleQueue()
@@ -574,7 +586,7 @@ class MPClient:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for message in read_frames(self.socket, ToClient):
+        for message in read_frames(self.socket):
             if isinstance(message, Reply):
                 if waiter := self.calls.get(message.call_id):
                     waiter.put(message)
@@ -601,17 +613,24 @@ class MPClient:
             with contextlib.suppress(OSError):  # a broken socket: the reader tells everyone
                 send_frame(self.socket, message)
 
-    def add(self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, cache_salt: str = "") -> Stream:
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        salt: str = "",
+        stream: Stream | None = None,
+    ) -> Stream:
         """Send a request; a refusal comes as an output with `finish_reason` "error".
+
+        Its outputs go into `stream`, or else into a new one; that is returned.
 
         Raises:
             EngineDeadError: there is no engine.
         """
-        stream = Stream()
-        self._send(
-            Add(request_id, prompt_token_ids, params, cache_salt), lambda: self.streams.update({request_id: stream})
-        )
-        return stream
+        target = stream or Stream()
+        self._send(Add(request_id, prompt_token_ids, params, salt), lambda: self.streams.update({request_id: target}))
+        return target
 
     def abort(self, request_id: str) -> None:
         """Give a request up; it yields nothing more."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
@@ -129,7 +130,7 @@ class Worker:
         """Run a prefill and a decode step, so that kernels are compiled before the first request."""
         length = min(2 * self.config.block_size, self.max_model_len - 1, self.config.max_num_batched_tokens)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
-        for temperature in (0.0, 1.0):
+        for temperature in tqdm((0.0, 1.0), desc="Warming up", leave=False, disable=None):
             row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0)
             self.step(StepPlan(0, rows=[(0, length)], new=[row]))
             self.step(StepPlan(1, rows=[(0, 1)], released=[]))

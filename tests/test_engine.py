@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from config import DEMO, EngineConfig
-from engine import LLM, Add, EngineCore, EngineDeadError, EngineServer, Generation, MPClient, SamplingParams
+from engine import (
+    LLM,
+    Add,
+    EngineCore,
+    EngineDeadError,
+    EngineServer,
+    Generation,
+    MPClient,
+    SamplingParams,
+    read_frames,
+    send_frame,
+)
 from scheduler import EngineOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -266,11 +280,20 @@ def test_core_survives_a_refusal_in_full_flight(llm):
 
 
 def test_messages_carry_sampling_params_whole():
-    import msgspec
-
     params = SamplingParams(temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63))
-    message = Add("x", [1, 2], params)
-    assert msgspec.msgpack.Decoder(Add).decode(msgspec.msgpack.encode(message)) == message
+    one, other = socket.socketpair()
+    with one, other:
+        send_frame(one, Add("x", [1, 2], params))
+        assert next(read_frames(other)) == Add("x", [1, 2], params)
+
+
+def test_a_frame_that_is_no_message_ends_the_connection():
+    for junk in (b"\x03\0\0\0abc", b"\x02\0\0\0\x91\xc0", b"\xff"):
+        one, other = socket.socketpair()
+        with other:
+            with one:
+                one.sendall(junk)
+            assert list(read_frames(other)) == []
 
 
 def test_start_log_says_what_fits(llm):
@@ -282,3 +305,26 @@ def test_start_log_says_what_fits(llm):
 
 def test_config_defaults_are_valid():
     assert EngineConfig().max_num_seqs == 256
+
+
+INTERPRETED = """
+import json, sys
+from engine import LLM, SamplingParams
+llm = LLM(dtype="float32", device="cpu", backend="triton", max_num_seqs=4, block_size=16)
+prompts, params = json.loads(sys.argv[1])
+outputs = llm.generate(prompts, [SamplingParams(**p) for p in params], use_tqdm=False)
+print(json.dumps([output.outputs[0].token_ids for output in outputs]))
+"""
+
+
+def test_the_interpreted_kernels_give_the_same_tokens(llm, conversations):
+    """The whole engine over the Triton kernels, on a CPU: what a reader with a breakpoint sees."""
+    prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:3]]
+    params = [{"temperature": 0, "max_tokens": 3}] * 2 + [
+        {"temperature": 0.9, "top_p": 0.9, "seed": 1, "max_tokens": 3}
+    ]
+    wanted = tokens(llm.generate(prompts, [SamplingParams(**p) for p in params], use_tqdm=False))
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED, json.dumps([prompts, params])], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parent.parent, env=os.environ | {"TRITON_INTERPRET": "1"})  # fmt: skip
+    assert json.loads(run.stdout) == wanted

@@ -23,10 +23,11 @@ MAY_IMPORT = {  # our own modules that each file may import
     "executor": {"config", "scheduler", "worker"},
     "tokenizer": set(),
     "engine": {"config", "scheduler", "executor", "tokenizer"},
-    "server": {"engine", "config", "tokenizer"},
+    "protocol": {"config", "tokenizer"},
+    "server": {"engine", "config", "protocol", "tokenizer"},
 }
 STDLIB_ONLY = {"config", "kv_cache", "scheduler"}
-TORCH_FREE = STDLIB_ONLY | {"tokenizer", "engine", "server", "executor"}
+TORCH_FREE = STDLIB_ONLY | {"tokenizer", "engine", "protocol", "server", "executor"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 
 

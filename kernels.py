@@ -1,0 +1,826 @@
+"""The Triton kernels and their launchers; `reference.py` states the same ops in plain torch.
+
+Each op is a kernel, opened by its formula and shapes, and a launcher in three parts: check, allocate, launch. Inside
+kernels a name tells its kind: i_ index, o_ offsets, m_ mask, p_ pointers, b_ block of values. Kernels run on CUDA, and
+on the CPU under TRITON_INTERPRET=1.
+
+Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
+sequence, H query heads, KV key/value heads, G = H / KV, D head_dim, V vocabulary. A slot is a row of the batch state
+and -1 marks a padding row, which changes nothing. The pool of keys and values is
+[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it: pool[:, layer].
+
+What fixes a kernel's compilation is a model's shape, never a step's: sizes of a step only size the grid, and arrays of
+integers that callers slice at any offset are not specialized on alignment.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does unasked, but it warns that it was not asked
+
+import torch
+import triton
+import triton.language as tl
+
+__version__ = "0.1.0"
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+NO_ID = tl.constexpr(2**31 - 1)
+
+PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
+DECODE_SPLITS = 32  # programs that share a row's context: with 8 KV heads, one sequence still fills 132 processors
+DECODE_CHUNK = 128  # least keys for one of them
+SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
+SAMPLE_SEARCH = 2048  # and while it searches: 8 pivots for each of them, which 4096 would spill on some chips
+
+
+@triton.jit
+def _cast(x, dtype: tl.constexpr):
+    """x [..] float32 rounded to `dtype`, to nearest even.
+
+    The interpreter loses the carry from bfloat16's mantissa into its exponent (1.9999 becomes 1.0): round by hand.
+    """
+    if INTERPRET and dtype == tl.bfloat16:
+        b_bits = x.to(tl.uint32, bitcast=True)
+        b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, b_bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """acc + a b in float32. The interpreter multiplies bfloat16 as integers: give it float32."""
+    if INTERPRET:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+# ---------------------------------------------------------------------------------------------------- normalization
+
+
+@triton.jit
+def rms_norm_kernel(
+    x, weight, residual, y, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y = weight * h * rsqrt(mean(h^2) + eps), h = x + residual -> residual; all [T, SIZE]. One program per row."""
+    o_x = tl.arange(0, BLOCK)
+    m_x = o_x < SIZE
+    i_row = tl.program_id(0).to(tl.int64) * SIZE
+    b_h = tl.load(x + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        b_h += tl.load(residual + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
+        b_sum = _cast(b_h, residual.dtype.element_ty)
+        tl.store(residual + i_row + o_x, b_sum, mask=m_x)
+        b_h = b_sum.to(tl.float32)
+    b_w = tl.load(weight + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, 0) / SIZE + eps) * b_w
+    tl.store(y + i_row + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
+
+    Args:
+        x: [T, size], any float dtype. weight: [size]. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    tokens, size = x.shape
+    assert x.is_contiguous() and weight.shape == (size,)
+    assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
+
+    y = torch.empty_like(x)
+
+    block = triton.next_power_of_2(size)
+    warps = min(max(block // 512, 1), 16)
+    rms_norm_kernel[(tokens,)](x, weight, residual, y, eps, size, residual is not None, block, num_warps=warps)
+    return y
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+def qk_norm_rope_store_kernel(
+    qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, kv, q, kv_stride, eps,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
+
+    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. An element's partner is read again (from L1)
+    rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
+    """
+    i_token = tl.program_id(0)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_d = tl.arange(0, BLOCK_D)
+    m_q, m_qk = o_h < H, o_h < H + KV
+    m_x = (o_h < H + 2 * KV)[:, None] & (o_d < D)[None, :]
+    o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
+    p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
+    b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
+    b_x = b_raw.to(tl.float32)
+    b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+    if Q_NORM or K_NORM:
+        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+        m_d = o_d < D
+        if Q_NORM:
+            b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_v = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_x = tl.where(m_q[:, None], b_x * b_rstd * b_w[None, :], b_x)
+            b_partner = tl.where(m_q[:, None], b_partner * b_rstd * b_v[None, :], b_partner)
+        if K_NORM:
+            m_k = (m_qk & (o_h >= H))[:, None]
+            b_w = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_x = tl.where(m_k, b_x * b_rstd * b_w[None, :], b_x)
+            b_partner = tl.where(m_k, b_partner * b_rstd * b_v[None, :], b_partner)
+    p_angle = cos_sin + tl.load(positions + i_token).to(tl.int64) * ROTARY + o_d % (ROTARY // 2)
+    b_cos = tl.load(p_angle, mask=o_d < ROTARY, other=1.0)
+    b_sin = tl.load(p_angle + ROTARY // 2, mask=o_d < ROTARY, other=0.0)
+    b_sin = tl.where(o_d < ROTARY // 2, -b_sin, b_sin)
+    b_y = _cast(b_x * b_cos[None, :] + b_partner * b_sin[None, :], q.dtype.element_ty)
+    p_q = q + i_token.to(tl.int64) * (H * D) + (o_h * D)[:, None] + o_d[None, :]
+    tl.store(p_q, b_y, mask=m_x & m_q[:, None])
+    i_place = tl.load(slot_mapping + i_token)
+    if i_place >= 0:
+        # The k heads, then the v heads of a block lie side by side: [2, KV, BLOCK_SIZE, D] = [2 KV, BLOCK_SIZE, D].
+        p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * D
+        b_y = tl.where(m_qk[:, None], b_y, b_raw)
+        tl.store(p_kv + ((o_h - H) * (BLOCK_SIZE * D))[:, None] + o_d[None, :], b_y, mask=m_x & (o_h >= H)[:, None])
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+) -> torch.Tensor:
+    """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
+    rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
+
+    Args:
+        qkv: [T, (H + 2 KV) D]. q_weight, k_weight: [D], or None for no norm.
+        cos_sin: [max_position, r] float32, cosines then sines; r <= D, and elements from r on are not rotated.
+        positions: [T] int32. slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+
+    Returns:
+        q [T, H, D] in qkv's dtype.
+    """
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    tokens, rotary = len(qkv), cos_sin.shape[1]
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    assert qkv.is_contiguous() and cos_sin.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
+    assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
+
+    q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+
+    block_d = triton.next_power_of_2(head_dim)
+    block_h = min(triton.next_power_of_2(heads + 2 * kv_heads), max(1, 2048 // block_d))
+    grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
+    qk_norm_rope_store_kernel[grid](
+        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, kv, q, kv.stride(0), eps,
+        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, k_weight is not None, block_h, block_d,
+    )  # fmt: skip
+    return q
+
+
+@triton.jit
+def silu_mul_kernel(x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """y = gate / (1 + exp(-gate)) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_x = o_x < SIZE
+    b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
+    b_y = b_gate / (1.0 + tl.exp2(-b_gate * LOG2E)) * b_up
+    tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
+
+
+def silu_mul(x: torch.Tensor) -> torch.Tensor:
+    """y = silu(gate) * up with silu(z) = z / (1 + exp(-z)), for x [T, 2F] = (gate | up); y [T, F], rounded once."""
+    tokens, size = x.shape[0], x.shape[1] // 2
+    assert x.is_contiguous() and x.shape[1] % 2 == 0
+
+    y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
+
+    block = min(triton.next_power_of_2(size), 1024)
+    silu_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, block)
+    return y
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+@triton.jit
+def _attend(
+    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at positions o_pos [rows].
+
+    acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max'), where scale has
+    log2(e) in it. MASKED also holds keys below i_end, at most at the query's position and inside its window.
+    Online softmax: Milakov and Gimelshein, 2018; tiling: FlashAttention-2, Dao, 2023.
+    """
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    o_d = tl.arange(0, BLOCK_D)
+    m_kv = (o_n < i_end)[:, None] & (o_d < D)[None, :]
+    if MASKED:
+        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=o_n < i_end, other=0).to(tl.int64)
+    else:
+        m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
+        b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
+    p_k = p_kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * D)[:, None] + o_d[None, :]
+    b_k = tl.load(p_k, mask=m_kv, other=0.0)
+    b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32)) * scale
+    if MASKED:
+        m_s = (o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None])
+        if WINDOW > 0:
+            m_s = m_s & (o_n[None, :] > o_pos[:, None] - WINDOW)
+        b_s = tl.where(m_s, b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_base = b_new
+    if MASKED:
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen no key yet: not -inf - -inf
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_scale = tl.exp2(b_max - b_base)
+    b_v = tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0)
+    b_acc = _dot(_cast(b_p, b_v.dtype), b_v, b_acc * b_scale[:, None])
+    return b_acc, b_new, b_sum * b_scale + tl.sum(b_p, 1)
+
+
+@triton.jit
+def _split(n, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """Keys for each of SPLITS programs, a multiple of CHUNK, and how many of these programs then have any (at least 1).
+
+    A function of the row's length alone, so that a row's rounding does not depend on what else is in the batch.
+    """
+    chunk = tl.cdiv(tl.cdiv(n, SPLITS), CHUNK) * CHUNK
+    return chunk, tl.maximum(tl.cdiv(n, tl.maximum(chunk, 1)), 1)
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
+def attention_decode_kernel(
+    q, kv, block_tables, slots, seq_lens, out, partial, partial_lse, table_stride, kv_stride, scale,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[b, h] = softmax(scale q[b, h] K^T) V over one chunk of row b's context, and its log2-sum-exp.
+
+    q, out [B, H, D]; partial [B, H, SPLITS, D] and partial_lse [B, H, SPLITS] float32. One program per row, KV head and
+    chunk; the G query heads of the KV head are the rows of its matrix products. Flash-Decoding: Dao et al., 2023.
+    """
+    i_b, i_kv, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    G: tl.constexpr = H // KV
+    i_slot = tl.load(slots + i_b).to(tl.int64)
+    i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
+    i_first = 0
+    if WINDOW > 0:
+        i_first = tl.maximum(i_len - WINDOW, 0)
+    chunk, active = _split(i_len - i_first, SPLITS, CHUNK)
+    if i_split >= active:
+        return
+    o_g = tl.arange(0, BLOCK_G)
+    o_d = tl.arange(0, BLOCK_D)
+    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
+    i_row = i_b.to(tl.int64) * H + i_kv * G
+    b_q = tl.load(q + i_row * D + (o_g * D)[:, None] + o_d[None, :], mask=m_q, other=0.0)
+    b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_G], tl.float32)
+    o_pos = tl.zeros([BLOCK_G], tl.int32) + i_len - 1
+    i_begin = i_first + i_split * chunk
+    i_end = tl.minimum(i_begin + chunk, i_len)
+    p_kv = kv + i_kv * (BLOCK_SIZE * D)
+    for i_n in range(i_begin, i_end, BLOCK_N):
+        b_acc, b_max, b_sum = _attend(
+            b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_end, o_pos, scale, kv_stride,
+            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+        )  # fmt: skip
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
+    if active == 1:
+        p_out = out + i_row * D + (o_g * D)[:, None] + o_d[None, :]
+        tl.store(p_out, _cast(b_acc, out.dtype.element_ty), mask=m_q)
+    else:
+        o_row = (i_row + o_g) * SPLITS + i_split
+        tl.store(partial + (o_row * D)[:, None] + o_d[None, :], b_acc, mask=m_q)
+        tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=o_g < G)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "seq_lens"])
+def attention_reduce_kernel(
+    slots, seq_lens, out, partial, partial_lse,
+    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[b, h] = sum_s w_s partial[b, h, s] / sum_s w_s, w_s = 2^(lse_s - max lse), over the chunks that had keys.
+
+    Shapes as in attention_decode_kernel; one program per row and head. A row of one chunk is in `out` already.
+    """
+    i_b, i_h = tl.program_id(0), tl.program_id(1)
+    i_len = tl.where(tl.load(slots + i_b) >= 0, tl.load(seq_lens + i_b), 0)
+    if WINDOW > 0:
+        i_len = tl.minimum(i_len, WINDOW)
+    _, active = _split(i_len, SPLITS, CHUNK)
+    if active == 1:
+        return
+    o_s = tl.arange(0, BLOCK_S)
+    o_d = tl.arange(0, BLOCK_D)
+    i_row = i_b.to(tl.int64) * H + i_h
+    b_lse = tl.load(partial_lse + i_row * SPLITS + o_s, mask=o_s < active, other=float("-inf"))
+    b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
+    p_partial = partial + i_row * (SPLITS * D) + (o_s * D)[:, None] + o_d[None, :]
+    b_part = tl.load(p_partial, mask=(o_s < active)[:, None] & (o_d < D)[None, :], other=0.0)
+    b_out = tl.sum(b_part * b_w[:, None], 0) / tl.sum(b_w, 0)
+    tl.store(out + i_row * D + o_d, _cast(b_out, out.dtype.element_ty), mask=o_d < D)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """out[b, h] = softmax(scale * q[b, h] K^T) V over the context of row b, one query token per row.
+
+    Args:
+        q: [B, H, D]. kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
+        seq_lens: [B] int32, tokens of context including this one, whose K and V are in the pool already.
+        window: 0 for all keys, else only the last `window` of them.
+
+    Returns:
+        out [B, H, D] in q's dtype; zeros for padding rows.
+    """
+    batch, heads, head_dim = q.shape
+    kv_heads, block_size = kv.shape[2:4]
+    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
+    assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= 0
+
+    context = block_tables.shape[1] * block_size
+    context = min(context, window) if window else context
+    splits = min(DECODE_SPLITS, triton.next_power_of_2(triton.cdiv(context, DECODE_CHUNK)))
+    out = torch.empty_like(q)
+    partial = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_g = max(16, triton.next_power_of_2(heads // kv_heads))
+    block_n = min(DECODE_CHUNK, max(16, 8192 // block_d)) if q.element_size() == 2 else 32
+    attention_decode_kernel[(batch, kv_heads, splits)](
+        q, kv, block_tables, slots, seq_lens, out, partial, partial_lse, block_tables.stride(0), kv.stride(0),
+        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, splits, DECODE_CHUNK, block_g, block_n,
+        block_d, num_warps=4, num_stages=5,
+    )  # fmt: skip
+    if splits > 1:
+        attention_reduce_kernel[(batch, heads)](
+            slots, seq_lens, out, partial, partial_lse, heads, head_dim, window, splits, DECODE_CHUNK, splits, block_d
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
+def attention_prefill_kernel(
+    q, kv, block_tables, slots, seq_lens, query_starts, out, table_stride, kv_stride, scale,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at t's position, in its window.
+
+    q, out [T, H, D]. One program per tile, KV head and sequence; row r of a tile is head r % G of its token r // G, so
+    that the G heads share the keys they read. The last tiles, which have most keys, start first. Only the keys that
+    the causal diagonal or the window's lower edge crosses are masked.
+    """
+    G: tl.constexpr = H // KV
+    TOKENS: tl.constexpr = BLOCK_M // G
+    i_kv, i_b = tl.program_id(1), tl.program_id(2)
+    i_start = tl.load(query_starts + i_b)
+    i_count = tl.load(query_starts + i_b + 1) - i_start
+    i_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    if i_tile >= i_count:
+        return
+    i_slot = tl.load(slots + i_b).to(tl.int64)
+    i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
+    o_m = tl.arange(0, BLOCK_M)
+    o_d = tl.arange(0, BLOCK_D)
+    o_token = i_tile + o_m // G
+    o_pos = i_len - i_count + o_token
+    m_q = ((o_m < TOKENS * G) & (o_token < i_count))[:, None] & (o_d < D)[None, :]
+    o_q = (((i_start + o_token).to(tl.int64) * H + i_kv * G + o_m % G) * D)[:, None] + o_d[None, :]
+    b_q = tl.load(q + o_q, mask=m_q, other=0.0)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+
+    # The first token of the tile sees keys up to i_low, the last one up to i_end - 1 (none in a padding row).
+    i_low = i_len - i_count + i_tile
+    i_end = tl.maximum(tl.minimum(i_low + TOKENS, i_len), 0)
+    i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
+    p_kv = kv + i_kv * (BLOCK_SIZE * D)
+    p_table = block_tables + i_slot * table_stride
+    i_inner = 0
+    if WINDOW > 0:
+        i_begin = tl.maximum(i_low + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        i_inner = tl.cdiv(tl.maximum(i_end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        for i_n in range(i_begin, tl.minimum(i_inner, i_end), BLOCK_N):
+            b_acc, b_max, b_sum = _attend(
+                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+                KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+            )  # fmt: skip
+    for i_n in range(i_inner, i_full, BLOCK_N):
+        b_acc, b_max, b_sum = _attend(
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, False,
+        )  # fmt: skip
+    for i_n in range(tl.maximum(i_inner, i_full), i_end, BLOCK_N):
+        b_acc, b_max, b_sum = _attend(
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+        )  # fmt: skip
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
+
+
+def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) -> tuple[int, int, int, int, int]:
+    """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel; what spills no register.
+
+    Warp-group units read K and V from shared memory; older ones hold them in registers, so there the tiles are smaller.
+    The pipeline is deep because half of its stages go to the load of the block table that leads to K and V.
+    """
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    if dtype == torch.float32:
+        return max(32, triton.next_power_of_2(group)), 32, block_d, 4, 2
+    block_m = max(PREFILL_ROWS, triton.next_power_of_2(group))
+    if wgmma:
+        return block_m, 128 if block_d <= 64 else 64 if block_d <= 128 else 32, block_d, 8, 3 if block_d > 128 else 5
+    if block_d >= 128:
+        return max(64, triton.next_power_of_2(group)), 32, block_d, 4 if block_d == 128 else 8, 5
+    return block_m, 128 if block_d <= 32 else 64, block_d, 8, 3
+
+
+def _has_wgmma(device: torch.device) -> bool:
+    """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
+
+    Args:
+        q: [T, H, D]: row b owns tokens query_starts[b] to query_starts[b + 1], the last of its context.
+        kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
+        seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
+        query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid.
+        window: 0 for all keys, else token t sees only the last `window` keys up to itself.
+
+    Returns:
+        out [T, H, D] in q's dtype; zeros for padding rows.
+    """
+    _, heads, head_dim = q.shape
+    kv_heads, block_size = kv.shape[2:4]
+    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
+    assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= 0
+
+    out = torch.empty_like(q)
+
+    block_m, block_n, block_d, warps, stages = prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
+    tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
+    attention_prefill_kernel[(tiles, kv_heads, len(slots))](
+        q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
+        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, block_m, block_n, block_d,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------- sampling
+
+
+@triton.jit
+def _tempered(p_logits, o_v, m_v, heat):
+    """x = logits / temperature [..] float32; -inf outside of m_v, and never +inf, so that x - peak is a number."""
+    b_x = tl.load(p_logits + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    return tl.minimum(tl.div_rn(b_x, heat), FLOAT_MAX)
+
+
+@triton.jit
+def _keys(b_x):
+    """int32 in the order of the float32 b_x; the two zeros are equal."""
+    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@triton.jit
+def sample_chunks_kernel(
+    logits, slots, temperature, chunk_max, chunk_sum, chunk_id,
+    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """max, sum(exp(x - max)) and the lowest id of the max, of each chunk of each row of x = logits / temperature.
+
+    logits [R, V]; chunk_max, chunk_sum float32 and chunk_id int32, [R, CHUNKS]. One program per row and chunk.
+    """
+    i_r, i_c = tl.program_id(0), tl.program_id(1)
+    i_slot = tl.load(slots + i_r)
+    if i_slot < 0:
+        return
+    heat = tl.load(temperature + i_slot)
+    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
+    m_v = o_v < V
+    b_x = _tempered(logits + i_r.to(tl.int64) * V, o_v, m_v, tl.where(heat > 0, heat, 1.0))
+    b_max = tl.max(b_x, 0)
+    b_sum = tl.sum(tl.exp2((b_x - tl.maximum(b_max, -FLOAT_MAX)) * LOG2E), 0)
+    tl.store(chunk_max + i_r * CHUNKS + i_c, b_max)
+    tl.store(chunk_sum + i_r * CHUNKS + i_c, b_sum)
+    tl.store(chunk_id + i_r * CHUNKS + i_c, tl.min(tl.where(m_v & (b_x == b_max), o_v, NO_ID), 0))
+
+
+@triton.jit
+def _search(
+    p_logits, heat, peak, low, high, goal, floor, V: tl.constexpr, CHUNK: tl.constexpr, MASS: tl.constexpr
+):  # fmt: skip
+    """The largest key t in [low, high) for which the measure of {x: key(x) >= t} reaches `goal`; key(low)'s must do.
+
+    The measure is the count, or with MASS the sum of exp(x - peak) over x with keys from `floor` on. Each pass over the
+    row tests 8 pivots, so it ends within 11 passes, on a key that is in the row: equal logits are never parted.
+    """
+    o_p = tl.arange(0, 8)
+    while high - low > 1:
+        b_pivot = low + (high - low) * (o_p + 1) // 9
+        b_key = b_pivot.to(tl.int32)
+        b_measure = tl.zeros([8], tl.float32)
+        for i_v in range(0, V, CHUNK):
+            o_v = i_v + tl.arange(0, CHUNK)
+            b_x = _tempered(p_logits, o_v, o_v < V, heat)
+            b_w = tl.where(o_v < V, 1.0, 0.0)
+            if MASS:
+                b_w = tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0)
+            b_measure += tl.sum(tl.where(_keys(b_x)[None, :] >= b_key[:, None], b_w[None, :], 0.0), 1)
+        low = tl.max(tl.where(b_measure >= goal, b_pivot, low), 0)
+        high = tl.min(tl.where(b_measure >= goal, high, b_pivot), 0)
+    return low
+
+
+@triton.jit
+def sample_pick_kernel(
+    logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, chunk_max, chunk_sum, chunk_id, ids,
+    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
+
+    Shapes as in sample_chunks_kernel, whose results spare a greedy row every look at its logits and an unfiltered row
+    all but one chunk. ids [R] int64.
+    """
+    i_r = tl.program_id(0)
+    i_slot = tl.load(slots + i_r)
+    if i_slot < 0:
+        tl.store(ids + i_r, tl.zeros([], tl.int64))
+        return
+    heat = tl.load(temperature + i_slot)
+    o_c = tl.arange(0, BLOCK_C)
+    m_c = o_c < CHUNKS
+    b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
+    peak = tl.max(b_max, 0)
+    if heat <= 0:
+        b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
+        tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
+        return
+    p_logits = logits + i_r.to(tl.int64) * V
+    peak = tl.maximum(peak, -FLOAT_MAX)
+    b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
+    b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * LOG2E)
+    k, share, least = tl.load(top_k + i_slot), tl.load(top_p + i_slot), tl.load(min_p + i_slot)
+    floor = _keys(tl.full([1], float("-inf"), tl.float32))
+    if (k > 0 and k < V) or (share < 1.0 or least > 0.0):
+        low = tl.min(floor, 0).to(tl.int64)
+        high = tl.max(_keys(tl.zeros([1], tl.float32) + peak), 0).to(tl.int64) + 1
+        if k > 0 and k < V:
+            low = _search(p_logits, heat, peak, low, high, k.to(tl.float32), floor, V, SEARCH, False)
+        if share < 1.0:
+            floor = tl.zeros([1], tl.int32) + low.to(tl.int32)
+            total = tl.zeros([], tl.float32)
+            for i_v in range(0, V, SEARCH):
+                o_v = i_v + tl.arange(0, SEARCH)
+                b_x = _tempered(p_logits, o_v, o_v < V, heat)
+                total += tl.sum(tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0), 0)
+            low = _search(p_logits, heat, peak, low, high, share * total, floor, V, SEARCH, True)
+        floor = tl.zeros([1], tl.int32) + low.to(tl.int32)
+        if least > 0.0:
+            floor = tl.maximum(floor, _keys(tl.zeros([1], tl.float32) + peak + tl.log(least)))
+        for i_c in range(0, CHUNKS):
+            o_v = i_c * CHUNK + tl.arange(0, CHUNK)
+            b_x = _tempered(p_logits, o_v, o_v < V, heat)
+            mass = tl.sum(tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0), 0)
+            b_mass = tl.where(o_c == i_c, mass, b_mass)
+
+    # Find the chunk in which the running sum passes the goal, then the token. Where rounding hides the crossing, the
+    # last chunk (or token) that has any mass is the one.
+    b_sum = tl.cumsum(b_mass, 0)
+    goal = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot)) * tl.max(b_sum, 0)
+    i_c = tl.min(tl.where((b_sum > goal) & (b_mass > 0), o_c, NO_ID), 0)
+    i_c = tl.where(i_c < CHUNKS, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
+    before = tl.sum(tl.where(o_c < i_c, b_mass, 0.0), 0)
+    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
+    b_x = _tempered(p_logits, o_v, o_v < V, heat)
+    b_p = tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0)
+    i_v = tl.min(tl.where((before + tl.cumsum(b_p, 0) > goal) & (b_p > 0), o_v, NO_ID), 0)
+    i_v = tl.where(i_v < V, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
+    tl.store(ids + i_r, i_v.to(tl.int64))
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    num_known: torch.Tensor,
+) -> torch.Tensor:
+    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x), x = logits / temperature.
+
+    t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the largest threshold that leaves at least top_p of the
+    mass of {x >= t_k}; t_m = max x + log(min_p). Equal logits stay or go together. u is the Philox number
+    tl.rand(seed, num_known), so a token depends on its row, its seed and its position alone.
+
+    Args:
+        logits: [R, V] float; not modified. slots: [R] int32.
+        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest logit, the lowest id among equals.
+        top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
+
+    Returns:
+        ids [R] int64; 0 for padding rows and for rows without a finite logit.
+    """
+    rows, vocab = logits.shape
+    assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
+
+    chunk = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
+    chunks = triton.cdiv(vocab, chunk)
+    chunk_max, chunk_sum = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    chunk_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
+
+    sample_chunks_kernel[(rows, chunks)](
+        logits, slots, temperature, chunk_max, chunk_sum, chunk_id, vocab, chunks, chunk, num_warps=4
+    )
+    sample_pick_kernel[(rows,)](
+        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, chunk_max, chunk_sum, chunk_id, ids,
+        vocab, chunks, chunk, triton.next_power_of_2(chunks), min(chunk, SAMPLE_SEARCH), num_warps=16,
+    )  # fmt: skip
+    return ids
+
+
+# ------------------------------------------------------------------------------------------- batch state and blocks
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "ids_stride", "table_stride"],
+    do_not_specialize_on_alignment=["slots", "query_starts"],
+)
+def prepare_inputs_kernel(
+    token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
+    num_rows, num_tokens, ids_stride, table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """position = num_computed[slot] + j for token j of a row; id = token_ids[slot, position]; and where its K/V go.
+
+    One program per row and BLOCK of its tokens; row num_rows stands for the tokens that no row owns.
+    """
+    i_b = tl.program_id(0)
+    i_start = tl.load(query_starts + i_b)
+    i_slot = tl.full([], -1, tl.int64)
+    i_stop = num_tokens
+    if i_b < num_rows:
+        i_slot = tl.load(slots + i_b).to(tl.int64)
+        i_stop = tl.load(query_starts + i_b + 1)
+    live = i_slot >= 0
+    i_computed = tl.load(num_computed + i_slot, mask=live, other=0)
+    o_j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_j, m_live = o_j < i_stop - i_start, o_j < tl.where(live, i_stop - i_start, 0)
+    b_pos = tl.where(live, i_computed + o_j, 0)
+    b_id = tl.load(token_ids + i_slot * ids_stride + b_pos, mask=m_live, other=0)
+    b_block = tl.load(block_tables + i_slot * table_stride + b_pos // BLOCK_SIZE, mask=m_live, other=0)
+    b_place = tl.where(live, b_block.to(tl.int64) * BLOCK_SIZE + b_pos % BLOCK_SIZE, -1)
+    tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
+    tl.store(positions + i_start + o_j, b_pos, mask=m_j)
+    tl.store(slot_mapping + i_start + o_j, b_place, mask=m_j)
+    if i_b < num_rows and tl.program_id(1) == 0:
+        tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
+
+
+def prepare_inputs(
+    token_ids: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """position = num_computed[slot] + j for token j of its row; id = token_ids[slot, position]; and where its K/V go.
+
+    Args:
+        token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
+        block_tables: [S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
+
+    Returns:
+        input_ids [T] int64, positions [T] int32, slot_mapping [T] int64, seq_lens [B] int32. Tokens of padding rows
+        and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
+    """
+    rows = len(slots)
+    assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(1) == 1
+
+    input_ids, slot_mapping = torch.empty(2, num_tokens, dtype=torch.int64, device=slots.device)
+    positions = torch.empty(num_tokens, dtype=torch.int32, device=slots.device)
+    seq_lens = torch.empty(rows, dtype=torch.int32, device=slots.device)
+
+    prepare_inputs_kernel[(rows + 1, triton.cdiv(num_tokens, 1024))](
+        token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
+        rows, num_tokens, token_ids.stride(0), block_tables.stride(0), block_size, 1024,
+    )  # fmt: skip
+    return input_ids, positions, slot_mapping, seq_lens
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "ids_stride"],
+    do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
+)
+def post_update_kernel(
+    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, num_rows, ids_stride,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one."""
+    o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m_b = o_b < num_rows
+    b_slot = tl.load(slots + o_b, mask=m_b, other=-1).to(tl.int64)
+    m_b = m_b & (b_slot >= 0)
+    b_count = tl.load(query_starts + o_b + 1, mask=m_b, other=0) - tl.load(query_starts + o_b, mask=m_b, other=0)
+    b_computed = tl.load(num_computed + b_slot, mask=m_b, other=0)
+    tl.store(num_computed + b_slot, b_computed + b_count, mask=m_b)
+    b_index = tl.load(sample_index + o_b, mask=m_b, other=-1)
+    m_b = m_b & (b_index >= 0)
+    b_token = tl.load(sampled + b_index, mask=m_b, other=0)
+    b_known = tl.load(num_known + b_slot, mask=m_b, other=0)
+    tl.store(token_ids + b_slot * ids_stride + b_known, b_token.to(tl.int32), mask=m_b)
+    tl.store(num_known + b_slot, b_known + 1, mask=m_b)
+
+
+def post_update(
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_computed: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    sample_index: torch.Tensor,
+    sampled: torch.Tensor,
+) -> None:
+    """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
+
+    Args:
+        token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
+        slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
+        sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+    """
+    rows = len(slots)
+    assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
+
+    post_update_kernel[(triton.cdiv(rows, 128),)](
+        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, rows, token_ids.stride(0), 128
+    )
+
+
+@triton.jit(do_not_specialize_on_alignment=["pairs"])
+def copy_blocks_kernel(pool, pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """pool[dst] = pool[src]; pool [num_blocks, SIZE], pairs [N, 2] int64. One program per pair and BLOCK elements."""
+    i_src = tl.load(pairs + tl.program_id(0) * 2)
+    i_dst = tl.load(pairs + tl.program_id(0) * 2 + 1)
+    o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_x = o_x < SIZE
+    tl.store(pool + i_dst * SIZE + o_x, tl.load(pool + i_src * SIZE + o_x, mask=m_x), mask=m_x)
+
+
+def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+    """pool[dst] = pool[src] for each (src, dst) of pairs [N, 2] int64; no block may be both a source and a target."""
+    assert pool.is_contiguous() and pairs.is_contiguous() and pairs.dtype == torch.int64
+
+    size = pool[0].numel()
+    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](pool, pairs, size, 4096)

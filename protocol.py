@@ -1,0 +1,206 @@
+"""What an HTTP request may hold: one row of `FIELDS` for each field, and the check that its value must pass.
+
+A client's mistake is an `ApiError`, which names what arrived and what is allowed. What Manta cannot do yet stands in
+`NOT_YET` and is refused; to switch a feature on, move its entry from there to `FIELDS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from config import SamplingParams, ServerConfig
+from tokenizer import chat_messages
+
+ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
+RESERVED_KWARGS = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_dict", "return_tensors", "tokenize", "tools", "truncation",
+}  # fmt: skip
+
+
+class ApiError(Exception):
+    """A reply other than 200; the message names what arrived and what is allowed."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.param = status, param
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI spells it, its text bounded."""
+        kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.status}}
+
+
+# A check takes the value that arrived and returns the one to use; its ValueError says what is allowed.
+
+Check = Callable[[Any, ServerConfig], Any]
+
+
+def as_is(value: Any, config: ServerConfig) -> Any:
+    """For the fields of SamplingParams, which checks them itself."""
+    return value
+
+
+def flag(value: Any, config: ServerConfig) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("it must be true or false")
+    return value
+
+
+def count(value: Any, config: ServerConfig) -> int:
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise ValueError(f"it must be a whole number from 1 to {2**31 - 1}")
+    return value
+
+
+def string(value: Any, config: ServerConfig) -> str:
+    if not isinstance(value, str) or len(value) > 1024:
+        raise ValueError("it must be a string of at most 1024 characters")
+    return value
+
+
+def only(*same: Any) -> Check:
+    """For what does not work yet: takes just the values that change nothing."""
+
+    def check(value: Any, config: ServerConfig) -> Any:
+        if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
+            raise ValueError(f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}")
+        return value
+
+    return check
+
+
+def stop_strings(value: Any, config: ServerConfig) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > config.max_stop_strings:
+        raise ValueError(f"it must be a string or a list of at most {config.max_stop_strings} (max_stop_strings)")
+    if not all(isinstance(stop, str) and 0 < len(stop) <= config.max_stop_length for stop in stops):
+        raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
+    return stops
+
+
+def token_ids(value: Any, config: ServerConfig) -> list[int]:
+    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise ValueError("it must be a list of token ids, which are whole numbers from 0")
+    return value
+
+
+def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
+    """The four forms of `prompt` (str, [str], [int], [[int]]) as a list of str or a list of [int]."""
+    items = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(items) > config.max_prompts:
+        raise ValueError(f"it has {len(items)} prompts; at most {config.max_prompts} are allowed (max_prompts)")
+    if not all(isinstance(item, str) for item in items):
+        if not all(isinstance(item, list) and item for item in items):
+            raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
+        for item in items:
+            token_ids(item, config)
+    return items
+
+
+def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    return chat_messages(value)
+
+
+def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
+    if not isinstance(value, dict) or RESERVED_KWARGS & value.keys():
+        raise ValueError(f"it must be an object without the reserved keys {', '.join(sorted(RESERVED_KWARGS))}")
+    return value
+
+
+def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object")
+    return {key: flag(value.get(key) or False, config) for key in ("include_usage", "continuous_usage_stats")}
+
+
+COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
+GENERATE = (COMPLETIONS, CHAT)
+NEEDED = {COMPLETIONS: "prompt", CHAT: "messages", DETOKENIZE: "tokens"}
+
+
+class Field(NamedTuple):
+    """One field of a request: its check, what it is when left out or null, and the routes that know it."""
+
+    name: str
+    check: Check
+    default: Any = None
+    routes: Sequence[str] = GENERATE
+
+
+# What OpenAI's or vLLM's clients may send and this server cannot do yet, with the values that change nothing.
+NOT_YET: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "min_tokens": (0,), "priority": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
+    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "suffix": ("",),
+    "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (), "guided_regex": (),
+    "guided_choice": (), "guided_grammar": (), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"), "chat_template": (), "documents": ([],), "reasoning_effort": (),
+    "modalities": (["text"],), "audio": (), "web_search_options": (), "prompt_embeds": (), "allowed_token_ids": ([],),
+    "truncate_prompt_tokens": (), "bad_words": ([],), "logits_processors": ([],), "return_token_ids": (False,),
+}  # fmt: skip
+SAMPLING = {"stop": stop_strings, "stop_token_ids": token_ids}
+FIELDS = (
+    Field("model", string, None, (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)),
+    Field("prompt", prompts, None, (COMPLETIONS, TOKENIZE)),
+    Field("messages", messages, None, (CHAT, TOKENIZE)),
+    Field("tokens", token_ids, None, (DETOKENIZE,)),
+    Field("add_special_tokens", flag, None, (COMPLETIONS, CHAT, TOKENIZE)),
+    Field("add_generation_prompt", flag, None, (CHAT, TOKENIZE)),
+    Field("continue_final_message", flag, False, (CHAT, TOKENIZE)),
+    Field("chat_template_kwargs", template_kwargs, {}, (CHAT, TOKENIZE)),
+    Field("stream", flag, False),
+    Field("stream_options", stream_options),
+    Field("max_completion_tokens", count),
+    Field("max_tokens", count),
+    Field("cache_salt", string, ""),
+    *(Field(param, SAMPLING.get(param, as_is)) for param in PARAMS),
+    *(Field(field, only(*same)) for field, same in NOT_YET.items()),
+    *(Field(field, only(*NOT_YET[field]), None, (TOKENIZE,)) for field in ("tools", "chat_template", "documents")),
+)
+
+
+def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
+    """The JSON object that a request's body holds.
+
+    Raises:
+        ApiError: it is none, or it is nested too deep.
+    """
+    too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
+    try:
+        body = msgspec.json.decode(data)  # refuses NaN, 1e999 and lone surrogates
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
+    level: list[Any] = [body]
+    for _ in range(config.max_json_depth):
+        inner = (item.values() if isinstance(item, dict) else item for item in level)
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise too_deep
+    return body
+
+
+def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """The checked value of each field that `route` knows; unknown ones are tolerated, null is the default."""
+    values = {}
+    for field in FIELDS:
+        if route in field.routes:
+            value = body.get(field.name)
+            try:
+                values[field.name] = field.default if value is None else field.check(value, config)
+            except ValueError as error:
+                raise ApiError(400, f"{field.name} is {reprlib.repr(value)}: {error}", field.name) from None
+    if (needed := NEEDED.get(route)) and values[needed] is None:
+        raise ApiError(400, f"{needed} is missing", needed)
+    return values

@@ -1,0 +1,581 @@
+"""The OpenAI-compatible server: `python server.py --model PATH`.
+
+    Run         a request that has passed validation, on its way through the engine
+    Api         the routes
+    main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it
+
+Text is made and taken apart here, off the engine's loop. Whatever a client may do wrong is found before the first byte
+of the reply and answered with 400; streams and whole replies come out of the same iterator, `Run.news`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import itertools
+import logging
+import os
+import queue
+import re
+import reprlib
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import gevent
+import msgspec
+from flask import Flask, Response, request
+from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
+from engine import EngineDeadError, EngineProcess, Generation, MPClient, Stream, launch_engine
+from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
+from tokenizer import Tokenizer
+
+POLL = 0.1  # seconds between two looks at whether the client is still there
+KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+class ClientGone(Exception):
+    """Nobody is there to read the reply."""
+
+
+def read_body(config: ServerConfig) -> dict[str, Any]:
+    """The JSON object of this request."""
+    if request.mimetype != "application/json":
+        raise ApiError(415, f"the content type is {request.mimetype or 'not given'}; it must be application/json")
+    try:
+        with gevent.Timeout(config.body_timeout):
+            data = request.get_data(cache=False)
+    except gevent.Timeout:
+        raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
+    if len(data) > config.max_body_bytes:
+        raise RequestEntityTooLarge
+    return parse_json(data, config)
+
+
+# --- a request on its way through the engine -------------------------------------------------------------------------
+
+News = Generator[tuple[int, str], None, None]  # which prompt's text has grown, and by what
+
+
+class Run:
+    """A request that has passed validation, on its way through the engine: a `Generation` for each prompt.
+
+    Args:
+        route: COMPLETIONS or CHAT, whose shapes the reply has.
+        fields: of the request.
+        prompts: (text or None, token ids) of each.
+        params: one for each prompt.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        route: str,
+        fields: dict[str, Any],
+        prompts: list[tuple[str | None, list[int]]],
+        params: list[SamplingParams],
+        tokenizer: Tokenizer,
+    ):
+        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+        self.route, self.fields = route, fields
+        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
+        self.generations = [
+            Generation(f"{self.id}-{i}", prompt, ids, param, tokenizer)
+            for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def news(self, client: MPClient, sock: socket.socket | None, timeout: float) -> News:
+        """Run all prompts; yields what is new (it may be no text) until all are done.
+
+        Args:
+            client: of the engine. What still runs when this ends, however it does, is aborted there.
+            sock: the HTTP client's connection, to see whether it is still there; None in tests.
+            timeout: seconds that all of it may take.
+
+        Raises:
+            ApiError: the engine refused or failed, or the time is up.
+            ClientGone: the connection is closed.
+            EngineDeadError: the engine process is gone.
+        """
+        live, stream = {}, Stream()
+        try:
+            for i, generation in enumerate(self.generations):
+                ids, salt = generation.prompt_token_ids, self.fields["cache_salt"]
+                client.add(generation.request_id, ids, generation.params, salt, stream)
+                live[generation.request_id] = i
+            watch = Watch(sock, timeout)
+            while live:
+                watch.look()
+                try:
+                    output = stream.get(POLL)
+                except queue.Empty:
+                    continue
+                if (place := live.get(output.request_id)) is None:  # its stop string was found before
+                    continue
+                generation = self.generations[place]
+                if output.finish_reason == "error":
+                    raise ApiError(500 if generation.token_ids else 400, output.error or "the engine failed")
+                new = generation.push(output)
+                if generation.finished:
+                    del live[output.request_id]
+                    if output.finish_reason is None:  # a stop string, which the engine knows nothing of
+                        client.abort(output.request_id)
+                yield place, new
+        finally:
+            for request_id in live:
+                client.abort(request_id)
+
+    def whole(self) -> dict[str, Any]:
+        """The reply that is not streamed, after all the news."""
+        kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []
+        for i, generation in enumerate(self.generations):
+            content: dict[str, Any] = {"text": generation.text}
+            if self.route == CHAT:
+                content = {"message": {"role": "assistant", "content": generation.text}}
+            choices.append({"index": i, **content, **ending(generation)})
+        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+
+    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+        """The server-sent events of a stream, but for [DONE]."""
+        if self.route == CHAT:
+            for i in range(len(self.generations)):
+                delta = {"role": "assistant", "content": ""}
+                yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+        for i, new in news:
+            for choice in self._choices(i, new):
+                yield self._event([choice])
+        if self.options["include_usage"]:
+            yield self._event([])
+
+    def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
+        """The choices to send for new text: in a chat, an ending comes in an event of its own."""
+        generation = self.generations[i]
+        if self.route != CHAT:
+            if new or generation.finished:
+                yield {"index": i, "text": new, **ending(generation)}
+            return
+        if new:
+            yield {"index": i, "delta": {"content": new}, "logprobs": None, "finish_reason": None}
+        if generation.finished:
+            yield {"index": i, "delta": {}, **ending(generation)}
+
+    def _event(self, choices: list[dict[str, Any]]) -> bytes:
+        event = self._head("chat.completion.chunk" if self.route == CHAT else "text_completion") | {"choices": choices}
+        if self.options["include_usage"]:
+            counted = not choices or self.options["continuous_usage_stats"]
+            event["usage"] = self._usage() if counted else None
+        return sse(event)
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(len(generation.prompt_token_ids) for generation in self.generations)
+        completion = sum(len(generation.token_ids) for generation in self.generations)
+        cached = {"cached_tokens": sum(generation.num_cached_tokens for generation in self.generations)}
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return counts | {"prompt_tokens_details": cached}
+
+
+class Watch:
+    """Looks now and then whether it is still worth going on."""
+
+    def __init__(self, sock: socket.socket | None, timeout: float):
+        self.sock, self.timeout = sock, timeout
+        self.next = time.monotonic() + POLL
+        self.deadline = time.monotonic() + timeout
+
+    def look(self) -> None:
+        """Raise ClientGone or ApiError when it is not."""
+        if (now := time.monotonic()) < self.next:
+            return
+        self.next = now + POLL
+        if now > self.deadline:
+            raise ApiError(400, f"the request took more than {self.timeout} s (request_timeout)")
+        if self.sock is not None and is_closed(self.sock):
+            raise ClientGone
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end has closed the connection, without waiting and without taking data from it."""
+    timeout = sock.gettimeout()
+    sock.settimeout(0)
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    finally:
+        sock.settimeout(timeout)
+
+
+def ending(generation: Generation) -> dict[str, Any]:
+    """The part of a choice that says how it ended; all null before that."""
+    return {"logprobs": None, "finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+
+
+def sse(event: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception; one that nobody foresaw goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError | TimeoutError):
+        return ApiError(503, str(error))
+    logging.getLogger("manta").error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
+
+
+# --- the routes ------------------------------------------------------------------------------------------------------
+
+
+class Api:
+    """The views, and what they share.
+
+    Args:
+        client: of the engine (`engine.MPClient`).
+        tokenizer: of the model.
+        facts: `max_model_len` and `vocab_size`, as the engine reports them.
+        config: the caps and keys.
+        names: of the model, the first is what replies say.
+    """
+
+    def __init__(
+        self, client: MPClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig, names: Sequence[str]
+    ):
+        self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
+        self.started = int(time.time())
+        self.in_flight = 0
+
+    def completions(self) -> Response:
+        fields = self._fields(COMPLETIONS)
+        prompts = [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["prompt"]]
+        return self._generate(COMPLETIONS, fields, prompts, default_max_tokens=16)
+
+    def chat(self) -> Response:
+        fields = self._fields(CHAT)
+        prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
+        return self._generate(CHAT, fields, [prompt], default_max_tokens=None)
+
+    def tokenize(self) -> Response:
+        fields = self._fields(TOKENIZE)
+        special = fields["add_special_tokens"]
+        if fields["messages"] is not None:
+            ids = self._prompt(self._render(fields), bool(special))[1]
+        elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
+            ids = self._prompt(fields["prompt"][0], special is not False)[1]
+        else:
+            raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
+        strings = [self.tokenizer.token(id) for id in ids]
+        limit = self.facts["max_model_len"]
+        return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+    def detokenize(self) -> Response:
+        fields = self._fields(DETOKENIZE)
+        return reply({"prompt": self.tokenizer.decode(fields["tokens"], skip_special_tokens=False)})
+
+    def models(self) -> Response:
+        return reply({"object": "list", "data": [self._model(name) for name in self.names]})
+
+    def model(self, name: str) -> Response:
+        return reply(self._model(self._name(name)))
+
+    def health(self) -> Response:
+        if not self.client.alive:
+            raise ApiError(503, "the engine process has ended")
+        return reply({"status": "ok"})
+
+    def version(self) -> Response:
+        return reply({"version": VERSION})
+
+    def metrics(self) -> Response:
+        lines = []
+        for name, value in self.client.call("metrics").items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# TYPE manta_{name} {kind}", f"manta_{name} {value}"]
+        return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
+
+    def _model(self, name: str) -> dict[str, Any]:
+        limit = self.facts["max_model_len"]
+        return {"id": name, "object": "model", "created": self.started, "owned_by": "manta", "max_model_len": limit}
+
+    def _name(self, name: str | None) -> str:
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}", "model"
+            )
+        return name or self.names[0]
+
+    def _fields(self, route: str) -> dict[str, Any]:
+        fields = read_fields(route, read_body(self.config), self.config)
+        fields["model"] = self._name(fields["model"])
+        return fields
+
+    def _render(self, fields: dict[str, Any]) -> str:
+        go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
+        opening = not go_on if opening is None else opening
+        try:
+            return self.tokenizer.render(fields["messages"], opening, go_on, **fields["chat_template_kwargs"])
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+        limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
+        if isinstance(prompt, list):
+            if (highest := max(prompt)) >= vocab_size:
+                raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
+            return None, prompt
+        if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
+            raise ApiError(400, f"the prompt has {len(prompt)} characters; the context holds {limit} tokens", "prompt")
+        ids = self.tokenizer.encode(prompt, add_special_tokens)
+        if not ids:
+            raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
+        return prompt, ids
+
+    def _generate(
+        self, route: str, fields: dict[str, Any], prompts: list[Any], default_max_tokens: int | None
+    ) -> Response:
+        if fields["stream_options"] is not None and not fields["stream"]:
+            raise ApiError(400, "stream_options is only for stream: true", "stream_options")
+        params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
+        if self.in_flight + len(prompts) > self.config.max_queue:
+            raise ApiError(429, f"{self.in_flight} requests are in flight; at most {self.config.max_queue} (max_queue)")
+        run = Run(route, fields, prompts, params, self.tokenizer)
+        news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._counted(len(prompts)))
+            stack.callback(news.close)
+            first = next(news)  # what the engine refuses is a 400 in a stream, too
+            if not fields["stream"]:
+                for _ in news:
+                    pass
+                return reply(run.whole())
+            events = self._events(run.events(itertools.chain([first], news)))
+            response = Response(events, content_type="text/event-stream")
+            response.headers["Cache-Control"] = "no-cache"
+            response.call_on_close(stack.pop_all().close)  # also where the body is never begun
+            return response
+
+    @contextlib.contextmanager
+    def _counted(self, requests: int) -> Iterator[None]:
+        self.in_flight += requests
+        try:
+            yield
+        finally:
+            self.in_flight -= requests
+
+    def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
+        """Sampling parameters for prompts of these lengths, with what is left of the context as the bound of output."""
+        limit = self.facts["max_model_len"]
+        asked = fields["max_completion_tokens"] or fields["max_tokens"]
+        for length in lengths:
+            if length >= limit:
+                raise ApiError(400, f"the prompt has {length} tokens; the context holds {limit} with the output")
+            if asked and length + asked > limit:
+                message = f"the prompt's {length} tokens and max_tokens {asked} are {length + asked}"
+                raise ApiError(400, f"{message}; the context holds {limit}", "max_tokens")
+        left = [min(asked or default or limit, limit - length) for length in lengths]
+        if sum(left) > self.config.max_output_tokens:
+            cap = f"{self.config.max_output_tokens} (max_output_tokens)"
+            raise ApiError(400, f"prompts times max_tokens is {sum(left)}; at most {cap}", "max_tokens")
+        given = {param: fields[param] for param in PARAMS if fields[param] is not None}
+        try:
+            return [SamplingParams(**given, max_tokens=tokens) for tokens in left]
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
+
+    def _events(self, events: Iterator[bytes]) -> Iterator[bytes]:
+        """The body of a stream. Once it has begun, an error can only be an event."""
+        gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
+        while True:
+            try:
+                event = next(events, None)
+            except ClientGone:
+                return
+            except Exception as error:
+                event, events = sse(api_error(error).body()), iter(())
+            with gevent.Timeout(self.config.write_timeout, gone):  # runs while gunicorn writes the event
+                yield event or b"data: [DONE]\n\n"
+            if event is None:
+                return
+
+
+def reply(content: dict[str, Any], status: int = 200) -> Response:
+    """A JSON response."""
+    return Response(msgspec.json.encode(content), status, content_type="application/json")
+
+
+def create_app(
+    client: MPClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig, names: Sequence[str]
+) -> Flask:
+    """The Flask app; the arguments are those of `Api`."""
+    app, api = Flask("manta", static_folder=None), Api(client, tokenizer, facts, config, names)
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
+    app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
+    for rule, method, view in (
+        ("/v1/completions", "POST", api.completions),
+        ("/v1/chat/completions", "POST", api.chat),
+        ("/v1/models", "GET", api.models),
+        ("/v1/models/<path:name>", "GET", api.model),
+        ("/tokenize", "POST", api.tokenize),
+        ("/detokenize", "POST", api.detokenize),
+        ("/health", "GET", api.health),
+        ("/version", "GET", api.version),
+        ("/metrics", "GET", api.metrics),
+    ):
+        app.add_url_rule(rule, view_func=view, methods=[method])
+    keys = [key.encode() for key in config.api_key]
+
+    @app.before_request
+    def authorize() -> None:
+        asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+        preflight = request.method == "OPTIONS" and asks
+        if not keys or request.path == "/health" or preflight:
+            return
+        scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [request.headers.get("X-Api-Key", "").encode()]
+        given += [bearer.encode()] if scheme.lower() == "bearer" else []
+        if not any([hmac.compare_digest(mine, theirs) for mine in keys for theirs in given]):  # a list: all, always
+            raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
+
+    @app.after_request
+    def name_request(response: Response) -> Response:
+        given = request.headers.get("X-Request-Id", "")
+        response.headers["X-Request-Id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        return response
+
+    @app.errorhandler(Exception)
+    def refuse(error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status=499)  # nginx's number for it; nobody reads it
+        if isinstance(error, HTTPException):
+            error = ApiError(error.code or 500, http_message(error, config))
+        answer = api_error(error)
+        response = reply(answer.body(), answer.status)
+        if answer.status == 429:
+            response.headers["Retry-After"] = "1"
+        return response
+
+    return app
+
+
+def http_message(error: HTTPException, config: ServerConfig) -> str:
+    """What Flask would have said on an HTML page."""
+    if error.code == 404:
+        return f"there is no route {request.path}"
+    if error.code == 405:
+        return f"{request.path} does not take {request.method}"
+    if error.code == 413:
+        return f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)"
+    return error.description or error.name
+
+
+# --- the process -----------------------------------------------------------------------------------------------------
+
+
+class DrainingArbiter(Arbiter):
+    """Ctrl-C drains, as SIGTERM does; gunicorn cuts every stream. A second Ctrl-C does that here, too."""
+
+    def handle_int(self) -> None:
+        raise StopIteration
+
+
+class Gunicorn(BaseApplication):
+    """Gunicorn with one gevent worker, configured from here and not from its files and flags."""
+
+    def __init__(self, make_app: Callable[[], Flask], options: dict[str, Any]):
+        self.make_app, self.options = make_app, options
+        super().__init__()
+
+    def load_config(self) -> None:
+        for name, value in self.options.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Flask:
+        return self.make_app()
+
+    def run(self) -> None:
+        DrainingArbiter(self).run()
+
+
+def gunicorn_options(listener: socket.socket, engine: EngineProcess, config: ServerConfig) -> dict[str, Any]:
+    """Settings and hooks; gunicorn's own log speaks of errors only."""
+
+    def post_fork(arbiter: Arbiter, worker: Any) -> None:
+        engine.forget()
+
+    def post_worker_init(worker: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the arbiter says what it means
+        if worker.age == 1:
+            host, port = worker.sockets[0].getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            print(f"  server    {url}", file=sys.stderr, flush=True)
+
+    return {
+        "bind": f"fd://{listener.detach()}", "workers": 1, "worker_class": "gevent", "worker_connections": 65536,
+        "keepalive": KEEP_ALIVE, "timeout": 120, "graceful_timeout": config.shutdown_timeout, "loglevel": "error",
+        "control_socket_disable": True, "post_fork": post_fork, "post_worker_init": post_worker_init,
+    }  # fmt: skip
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket, taken before the engine loads, so that a port in use is told at once.
+
+    Raises:
+        ValueError: it cannot be had.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start."""
+    flags = parser_for(EngineConfig, ServerConfig).parse_args(argv)
+    try:
+        engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+        ModelConfig.from_folder(engine_config.model)  # before the engine, which takes seconds to load torch
+        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
+        listener = listen(config.host, config.port)
+    except ValueError as error:
+        print(f"server.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    try:
+        engine = launch_engine(engine_config)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+    def make_app() -> Flask:
+        return create_app(MPClient(engine.path), tokenizer, engine.facts, config, names)
+
+    main_pid = os.getpid()
+    try:
+        Gunicorn(make_app, gunicorn_options(listener, engine, config)).run()
+    finally:
+        if os.getpid() == main_pid:  # gunicorn's worker comes by here, too
+            engine.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""The ops' formulas in float64, written as plainly as can be: what the tests of kernels and reference compare with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Paged(NamedTuple):
+    """A random paged context: what it is, and how it lies in the pool, whose other places are all NaN."""
+
+    kv: torch.Tensor  # [num_blocks, 2, KV, block_size, D], a strided layer of a pool
+    tables: torch.Tensor  # [S, M] int32, -1 beyond a slot's blocks
+    context: list[torch.Tensor]  # of each slot, [length, 2, KV, D]
+
+
+def paged(
+    lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, width: int = 0
+) -> Paged:
+    """Slots with contexts of these lengths, their blocks shuffled; `width` blocks in a table, if that is more."""
+    counts = [-(-n // block_size) for n in lengths]
+    pool = torch.full((sum(counts) + 2, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    kv, order, used = pool[:, 1], torch.randperm(sum(counts) + 2), 0
+    tables, context = torch.full((len(lengths), max(*counts, width, 1)), -1, dtype=torch.int32), []
+    for slot, (n, count) in enumerate(zip(lengths, counts, strict=True)):
+        tables[slot, :count] = order[used : used + count]
+        used += count
+        context.append(torch.randn(n, 2, kv_heads, head_dim).to(dtype))
+        for i in range(n):
+            kv[int(tables[slot, i // block_size]), :, :, i % block_size] = context[slot][i]
+    return Paged(kv, tables, context)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = False) -> torch.Tensor:
+    """In float64, or as naive torch in x's own dtype; and so in the next two."""
+    x = x if naive else x.double()
+    return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def rope(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, naive: bool = False) -> torch.Tensor:
+    y, half = (x if naive else x.double()).clone(), cos_sin.shape[1] // 2
+    for t, position in enumerate(positions.tolist()):
+        cos, sin = cos_sin[position].to(y.dtype).chunk(2)
+        for i in range(half):
+            a, b = x[t, :, i].to(y.dtype), x[t, :, i + half].to(y.dtype)
+            y[t, :, i], y[t, :, i + half] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
+    return y
+
+
+def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int, naive: bool = False) -> torch.Tensor:
+    """q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
+    compute = q.dtype if naive else torch.float64
+    n, heads, _ = q.shape
+    length, _, kv_heads, _ = context.shape
+    k, v = context.to(compute).repeat_interleave(heads // kv_heads, dim=2).unbind(1)
+    scores = torch.einsum("thd,lhd->htl", q.to(compute), k) * scale
+    position, key = torch.arange(length - n, length)[:, None], torch.arange(length)
+    hidden = (key > position) | ((key <= position - window) if window else False)
+    return torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def survivors(x: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the logits x [V] float32 (tempered) may be drawn, and exp(x - max) in float64."""
+    mass = (x.double() - x.double().max()).exp()
+    k_ok = (
+        x >= x.sort(descending=True).values[top_k - 1] if 0 < top_k < len(x) else torch.ones_like(x, dtype=torch.bool)
+    )
+    p_ok = torch.ones_like(k_ok)
+    if top_p < 1:
+        goal = top_p * mass[k_ok].sum()
+        p_ok = x >= next(t for t in x.unique().flip(0) if mass[k_ok & (x >= t)].sum() >= goal * (1 - 1e-12))
+    return k_ok & p_ok & (mass >= min_p), mass
+
+
+def philox(seed: int, position: int) -> float:
+    """The first of four Philox-4x32-10 numbers, mapped to [0, 1) as Triton does, in Python's integers."""
+    full = 0xFFFFFFFF
+    key, counter = [seed & full, seed >> 32 & full], [position, 0, 0, 0]
+    for _ in range(10):
+        a, b = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [b >> 32 ^ counter[1] ^ key[0], b & full, a >> 32 ^ counter[3] ^ key[1], a & full]
+        key = [key[0] + 0x9E3779B9 & full, key[1] + 0xBB67AE85 & full]
+    x = counter[0] if counter[0] < 2**31 else full - counter[0]
+    return float(torch.tensor(x).float() * torch.tensor(4.6566127342e-10))
+
+
+def check_error(got: torch.Tensor, want: torch.Tensor, naive: torch.Tensor) -> None:
+    """`got` is at most twice as far from the float64 truth as naive torch is at the dtype, and never NaN."""
+    # On top come one rounding, and float32's luck: over a few numbers the naive error is small by chance.
+    step = torch.finfo(got.dtype).eps * want.abs().max() * (4 if got.dtype == torch.float32 else 0.5)
+    assert not got.isnan().any()
+    error, allowed = (got.double() - want).abs().max(), 2 * (naive.double() - want).abs().max() + step
+    assert error <= allowed, (float(error), float(allowed))

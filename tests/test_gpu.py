@@ -1,0 +1,53 @@
+"""The engine on a CUDA device: the same tokens as on the CPU, the demo's skill, and a step of 256 sequences."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
+    "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
+    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "eos_token_id": None,
+}  # fmt: skip
+
+
+def answers(llm, conversations) -> list[str]:
+    return [output.outputs[0].text for output in llm.chat(conversations, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_gpu_blocks_override": 64, "block_size": 16}], ids=["", "few blocks"])
+def test_cuda_gives_the_cpus_tokens_in_float32(llm, make_llm, conversations, fields):
+    assert answers(make_llm(device="cuda", **fields), conversations) == answers(llm, conversations)
+
+
+def test_demo_keeps_its_skill_in_bfloat16(llm, conversations):
+    told, expected = answers(LLM(device="cuda"), conversations), answers(llm, conversations)
+    assert sum(a == b for a, b in zip(told, expected, strict=True)) >= 45
+
+
+def test_together_and_one_by_one_on_cuda(make_llm):
+    llm = make_llm(device="cuda")
+    params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20, ignore_eos=True) for i in range(24)]
+    prompts = [[5 + (i * j) % 1000 for j in range(1, 2 + 13 * i)] for i in range(24)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    for prompt, param, output in zip(prompts, params, together, strict=True):
+        alone = llm.generate(prompt, param, use_tqdm=False)[0]
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_256_sequences_of_a_real_shape(tmp_path, llm):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).symlink_to(f"{llm.config.model}/{name}")
+    big = LLM(str(tmp_path), device="cuda", load_format="dummy", max_model_len=4096)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    outputs = big.generate([[i + 1] * 100 for i in range(256)], params)
+    assert all(len(output.outputs[0].token_ids) == 64 for output in outputs)
+    assert big.core.metrics()["num_requests_running"] == 0

@@ -1,0 +1,372 @@
+"""The Triton kernels against the float64 formulas and against reference.py: on a GPU, or in the interpreter without."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oracles
+import reference
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+import kernels
+
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else ["cpu"]
+few = settings(
+    max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Where to run; torch.empty gives NaN (integers: -7) there, so that a place that no kernel wrote is seen."""
+    torch.manual_seed(0)
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else -7)
+
+    monkeypatch.setattr(kernels.torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+    monkeypatch.setattr(kernels.torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of an overflow to inf
+        yield request.param
+
+
+def run(op: str, device: str, *args: Any) -> Any:
+    """kernels.<op> on the device; its result comes back to the CPU, and so does what it wrote in place."""
+    moved = [x.to(device) if isinstance(x, torch.Tensor) and device != "cpu" else x for x in args]
+    result = getattr(kernels, op)(*moved)
+    for x, there in zip(args, moved, strict=True):
+        if isinstance(x, torch.Tensor) and x is not there:
+            x.copy_(there)
+    return [x.cpu() for x in result] if isinstance(result, tuple) else None if result is None else result.cpu()
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_twins_have_the_same_signatures() -> None:
+    for name, op in inspect.getmembers(reference, inspect.isfunction):
+        if name in ("uniform",) or name.startswith("_"):
+            continue
+        assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
+        assert (inspect.getdoc(op) or "").splitlines()[0] == (
+            inspect.getdoc(getattr(kernels, name)) or ""
+        ).splitlines()[0]
+
+
+@triton.jit
+def cast_kernel(x, y, N: tl.constexpr):
+    o_x = tl.arange(0, N)
+    tl.store(y + o_x, kernels._cast(tl.load(x + o_x), y.dtype.element_ty))
+
+
+def test_cast_rounds_to_nearest_even(device: str) -> None:
+    values = torch.cat((torch.tensor([1.9999, 0.99999, -1.9999, 0.0, -0.0, float("inf"), -float("inf"), float("nan")]),
+                        (torch.randn(1016) * 10.0 ** torch.randint(-30, 30, (1016,))).float(),
+                        torch.arange(1024) * 2**-8 + 1))  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float16):
+        got = torch.empty(2048, dtype=dtype, device=device)
+        clipped = values if dtype == torch.bfloat16 else values.where(values.abs() < 6e4, 3.14159)
+        cast_kernel[(1,)](clipped.to(device), got, 2048)
+        assert torch.equal(got.cpu().nan_to_num(7), clipped.to(dtype).nan_to_num(7))
+
+
+@triton.jit
+def rand_kernel(seeds, positions, u, N: tl.constexpr):
+    o_x = tl.arange(0, N)
+    tl.store(u + o_x, tl.rand(tl.load(seeds + tl.program_id(0)), tl.load(positions + o_x)))
+
+
+def test_uniform_is_tl_rand(device: str) -> None:
+    positions = ints(*range(60), 2**20, 2**30, 2**31 - 2, 2**31 - 1)
+    seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 123456789012345])
+    got = torch.empty(7, 64, dtype=torch.float32, device=device)
+    for i in range(7):
+        rand_kernel[(1,)](seeds[i:].to(device), positions.to(device), got[i], 64)
+    want = torch.stack([reference.uniform(seed.expand(64), positions) for seed in seeds])
+    assert torch.equal(got.cpu(), want)
+
+
+@few
+@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans())
+def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
+    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(dtype)
+    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
+    total = x + residual if with_residual else x
+    want = oracles.rms_norm(total, weight, 1e-5)
+    naive = oracles.rms_norm(total, weight, 1e-5, naive=True)
+    oracles.check_error(run("rms_norm", device, x, weight, 1e-5, residual), want, naive)
+    assert residual is None or torch.equal(residual, total)
+
+
+@few
+@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes)
+def test_silu_mul(device: str, tokens: int, size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    naive = torch.nn.functional.silu(x[:, :size]) * x[:, size:]
+    oracles.check_error(run("silu_mul", device, x), gate / (1 + (-gate).exp()) * up, naive)
+
+
+@few
+@given(
+    st.integers(1, 5),
+    st.sampled_from([(1, 1), (6, 2), (3, 3), (16, 1)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2)]),
+    dtypes,
+    st.booleans(),
+)
+def test_qk_norm_rope_store(
+    device: str, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool
+) -> None:
+    (h, kv_heads), (d, rotary) = heads, dims
+    qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
+    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
+    places = torch.randperm(32)[:tokens] - 1  # of 2 blocks of 16, and now and then -1
+    pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
+    twin = pool.clone()
+    args = (qkv, q_weight, k_weight, 1e-6, cos_sin, positions, places)
+    q, q_twin = run("qk_norm_rope_store", device, *args, pool[:, 1]), reference.qk_norm_rope_store(*args, twin[:, 1])
+    x = qkv.view(tokens, -1, d)
+    q_want, k_want = (
+        oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions)
+        for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
+    )
+    oracles.check_error(q, q_want, q_twin)
+    pool_want, stored = twin.double(), places >= 0
+    pool_want[places[stored] // 16, 1, 0, :, places[stored] % 16] = k_want[stored]
+    oracles.check_error(pool, pool_want, twin)
+    assert torch.equal(pool[:, 1, 1], twin[:, 1, 1])
+
+
+SHAPES = st.sampled_from(
+    [(1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (2, 1, 16), (5, 1, 24)]
+)
+
+
+@few
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    SHAPES,
+    dtypes,
+    st.sampled_from([0, 0, 1, 20, 200]),
+    st.sampled_from([16, 64]),
+)
+def test_attention_decode(
+    device: str, kinds: list[int], shape: tuple[int, int, int], dtype: torch.dtype, window: int, block_size: int
+) -> None:
+    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
+    lengths = [int(torch.randint(*((1, 2), (1, 33), (33, 300), (300, 420))[kind], ())) for kind in kinds]
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype, width=600 // block_size)
+    slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
+    lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
+    q = torch.randn(len(slots), heads, d).to(dtype)
+    got = run("attention_decode", device, q, paged.kv, paged.tables, slots, lens, scale, window)
+    assert torch.equal(got[-1], torch.zeros(heads, d, dtype=dtype))
+    for b, slot in enumerate(slots[:-1].tolist()):
+        args = (q[b : b + 1], paged.context[slot], scale, window)
+        oracles.check_error(got[b : b + 1], oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+@few
+@given(
+    st.lists(st.tuples(st.integers(0, 150), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
+    SHAPES,
+    dtypes,
+    st.sampled_from([0, 0, 1, 20, 100]),
+    st.sampled_from([16, 64]),
+)
+def test_attention_prefill(
+    device: str,
+    rows: list[tuple[int, int]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    block_size: int,
+) -> None:
+    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
+    rows = [*rows, (30, 5)]
+    lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype)
+    starts = ints(0, *np.cumsum([*counts, 2]).tolist())
+    slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
+    q = torch.randn(int(starts[-1]), heads, d).to(dtype)
+    most = max(*counts, 2)
+    got = run("attention_prefill", device, q, paged.kv, paged.tables, slots, lens, starts, most, scale, window)
+    assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
+    for b, n in enumerate(counts):
+        if n:
+            tokens = slice(int(starts[b]), int(starts[b + 1]))
+            args = (q[tokens], paged.context[b], scale, window)
+            oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
+    """The last block lies 2^31 elements into the pool."""
+    if device == "cpu":
+        pytest.skip("needs 6 GB")
+    paged = oracles.paged([40], 1, 32, 16, torch.bfloat16)
+    kv = torch.zeros(3, 2**30, dtype=torch.bfloat16, device=device)[:, :1024].view(3, 2, 1, 16, 32)
+    kv[torch.tensor([2, 1, 0])] = paged.kv[paged.tables[0, :3].long()].to(device)
+    q = torch.randn(1, 2, 32, dtype=torch.bfloat16)
+    got = kernels.attention_decode(
+        q.to(device), kv, ints(2, 1, 0)[None].to(device), ints(0).to(device), ints(40).to(device), 0.2, 0
+    )
+    args = (q, paged.context[0], 0.2, 0)
+    oracles.check_error(got.cpu(), oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
+    """`drawn` may be drawn, and u falls into its share of the mass: up to float32's rounding of running sums."""
+    allowed, mass = oracles.survivors(x, top_k, top_p, min_p)
+    assert allowed[drawn]
+    share = (mass * allowed / mass[allowed].sum()).cumsum(0)
+    assert share[drawn] - (mass[drawn] / mass[allowed].sum()) - 1e-6 <= u <= share[drawn] + 1e-6
+
+
+@settings(parent=few, max_examples=60)
+@given(
+    st.sampled_from([1, 2, 50, 257, 1000, 4097, 5001]),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0, -1, 1, 2, 40, 4096, 10**6]),
+    st.sampled_from([1.0, 0.9, 0.5, 1e-6]),
+    st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    st.sampled_from(["normal", "ties", "flat", "mostly -inf", "huge"]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_sample(
+    device: str, vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str, dtype: torch.dtype
+) -> None:
+    logits = torch.randn(3, vocab) * 4
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.full_like(logits, -3.0)
+    elif kind == "mostly -inf":
+        logits[:, torch.rand(vocab) < 0.9] = -torch.inf
+        logits[:, vocab // 2] = 1.0
+    elif kind == "huge":
+        logits *= 1e4
+    logits = logits.to(dtype)
+    untouched = logits.clone()
+    full = (torch.full((4,), value) for value in (heat, top_k, top_p, min_p))
+    heats, top_ks, top_ps, min_ps = next(full), next(full).to(torch.int32), next(full), next(full)
+    heats[2] = 0.0
+    seeds, known, slots = (
+        torch.randint(-(2**62), 2**62, (4,)),
+        torch.randint(0, 9999, (4,)).to(torch.int32),
+        ints(3, -1, 2),
+    )
+    args = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known)
+    got, twin = run("sample", device, *args), reference.sample(*args)
+    assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
+    assert got[2] == twin[2] == int((logits[2] == logits[2].max()).nonzero()[0])
+    u = oracles.philox(int(seeds[3]), int(known[3]))
+    tempered = logits[0].float() / torch.tensor(heat)
+    for drawn in (int(got[0]), int(twin[0])):
+        check_drawn(tempered, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+
+
+def test_sample_without_a_finite_logit(device: str) -> None:
+    state = (
+        torch.tensor([1.0, 0.0]),
+        ints(0, 0),
+        torch.tensor([0.9, 0.9]),
+        torch.zeros(2),
+        torch.zeros(2).long(),
+        ints(5, 5),
+    )
+    assert run("sample", device, torch.full((2, 300), -torch.inf), ints(0, 1), *state).tolist() == [0, 0]
+
+
+def test_sample_survives_a_tiny_temperature(device: str) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    state = torch.tensor([1e-30]), ints(0), torch.tensor([0.5]), torch.zeros(1), torch.zeros(1).long(), ints(5)
+    assert run("sample", device, logits, ints(0), *state).tolist() == [1]
+
+
+def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
+    logits, slots = torch.randn(5, 700), ints(4, 0, 2, 1, 3)
+    state = torch.full((5,), 0.8), ints(0, 5, 0, 50, 0), torch.tensor([1, 1, 0.7, 0.9, 0.3]), torch.zeros(5)
+    state = (*state, torch.arange(5), ints(9, 8, 7, 6, 5))
+    together = run("sample", device, logits, slots, *state)
+    alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@few
+@given(
+    st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 1, 3, 40, 1100])), min_size=1, max_size=5),
+    st.integers(0, 3),
+)
+def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]], unowned: int) -> None:
+    count, width = len(rows), 1200
+    token_ids, tables = (
+        torch.randint(0, 9999, (8, width)).to(torch.int32),
+        torch.randperm(8 * 75).view(8, 75).to(torch.int32),
+    )
+    computed = torch.randint(0, 90, (8,)).to(torch.int32)
+    slots = torch.where(torch.tensor([live for live, _ in rows]), torch.randperm(8)[:count], -1).to(torch.int32)
+    starts = ints(0, *np.cumsum([n for _, n in rows]).tolist())
+    total = max(1, int(starts[-1]) + unowned)
+    args = (token_ids, computed, tables, slots, starts, total, 16)
+    for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+    state = token_ids, computed + starts.diff().max(), computed
+    twin = tuple(x.clone() for x in state)
+    index = torch.where(torch.rand(count) < 0.6, torch.randperm(count), -1).to(torch.int32)
+    sampled = torch.randint(0, 9999, (count,))
+    run("post_update", device, *state, slots, starts, index, sampled)
+    reference.post_update(*twin, slots, starts, index, sampled)
+    assert all(torch.equal(a, b) for a, b in zip(state, twin, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
+    pool = torch.randn(6, 3, 2, 2, 16, 24).to(dtype)
+    want, pairs = pool.clone(), torch.tensor([[0, 3], [1, 4], [0, 5]])
+    reference.copy_blocks(want, pairs)
+    run("copy_blocks", device, pool, pairs)
+    assert torch.equal(pool, want) and torch.equal(pool[4], pool[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes and offsets of a step meet the kernels that its first sizes compiled."""
+
+    def step(rows: int, offset: int) -> None:
+        paged = oracles.paged([70, 20, 33, 90, 5], 2, 32, 16, torch.bfloat16)
+        kv, tables = paged.kv.cuda(), paged.tables.cuda()
+        slots, lens = (ints(*x).cuda()[offset : offset + rows] for x in (range(5), (70, 20, 33, 90, 5)))
+        starts = torch.arange(rows + 1, dtype=torch.int32).cuda()
+        q = torch.randn(rows, 4, 32, dtype=torch.bfloat16).cuda()
+        kernels.attention_decode(q, kv, tables, slots, lens, 0.2, 0)
+        kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
+        kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+
+    step(2, 0)
+    compiles = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **info: compiles.append(info["repr"]))
+    step(1, 1)
+    step(4, 1)
+    assert not compiles

@@ -1,0 +1,223 @@
+"""reference.py against the naive float64 formulas, so that making it fast cannot bend what the kernels are held to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oracles
+import reference
+
+some = settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+SHAPES = st.sampled_from([(1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (5, 1, 7)])
+WINDOWS = st.sampled_from([0, 0, 1, 20, 200])
+BLOCK_SIZES = st.sampled_from([1, 3, 16, 64])
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@some
+@given(st.integers(1, 5), st.sampled_from([1, 7, 192]), dtypes, st.booleans())
+def test_rms_norm(tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
+    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(dtype)
+    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
+    total = x + residual if with_residual else x
+    want, before = oracles.rms_norm(total, weight, 1e-5), x.clone()
+    got = reference.rms_norm(x, weight, 1e-5, residual)
+    oracles.check_error(got, want, oracles.rms_norm(total, weight, 1e-5, naive=True))
+    assert torch.equal(x, before) and (residual is None or torch.equal(residual, total))
+
+
+@some
+@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes)
+def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
+    before, (gate, up) = x.clone(), x.double().chunk(2, dim=-1)
+    want = gate / (1 + (-gate).exp()) * up
+    oracles.check_error(reference.silu_mul(x), want, want.to(dtype))
+    assert torch.equal(x, before)
+
+
+@some
+@given(
+    st.integers(1, 5),
+    st.sampled_from([(1, 1), (6, 2), (3, 3)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2)]),
+    dtypes,
+    st.booleans(),
+)
+def test_qk_norm_rope_store(
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool
+) -> None:
+    (h, kv_heads), (d, rotary), block_size = heads, dims, 5
+    qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
+    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
+    places = torch.randperm(11)[:tokens] - 1
+    pool = torch.full((2, 2, 2, kv_heads, block_size, d), 7.0, dtype=dtype)
+    q = reference.qk_norm_rope_store(qkv, q_weight, k_weight, 1e-6, cos_sin, positions, places, pool[:, 1])
+    x = qkv.view(tokens, -1, d)
+    (q_want, q_naive), (k_want, k_naive) = (
+        [
+            oracles.rope(oracles.rms_norm(part, weight, 1e-6, naive) if norm else part, cos_sin, positions, naive)
+            for naive in (False, True)
+        ]
+        for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
+    )
+    oracles.check_error(q, q_want, q_naive)
+    assert q.is_contiguous() and (pool[:, 0] == 7).all()
+    for t, place in enumerate(places.tolist()):
+        if place >= 0:
+            k, v = pool[place // block_size, 1, :, :, place % block_size]
+            oracles.check_error(k, k_want[t], k_naive[t])
+            assert torch.equal(v, x[t, h + kv_heads :])
+    assert int((pool[:, 1] != 7).any(-1).any(1).any(1).sum()) == int((places >= 0).sum())
+
+
+@some
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=5), SHAPES, dtypes, WINDOWS, BLOCK_SIZES)
+def test_attention_decode(
+    lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, window: int, block_size: int
+) -> None:
+    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype)
+    slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
+    lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
+    q = torch.randn(len(slots), heads, d).to(dtype)
+    got = reference.attention_decode(q, paged.kv, paged.tables, slots, lens, scale, window)
+    assert torch.equal(got[-1], torch.zeros(heads, d, dtype=dtype))
+    for b, slot in enumerate(slots[:-1].tolist()):
+        args = (q[b : b + 1], paged.context[slot], scale, window)
+        oracles.check_error(got[b : b + 1], oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+def test_attention_decode_in_several_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [60, 3, 41, 17, 9]
+    paged = oracles.paged(lengths, 2, 16, 16, torch.float32)
+    q, slots = torch.randn(5, 4, 16), ints(*range(5))
+    args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, 0)
+    want = reference.attention_decode(*args)
+    monkeypatch.setattr(reference, "GATHER_TOKENS", 130)
+    torch.testing.assert_close(reference.attention_decode(*args), want)
+
+
+@some
+@given(
+    st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
+    SHAPES,
+    dtypes,
+    WINDOWS,
+    BLOCK_SIZES,
+)
+def test_attention_prefill(
+    rows: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, window: int, block_size: int
+) -> None:
+    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
+    lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype)
+    starts = ints(0, *np.cumsum([*counts, 2]).tolist())
+    slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
+    q = torch.randn(int(starts[-1]), heads, d).to(dtype)
+    got = reference.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, max(*counts, 2), scale, window)
+    assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
+    for b, n in enumerate(counts):
+        if n:
+            tokens = slice(int(starts[b]), int(starts[b + 1]))
+            args = (q[tokens], paged.context[b], scale, window)
+            oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+def test_uniform_is_philox() -> None:
+    seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 987654321987654321])
+    for position in (0, 1, 2, 4095, 2**20, 2**31 - 1):
+        got = reference.uniform(seeds, torch.full((len(seeds),), position, dtype=torch.int32))
+        assert got.tolist() == [oracles.philox(seed, position) for seed in seeds.tolist()]
+    many = reference.uniform(torch.zeros(10**5).long(), torch.arange(10**5).to(torch.int32))
+    assert many.min() >= 0 and many.max() < 1 and abs(float(many.mean()) - 0.5) < 0.005
+
+
+@settings(parent=some, max_examples=80)
+@given(
+    st.sampled_from([1, 2, 50, 257, 1030, 3001]),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0, -1, 1, 2, 40, 1024, 1025, 10**6]),
+    st.sampled_from([1.0, 0.99, 0.9, 0.5, 1e-6]),
+    st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    st.sampled_from(["normal", "ties", "flat", "mostly -inf"]),
+)
+def test_sample(vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str) -> None:
+    logits = torch.randn(3, vocab) * 4
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.full_like(logits, -3.0)
+    elif kind == "mostly -inf":
+        logits[:, torch.rand(vocab) < 0.9] = -torch.inf
+        logits[:, vocab // 2] = 1.0
+    before = logits.clone()
+    heats, top_ps, min_ps = (torch.full((4,), value) for value in (heat, top_p, min_p))
+    heats[2] = 0.0
+    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
+    top_ks = torch.full((4,), top_k, dtype=torch.int32)
+    got = reference.sample(logits, ints(3, -1, 2), heats, top_ks, top_ps, min_ps, seeds, known)
+    assert got.dtype == torch.int64 and got[1] == 0 and torch.equal(logits, before)
+    assert got[2] == int((logits[2] == logits[2].max()).nonzero()[0])
+    tempered = logits[0] / torch.tensor(heat)
+    allowed, mass = oracles.survivors(tempered, top_k, float(top_ps[0]), float(min_ps[0]))
+    share = (mass * allowed / mass[allowed].sum()).cumsum(0)
+    u, drawn = oracles.philox(int(seeds[3]), int(known[3])), int(got[0])
+    assert allowed[drawn]
+    assert share[drawn] - mass[drawn] / mass[allowed].sum() - 1e-6 <= u <= share[drawn] + 1e-6
+
+
+def test_sample_draws_by_the_probabilities() -> None:
+    count, logits = 20000, torch.tensor([0.0, 1.0, -torch.inf, 2.0, 0.5])
+    one, seeds = torch.ones(count), torch.arange(count)
+    slots, known = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
+    got = reference.sample(logits.expand(count, -1), slots, one, known * 0, one, one * 0, seeds, known)
+    torch.testing.assert_close(got.bincount(minlength=5) / count, logits.softmax(0), atol=0.01, rtol=0)
+
+
+def test_sample_of_rows_without_temperature_or_finite_logits() -> None:
+    state = ints(0, 0), torch.tensor([0.9, 0.9]), torch.zeros(2), torch.zeros(2).long(), ints(5, 5)
+    hopeless = torch.full((2, 300), -torch.inf)
+    assert reference.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
+    ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
+    assert reference.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
+    tiny = torch.tensor([1e-30, 1e-45])
+    assert reference.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
+
+
+def test_prepare_inputs_and_post_update() -> None:
+    token_ids = torch.arange(4)[:, None].mul(100).add(torch.arange(20)).to(torch.int32)
+    tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
+    slots, starts = ints(2, -1, 0, 1), ints(0, 1, 2, 3, 9)
+    ids, positions, places, lens = reference.prepare_inputs(token_ids, computed, tables, slots, starts, 11, 4)
+    assert ids.tolist() == [209, 0, 3, 100, 101, 102, 103, 104, 105, 0, 0] and ids.dtype == torch.int64
+    assert positions.tolist() == [9, 0, 3, 0, 1, 2, 3, 4, 5, 0, 0] and positions.dtype == torch.int32
+    assert places.tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
+    assert lens.tolist() == [10, 0, 4, 6] and lens.dtype == torch.int32
+
+    reference.post_update(token_ids, known, computed, slots, starts, ints(1, 0, 0, -1), torch.tensor([77, 88]))
+    assert computed.tolist() == [4, 6, 10, 5] and known.tolist() == [5, 7, 11, 6]
+    assert token_ids[2, 10] == 88 and token_ids[0, 4] == 77 and token_ids[1].tolist() == list(range(100, 120))
+
+
+def test_copy_blocks() -> None:
+    pool = torch.randn(6, 3, 2, 2, 4, 8)
+    want = pool[[0, 1, 2, 0, 1, 0]]
+    reference.copy_blocks(pool, torch.tensor([[0, 3], [1, 4], [0, 5]]))
+    assert torch.equal(pool, want)

@@ -1,0 +1,368 @@
+"""Text to ids and back: incremental detokenization, stop strings and chat templates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from config import SamplingParams
+from tokenizer import Detokenizer, Tokenizer
+
+SENTENCE = "To be, or not to be: that is the question."
+CORPUS = [SENTENCE, "naïve café 日本語 日本 😀😀 \ufffd", "the the the question"] * 3
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+
+
+def byte_level(folder: Path, config: dict[str, Any] | None = None) -> Tokenizer:
+    """A small byte-level BPE as Llama 3 and Qwen have it; <|tool|> is an added token that is not special."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.add_tokens([AddedToken("<|tool|>", special=False)])
+    return written(folder, tokenizer, config)
+
+
+def sentencepiece(folder: Path) -> Tokenizer:
+    """A BPE as Llama 2 and Mistral have it: spaces are a character, unknown characters fall back to bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorw", "he", "ll", "▁w"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("h", "e"), ("l", "l"), ("▁", "w")]
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return written(folder, tokenizer)
+
+
+def words(folder: Path) -> Tokenizer:
+    """A tokenizer without a decoder, which joins tokens with spaces."""
+    vocab = {"<unk>": 0, "a": 1, "b": 2, "<s>": 3, "</s>": 4}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return written(folder, tokenizer)
+
+
+def written(folder: Path, tokenizer: tokenizers.Tokenizer, config: dict[str, Any] | None = None) -> Tokenizer:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return byte_level(tmp_path_factory.mktemp("bpe"))
+
+
+@pytest.fixture(scope="module")
+def llama2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return sentencepiece(tmp_path_factory.mktemp("llama2"))
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, **params: Any) -> list[str]:
+    """What comes out after each token, and at the end."""
+    detokenizer = Detokenizer(tokenizer, prompt or [], SamplingParams(**params))
+    pieces = [detokenizer.push([id], False) for id in ids] + [detokenizer.push([], True)]
+    assert "".join(pieces) == detokenizer.text
+    return pieces
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "To be", " naïve  café\n", "日本語 😀", "\ufffd", "a<|user|>b", "\x00\t"])
+def test_byte_level_round_trip(bpe: Tokenizer, text: str) -> None:
+    assert bpe.decode(bpe.encode(text), skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("text", ["hello world", "日本語 😀 q", "a  b"])
+def test_sentencepiece_round_trip(llama2: Tokenizer, text: str) -> None:
+    ids = llama2.encode(text)
+    assert ids[0] == 1 and llama2.encode(text, add_special_tokens=False) == ids[1:]
+    assert llama2.decode(ids) == text
+
+
+def test_only_special_tokens_are_skipped(bpe: Tokenizer) -> None:
+    ids = bpe.encode("<|user|>be<|tool|><|end|>")
+    assert bpe.decode(ids) == "be<|tool|>"
+    assert bpe.decode(ids, skip_special_tokens=False) == "<|user|>be<|tool|><|end|>"
+
+
+def test_ids_beyond_the_vocabulary_are_nothing(bpe: Tokenizer) -> None:
+    ids = bpe.encode("to be")
+    assert bpe.token(bpe.vocab_size) == "" and bpe.decode([*ids, bpe.vocab_size + 5]) == "to be"
+    assert "".join(stream(bpe, [*ids[:1], bpe.vocab_size, *ids[1:]])) == "to be"
+
+
+def test_spaces_between_special_tokens(tmp_path: Path) -> None:
+    tokenizer = words(tmp_path)
+    assert tokenizer.decode([3, 3, 1, 2, 4], False, True) == "<s> <s> a b </s>"
+    assert tokenizer.decode([3, 3, 1, 2, 4], False, False) == "<s><s> a b </s>"
+    for spaces in (True, False):
+        params = {"skip_special_tokens": False, "spaces_between_special_tokens": spaces}
+        assert "".join(stream(tokenizer, [3, 3, 1, 2, 4], **params)) == tokenizer.decode([3, 3, 1, 2, 4], False, spaces)
+
+
+def test_truncation_and_padding_of_an_export_are_ignored(tmp_path: Path, bpe: Tokenizer) -> None:
+    inner = bpe._tokenizer
+    inner.enable_truncation(4)
+    inner.enable_padding(length=32)
+    try:
+        tokenizer = written(tmp_path, inner)
+    finally:
+        inner.no_truncation()
+        inner.no_padding()
+    assert tokenizer.decode(tokenizer.encode(SENTENCE)) == SENTENCE
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, "", "has no tokenizer.json"),
+        ("tokenizer.json", "{", "is not a tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "What"}}', "is not a tokenizer"),
+        ("tokenizer_config.json", "{", "is not JSON"),
+        ("tokenizer_config.json", "[]", "must hold a JSON object"),
+        ("chat_template.jinja", "{% if %}", "does not compile"),
+        ("tokenizer_config.json", '{"chat_template": [1]}', "does not compile"),
+    ],
+)
+def test_broken_folders_are_value_errors_of_one_line(
+    tmp_path: Path, name: str | None, content: str, message: str
+) -> None:
+    if name is not None:
+        byte_level(tmp_path)
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+# --- incremental detokenization --------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_stream_of_any_ids_equals_decoding_them_at_once(bpe: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, bpe.vocab_size - 1), max_size=40))
+    skip = data.draw(st.booleans())
+    assert "".join(stream(bpe, ids, skip_special_tokens=skip)) == bpe.decode(ids, skip)
+
+
+@given(data=st.data())
+def test_text_does_not_depend_on_how_tokens_arrive(bpe: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, bpe.vocab_size - 1), max_size=30))
+    stop = data.draw(st.lists(st.text("be to\ufffd", min_size=1, max_size=3), max_size=3))
+    params = SamplingParams(stop=tuple(stop))
+    whole = Detokenizer(bpe, [], params)
+    whole.push(ids, True)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5)))
+    parts = Detokenizer(bpe, [], params)
+    for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+        parts.push(ids[start:end], False)
+    parts.push([], True)
+    assert (parts.text, parts.stop_reason, parts.num_tokens) == (whole.text, whole.stop_reason, whole.num_tokens)
+
+
+@given(text=st.text("ab dhelorw日😀é", max_size=30).map(str.strip))
+def test_sentencepiece_stream_equals_the_text(llama2: Tokenizer, text: str) -> None:
+    assert "".join(stream(llama2, llama2.encode(text))) == text
+
+
+def test_output_goes_on_after_the_prompt(llama2: Tokenizer) -> None:
+    prompt, output = llama2.encode("hello"), llama2.encode(" world")[2:]  # without <s> and the prefix space
+    assert "".join(stream(llama2, output, prompt)) == " world"
+
+
+def byte_ids(tokenizer: Tokenizer, content: bytes) -> list[int]:
+    """One token for each byte."""
+    return [id for byte in content for id in range(tokenizer.vocab_size) if tokenizer.token_bytes(id) == bytes([byte])]
+
+
+def test_incomplete_characters_are_held_back_and_flushed(bpe: Tokenizer) -> None:
+    ids = byte_ids(bpe, "é€😀".encode())
+    assert stream(bpe, ids) == ["", "é", "", "", "€", "", "", "", "😀", ""]
+    assert stream(bpe, ids[:-1])[-2:] == ["", "\ufffd"]
+
+
+def test_a_genuine_replacement_character_does_not_stall(bpe: Tokenizer) -> None:
+    replacement = [
+        id for byte in "\ufffd".encode() for id in range(bpe.vocab_size) if bpe.token_bytes(id) == bytes([byte])
+    ]
+    assert stream(bpe, replacement * 3) == ["", "", "\ufffd"] * 3 + [""]
+    invalid = next(id for id in range(bpe.vocab_size) if bpe.token_bytes(id) == b"\xff")
+    assert stream(bpe, [invalid] * 2) == ["\ufffd", "\ufffd", ""]
+
+
+def test_a_long_row_of_skipped_tokens_costs_nothing(bpe: Tokenizer) -> None:
+    end = bpe.encode("<|end|>")
+    detokenizer = Detokenizer(bpe, [], SamplingParams())
+    detokenizer.push(end * 10_000 + bpe.encode(" be"), False)
+    assert detokenizer.text == " be" and len(detokenizer._window) < 10
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stop", "include", "text", "reason"),
+    [
+        (("that",), False, "To be, or not to be: ", "that"),
+        (("that",), True, "To be, or not to be: that", "that"),
+        (("ot to",), False, "To be, or n", "ot to"),  # across tokens, from the middle of one to the middle of another
+        (("T",), False, "", "T"),
+        (("question.",), False, "To be, or not to be: that is the ", "question."),
+        (("question.?",), False, SENTENCE, None),
+        (("question", "be"), False, "To ", "be"),
+        (("e, o", "be"), False, "To ", "be"),  # the one that is complete first
+        ((", or", "be, or"), False, "To ", "be, or"),  # both at once: the longer one
+        (("not be", "not to"), False, "To be, or ", "not to"),
+        ((), False, SENTENCE, None),
+    ],
+)
+def test_stop_strings(bpe: Tokenizer, stop: tuple[str, ...], include: bool, text: str, reason: str | None) -> None:
+    ids = bpe.encode(SENTENCE)
+    detokenizer = Detokenizer(bpe, [], SamplingParams(stop=stop, include_stop_str_in_output=include))
+    sent = ""
+    for id in ids:
+        sent += detokenizer.push([id], False)
+        assert text.startswith(sent)  # nothing that must be taken back
+    sent += detokenizer.push([], True)
+    assert (sent, detokenizer.stop_reason) == (text, reason)
+    cut = bpe.decode(ids[: detokenizer.num_tokens])
+    assert reason is None or (reason in cut and reason not in bpe.decode(ids[: detokenizer.num_tokens - 1]))
+
+
+def test_nothing_comes_after_a_stop(bpe: Tokenizer) -> None:
+    detokenizer = Detokenizer(bpe, [], SamplingParams(stop=("be",)))
+    assert detokenizer.push(bpe.encode("to be or"), False) == "to "
+    assert detokenizer.push(bpe.encode("not"), True) == "" and detokenizer.text == "to "
+
+
+@given(data=st.data())
+def test_stop_matches_as_if_characters_came_one_by_one(bpe: Tokenizer, data: st.DataObject) -> None:
+    text = data.draw(st.text("abé", max_size=20))
+    stops = data.draw(st.lists(st.text("abé", min_size=1, max_size=4), min_size=1, max_size=3))
+    expected = text
+    for end in range(1, len(text) + 1):
+        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
+            expected = text[: end - max(map(len, matches))]
+            break
+    assert "".join(stream(bpe, bpe.encode(text), stop=tuple(stops))) == expected
+
+
+# --- chat templates --------------------------------------------------------------------------------------------------
+
+MESSAGES = [{"role": "user", "content": "Hi <b> ü"}, {"role": "assistant", "content": "Well "}]
+
+
+def templated(folder: Path, template: Any, **config: Any) -> Tokenizer:
+    return byte_level(folder, {"chat_template": template, **config})
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages[0].content }}", "Hi <b> ü"),
+        ("{% for m in messages %}\n  {% if loop.first %}\n[{{ m.role }}]\n  {% endif %}\n{% endfor %}\n", "[user]\n"),
+        ("{% for m in messages %}{% if m.role == 'assistant' %}{% break %}{% endif %}{{ m.role }}{% endfor %}", "user"),
+        ("a{% generation %}b{{ messages[0].role }}{% endgeneration %}c", "abuserc"),
+        ("{{ {'b': '<ü>', 'a': [1, none]} | tojson }}", '{"b": "<ü>", "a": [1, null]}'),
+        ("{{ {'a': 1} | tojson(indent=2) }}", '{\n  "a": 1\n}'),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("[{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}]", "[|<|end|>|<pad>|]"),
+        ("{{ add_generation_prompt }}{{ tools is none }}{{ documents is none }}", "TrueTrueTrue"),
+        ("{{ nothing }}", ""),
+        ("{{ enable_thinking }}", "False"),
+    ],
+)
+def test_templates_are_rendered_as_transformers_does(tmp_path: Path, template: str, expected: str) -> None:
+    tokens = {"bos_token": None, "eos_token": "<|end|>", "pad_token": {"content": "<pad>", "special": True}}
+    assert templated(tmp_path, template, **tokens).render(MESSAGES, enable_thinking=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content + none }}", "chat template"),
+        ("{{ messages[0].nothing.more }}", "chat template"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% for i in range(100000) %}{{ messages[0].content }}{% endfor %}", "max_template_chars, 1000"),
+    ],
+)
+def test_a_templates_error_is_a_value_error(tmp_path: Path, template: str, message: str) -> None:
+    templated(tmp_path, template)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer(str(tmp_path), max_template_chars=1000).render(MESSAGES)
+
+
+def test_a_template_has_limited_time(tmp_path: Path) -> None:
+    templated(tmp_path, "{% for i in range(100000) %}{% for j in range(100000) %}{{ '' }}{% endfor %}{% endfor %}")
+    with pytest.raises(ValueError, match="took more than"):
+        Tokenizer(str(tmp_path), max_template_seconds=0.05).render(MESSAGES)
+
+
+def test_where_the_template_comes_from(tmp_path: Path) -> None:
+    assert not byte_level(tmp_path).has_chat_template
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer(str(tmp_path)).render(MESSAGES)
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
+    tokenizer = templated(tmp_path, named)
+    assert tokenizer.render(MESSAGES) == "default" and tokenizer.render(MESSAGES, tools=[{}]) == "tools"
+    (tmp_path / "chat_template.jinja").write_text("file")
+    assert Tokenizer(str(tmp_path)).render(MESSAGES) == "file"
+
+
+PLAIN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+TRIMMED = PLAIN.replace("m.content", "m.content | trim")
+PARTS = "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part.text }}{% endfor %};{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "final", "end"),
+    [
+        (PLAIN, "Well ", "<|assistant|>Well "),
+        (TRIMMED, "Well ", "<|assistant|>Well"),
+        (PARTS, [{"type": "text", "text": "Well"}], "assistant:Well"),
+    ],
+)
+def test_continue_final_message(tmp_path: Path, template: str, final: Any, end: str) -> None:
+    messages = [{"role": "user", "content": []}, {"role": "assistant", "content": final}]
+    before = json.dumps(messages)
+    rendered = templated(tmp_path, template).render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert rendered.endswith(end) and json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "generation", "message"),
+    [
+        (PLAIN, MESSAGES, True, "exclude each other"),
+        ("nothing", MESSAGES, False, "does not show the final message"),
+        (PLAIN, [{"role": "assistant", "content": None}], False, "no text"),
+        (PLAIN, [], False, "no text"),
+    ],
+)
+def test_continue_final_message_is_refused(
+    tmp_path: Path, template: str, messages: list[dict[str, Any]], generation: bool, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        templated(tmp_path, template).render(messages, generation, continue_final_message=True)
