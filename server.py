@@ -35,7 +35,8 @@ from gunicorn.arbiter import Arbiter
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
-from engine import EngineDeadError, EngineProcess, Generation, MPClient, Stream, launch_engine
+from engine import EngineDeadError, EngineProcess, MPClient, Stream, launch_engine
+from outputs import Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
 

@@ -21,12 +21,12 @@ from engine import (
     EngineCore,
     EngineDeadError,
     EngineServer,
-    Generation,
     MPClient,
     SamplingParams,
     read_frames,
     send_frame,
 )
+from outputs import Generation
 from scheduler import EngineOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
