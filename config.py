@@ -71,6 +71,19 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    enable_chunked_prefill: bool = option(
+        True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = option(
+        "fcfs", "first come first served, or the lowest priority value first"
+    )
+    scheduler_delay_factor: float = option(
+        0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0
+    )
+    preemption_mode: Literal["recompute", "swap"] = option(
+        "recompute", "a preempted request computes its tokens again, or its KV blocks wait in host memory"
+    )
+    swap_space: float = option(4.0, "GiB of host memory for swapped KV blocks", 0.0, 2.0**20)
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 

@@ -61,18 +61,29 @@ class EngineCore:
     def __init__(self, config: EngineConfig):
         self.model_config = ModelConfig.from_folder(config.model)
         self.executor = UniExecutor(config, self.model_config)
-        self.facts = self.executor.facts() | {"model": config.model, "architecture": self.model_config.architecture}
+        self.facts = self.executor.facts() | {
+            "model": config.model,
+            "architecture": self.model_config.architecture,
+            "scheduling_policy": config.scheduling_policy,
+        }
         self.scheduler = Scheduler(
             config, self.facts["num_blocks"], self.facts["max_model_len"], self.model_config.vocab_size,
-            self.model_config.eos_token_ids)  # fmt: skip
+            self.model_config.eos_token_ids, self.facts["num_host_blocks"])  # fmt: skip
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, salt: str = "") -> None:
-        """Queue a request.
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        salt: str = "",
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; a lower priority goes first, where that is the policy.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add`.
         """
-        self.scheduler.add(Request(request_id, prompt_token_ids, params, salt))
+        self.scheduler.add(Request(request_id, prompt_token_ids, params, salt, priority))
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an unknown id is one that has just finished."""
@@ -142,8 +153,11 @@ class LLM:
         prompts: str | list[str] | list[int] | list[list[int]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        priority: list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt (text, or token ids); outputs come in the order of the prompts.
+
+        `priority` has a number for each prompt, the lowest goes first; the policy must be `priority`.
 
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
@@ -158,10 +172,15 @@ class LLM:
         else:
             params = [sampling_params or SamplingParams()] * len(items)
         generations = [self._generation(item, p) for item, p in zip(items, params, strict=True)]
+        if priority is not None and self.config.scheduling_policy != "priority":
+            raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
+        ranks = [0] * len(items) if priority is None else priority
+        if len(ranks) != len(items):
+            raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         live = {}
         try:
-            for generation in generations:
-                self.core.add(generation.request_id, generation.prompt_token_ids, generation.params)
+            for generation, rank in zip(generations, ranks, strict=True):
+                self.core.add(generation.request_id, generation.prompt_token_ids, generation.params, "", rank)
                 live[generation.request_id] = generation
             self._run(live, use_tqdm)
         finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
@@ -223,6 +242,7 @@ class Add:
     prompt_token_ids: list[int]
     params: SamplingParams
     salt: str = ""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -324,7 +344,9 @@ class EngineServer:
     def _handle(self, client: socket.socket, message: ToEngine | None) -> None:
         if isinstance(message, Add):
             try:
-                self.core.add(message.request_id, message.prompt_token_ids, message.params, message.salt)
+                self.core.add(
+                    message.request_id, message.prompt_token_ids, message.params, message.salt, message.priority
+                )
                 self.owners[message.request_id] = client
             except ValueError as error:
                 refused = EngineOutput(message.request_id, [], finish_reason="error", error=str(error))
@@ -513,6 +535,7 @@ class MPClient:
         params: SamplingParams,
         salt: str = "",
         stream: Stream | None = None,
+        priority: int = 0,
     ) -> Stream:
         """Send a request; a refusal comes as an output with `finish_reason` "error".
 
@@ -522,7 +545,8 @@ class MPClient:
             EngineDeadError: there is no engine.
         """
         target = stream or Stream()
-        self._send(Add(request_id, prompt_token_ids, params, salt), lambda: self.streams.update({request_id: target}))
+        message = Add(request_id, prompt_token_ids, params, salt, priority)
+        self._send(message, lambda: self.streams.update({request_id: target}))
         return target
 
     def abort(self, request_id: str) -> None:

@@ -34,7 +34,8 @@ PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for
 DECODE_SPLITS = 32  # programs that share a row's context: with 8 KV heads, one sequence still fills 132 processors
 DECODE_CHUNK = 128  # least keys for one of them
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
-SAMPLE_SEARCH = 2048  # and while it searches: 8 pivots for each of them, which 4096 would spill on some chips
+SAMPLE_SEARCH = 2048  # and while it searches, with 8 pivots for each of them
+SAMPLE_REGISTERS = 128  # unasked, ptxas allows 64 for some vocabularies and spills
 
 
 @triton.jit
@@ -451,7 +452,7 @@ def attention_prefill_kernel(
     tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
 
 
-def prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) -> tuple[int, int, int, int, int]:
+def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel; what spills no register.
 
     Warp-group units read K and V from shared memory; older ones hold them in registers, so there the tiles are smaller.
@@ -503,7 +504,7 @@ def attention_prefill(
 
     out = torch.empty_like(q)
 
-    block_m, block_n, block_d, warps, stages = prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
+    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(tiles, kv_heads, len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
@@ -685,7 +686,8 @@ def sample(
     )
     sample_pick_kernel[(rows,)](
         logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, chunk_max, chunk_sum, chunk_id, ids,
-        vocab, chunks, chunk, triton.next_power_of_2(chunks), min(chunk, SAMPLE_SEARCH), num_warps=16,
+        vocab, chunks, chunk, triton.next_power_of_2(chunks), min(chunk, SAMPLE_SEARCH), num_warps=8,
+        maxnreg=SAMPLE_REGISTERS,
     )  # fmt: skip
     return ids
 
@@ -809,13 +811,13 @@ def post_update(
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])
-def copy_blocks_kernel(pool, pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """pool[dst] = pool[src]; pool [num_blocks, SIZE], pairs [N, 2] int64. One program per pair and BLOCK elements."""
+def copy_blocks_kernel(source, target, pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """target[dst] = source[src]; both [num_blocks, SIZE], pairs [N, 2] int64. One program per pair and BLOCK items."""
     i_src = tl.load(pairs + tl.program_id(0) * 2)
     i_dst = tl.load(pairs + tl.program_id(0) * 2 + 1)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
-    tl.store(pool + i_dst * SIZE + o_x, tl.load(pool + i_src * SIZE + o_x, mask=m_x), mask=m_x)
+    tl.store(target + i_dst * SIZE + o_x, tl.load(source + i_src * SIZE + o_x, mask=m_x), mask=m_x)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
@@ -823,4 +825,17 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     assert pool.is_contiguous() and pairs.is_contiguous() and pairs.dtype == torch.int64
 
     size = pool[0].numel()
-    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](pool, pairs, size, 4096)
+    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](pool, pool, pairs, size, 4096)
+
+
+def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks.
+
+    One of them lies in pinned host memory, which the device reads and writes in place: all layers of all blocks move in
+    one launch, without a copy call for each.
+    """
+    assert source.is_contiguous() and target.is_contiguous() and source.shape[1:] == target.shape[1:]
+    assert pairs.is_contiguous() and pairs.dtype == torch.int64 and source.dtype == target.dtype
+
+    size = source[0].numel()
+    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](source, target, pairs, size, 4096)

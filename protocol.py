@@ -60,6 +60,12 @@ def count(value: Any, config: ServerConfig) -> int:
     return value
 
 
+def rank(value: Any, config: ServerConfig) -> int:
+    if type(value) is not int or not -(2**31) <= value < 2**31:
+        raise ValueError(f"it must be a whole number from {-(2**31)} to {2**31 - 1}")
+    return value
+
+
 def string(value: Any, config: ServerConfig) -> str:
     if not isinstance(value, str) or len(value) > 1024:
         raise ValueError("it must be a string of at most 1024 characters")
@@ -137,7 +143,7 @@ class Field(NamedTuple):
 
 # What OpenAI's or vLLM's clients may send and this server cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "min_tokens": (0,), "priority": (0,),
+    "n": (1,), "best_of": (1,), "use_beam_search": (False,), "min_tokens": (0,),
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
     "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "suffix": ("",),
     "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (), "guided_regex": (),
@@ -161,6 +167,7 @@ FIELDS = (
     Field("max_completion_tokens", count),
     Field("max_tokens", count),
     Field("cache_salt", string, ""),
+    Field("priority", rank, 0),
     *(Field(param, SAMPLING.get(param, as_is)) for param in PARAMS),
     *(Field(field, only(*same)) for field, same in NOT_YET.items()),
     *(Field(field, only(*NOT_YET[field]), None, (TOKENIZE,)) for field in ("tools", "chat_template", "documents")),

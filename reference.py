@@ -192,13 +192,13 @@ def sample(
         pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
         floor[rows] = torch.maximum(floor[rows], pivots)
     reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
-    goal = uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
+    goal = _uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
     ids = torch.searchsorted(reached, goal, right=True)[:, 0]
     ids = torch.where(heat > 0, ids, logits.argmax(dim=-1))
     return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
 
 
-def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Numbers in [0, 1), float32: bit for bit tl.rand(seed, position) for seeds [R] int64 and positions [R] int32.
 
     Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3") in int64: a product of 32-bit numbers
@@ -279,6 +279,11 @@ def post_update(
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """pool[dst] = pool[src] for each (src, dst) of pairs [N, 2] int64; no block may be both a source and a target."""
     pool[pairs[:, 1]] = pool[pairs[:, 0]]
+
+
+def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks."""
+    target[pairs[:, 1]] = source[pairs[:, 0]]
 
 
 def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -5,20 +5,38 @@ There is no prefill phase and no decode phase. Each request has `tokens` (its pr
 budget until `num_computed` has caught up, and then the model's last hidden state yields the next token.
 
     add -> waiting -> running -> finished
-              ^----------'  preempted: its blocks are freed, its tokens kept, and it waits at the head of the queue
+              ^        |  ^
+              |        |  '---- swapped     preempted by swap: its blocks wait in host memory
+              '--------'                    preempted by recompute: its blocks are freed, its tokens kept
+
+All three queues have one order: by priority (all equal under `fcfs`), then by arrival. The first goes first, and the
+last that runs is the first to be preempted, so nobody is passed by a later request of its own class.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import time
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from config import EngineConfig, SamplingParams
 from kv_cache import AllocStatus, BlockManager
+
+COUNTERS = (
+    "num_preemptions_total",
+    "num_swapped_blocks_total",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+)
 
 
 @dataclass(slots=True)
@@ -45,7 +63,10 @@ class StepPlan:
     new: list[NewRow] = field(default_factory=list)
     new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, blocks that its table grew by)
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks (from, to) to copy before the step runs
+    # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
 
 
 @dataclass(slots=True)
@@ -68,29 +89,45 @@ class EngineOutput:
     error: str | None = None  # what was wrong with the request; finish_reason is then "error"
 
 
+class Status(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    SWAPPED = enum.auto()
+    FINISHED = enum.auto()
+
+
 class Request:
-    """One sequence: its tokens, its blocks and how far it has been computed."""
+    """One sequence: its tokens, its blocks and how far it has been computed.
+
+    Args:
+        request_id: unique among the requests in flight.
+        prompt_token_ids: its prompt.
+        params: how its tokens are chosen and when it ends.
+        salt: prefixes are shared only among requests of equal salt.
+        priority: lower goes first, where the policy is `priority`.
+    """
 
     __slots__ = (
-        "blocks",
-        "hashes",
-        "max_len",
-        "num_cached",
-        "num_computed",
-        "num_preemptions",
-        "num_prompt",
-        "num_published",
-        "params",
-        "request_id",
-        "salt",
-        "seed",
-        "slot",
-        "stop_ids",
-        "tokens",
+        "arrival", "blocks", "hashes", "host_blocks", "key", "max_len", "num_cached", "num_computed",
+        "num_preemptions", "num_prompt", "num_published", "params", "priority", "request_id", "salt", "seed", "slot",
+        "status", "stop_ids", "tokens",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, salt: str = ""):
-        self.request_id, self.params, self.salt = request_id, params, salt
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        salt: str = "",
+        priority: int = 0,
+    ):
+        self.request_id, self.params, self.salt, self.priority = request_id, params, salt, priority
+        self.status = Status.WAITING
+        self.key = (0, 0)  # its place in every queue: (priority, number of arrival)
+        self.arrival = 0.0
+        self.host_blocks: list[int] = []
         self.tokens = list(prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.num_computed = 0
@@ -118,33 +155,93 @@ class SchedulingBudget:
         self.seqs -= 1
 
 
+class RequestQueue:
+    """Requests of one status, first to go first. O(log n) to push and pop; who was aborted is skipped when met."""
+
+    def __init__(self, status: Status):
+        self.status = status
+        self.heap: list[tuple[tuple[int, int], Request]] = []
+        self.size = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self.heap if request.status is self.status)
+
+    def push(self, request: Request) -> None:
+        """Put `request` in its place."""
+        request.status = self.status
+        heappush(self.heap, (request.key, request))
+        self.size += 1
+
+    def first(self) -> Request:
+        """The request that goes next; the queue must not be empty."""
+        while self.heap[0][1].status is not self.status:
+            heappop(self.heap)
+        return self.heap[0][1]
+
+    def pop(self) -> Request:
+        """Take the request that goes next out of the queue, to run."""
+        request = self.first()
+        heappop(self.heap)
+        request.status = Status.RUNNING
+        self.size -= 1
+        return request
+
+    def abort(self, request: Request) -> None:
+        """Take `request` out for good."""
+        request.status = Status.FINISHED
+        self.size -= 1
+
+
 class Scheduler:
     """Decides, step by step, which requests run and which blocks they own.
 
     Args:
-        config: the budgets: `max_num_seqs` and `max_num_batched_tokens`.
+        config: budgets, order, policy and mode of preemption.
         num_blocks: size of the KV pool.
         max_model_len: tokens that a request may have, prompt and output together.
         vocab_size: token ids of a prompt must be below it.
         eos_token_ids: tokens that end a request which does not `ignore_eos`.
+        num_host_blocks: size of the host pool, for preemption by swap.
+        clock: in seconds; only the classic order's delay looks at it.
+
+    Raises:
+        ValueError: without chunked prefill a prompt must fit a step, and `max_num_batched_tokens` is too small.
     """
 
     def __init__(
-        self, config: EngineConfig, num_blocks: int, max_model_len: int, vocab_size: int, eos_token_ids: Sequence[int]
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        num_host_blocks: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ):
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}; without chunked prefill it must be at "
+                f"least max_model_len, {max_model_len}"
+            )
         self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.blocks = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of admission: the last is the first to be preempted
+        self.host = BlockManager(num_host_blocks, config.block_size, enable_prefix_caching=False)
+        self.waiting, self.swapped = RequestQueue(Status.WAITING), RequestQueue(Status.SWAPPED)
+        self.running: list[Request] = []  # in order of `key`
+        self.arrivals = 0
+        self.clock = clock
+        self.last_prefill: float | None = None  # when the classic order ran prompts, until the step after that
+        self.prefill_seconds = 0.0  # that the latest of these steps took
         self.requests: dict[str, Request] = {}
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []
         self.in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self.step = 0
-        self.counters = dict.fromkeys(
-            ("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "prompt_tokens_total",
-             "generation_tokens_total"), 0)  # fmt: skip
+        self.counters = dict.fromkeys(COUNTERS, 0)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -178,32 +275,53 @@ class Scheduler:
         if not params.ignore_eos:
             request.stop_ids |= self.eos_token_ids
         request.seed = params.seed if params.seed is not None else derived_seed(self.config.seed, request.request_id)
+        self.arrivals += 1
+        ranked = self.config.scheduling_policy == "priority"
+        request.key = (request.priority if ranked else 0, self.arrivals)
+        request.arrival = self.clock()
         self.requests[request.request_id] = request
-        self.waiting.append(request)
+        self.waiting.push(request)
         self.counters["prompt_tokens_total"] += num_prompt
 
     def abort(self, request_id: str) -> None:
         """Drop a request wherever it is; an unknown id is one that has just finished."""
         if (request := self.requests.get(request_id)) is None:
             return
-        if request.slot >= 0:
+        if request.status is Status.RUNNING:
             self.running.remove(request)
+        elif request.status is Status.SWAPPED:
+            self.swapped.abort(request)
+            self.host.free(request.host_blocks)
         else:
-            self.waiting.remove(request)
+            self.waiting.abort(request)
         self._finish(request)
 
     def has_work(self) -> bool:
         """Whether a request has yet to finish."""
-        return bool(self.running or self.waiting)
+        return bool(self.requests)
 
     def schedule(self) -> StepPlan:
-        """Plan the next step: who runs already goes first, then who waits, as far as budget and blocks reach."""
+        """Plan the next step: who runs, with how many tokens, and what moves in memory for it.
+
+        Chunked prefill (the default) gives every step its decodes first and fills the rest of the budget with prompts,
+        cut where it ends (Sarathi-Serve, Agrawal et al., 2024). The classic order runs whole prompts first, and alone.
+        """
         plan = StepPlan(self.step)
         budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         scheduled: list[tuple[Request, int]] = []
-        preempted = self._schedule_running(plan, budget, scheduled)
-        if not preempted:  # else it would be admitted again at once, into the blocks that it has just given up
-            self._schedule_waiting(plan, budget, scheduled)
+        if self.config.enable_chunked_prefill:
+            self._make_way(plan)
+            # After a preemption nobody is let in: it would be who was preempted, into the blocks it has just given up.
+            if not self._schedule_running(plan, budget, scheduled):
+                self._let_in(plan, budget, scheduled, (self.swapped, self.waiting))
+        else:
+            if not self.swapped and self._delay_has_passed():
+                self._make_way(plan)
+                self._let_in(plan, budget, scheduled, (self.waiting,))
+            if scheduled:
+                self.last_prefill = self.clock()
+            elif not self._schedule_running(plan, budget, scheduled):
+                self._let_in(plan, budget, scheduled, (self.swapped,))
         scheduled.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want them
         plan.rows = [(request.slot, count) for request, count in scheduled]
         plan.released, self.released = self.released, []
@@ -211,19 +329,41 @@ class Scheduler:
         self.step += 1
         return plan
 
+    def _make_way(self, plan: StepPlan) -> None:
+        """Preempt running requests of lower priority than the first one waiting, until that one can be let in."""
+        while self.waiting and self.running and self.running[-1].key[0] > self.waiting.first().key[0]:
+            needed = self.blocks.blocks_for(len(self.waiting.first().tokens))
+            if self.free_slots and self.blocks.can_allocate(needed) is AllocStatus.OK:
+                break
+            self._preempt(self.running.pop(), plan)
+
+    def _delay_has_passed(self) -> bool:
+        """Whether the classic order may run prompts again; waiting a while lets more of them come together."""
+        if self.last_prefill is not None:
+            self.prefill_seconds, self.last_prefill = self.clock() - self.last_prefill, None
+        factor = self.config.scheduler_delay_factor
+        if not factor or not self.waiting or not self.running:
+            return True
+        return self.clock() - min(request.arrival for request in self.waiting) > factor * self.prefill_seconds
+
     def _schedule_running(self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Request, int]]) -> bool:
-        """Give every running request its next tokens, preempting from the back where blocks run out."""
+        """Give every running request its next tokens, preempting from the back where blocks run out.
+
+        Returns whether one was preempted.
+        """
         size, preempted, i = self.config.block_size, False, 0
-        while i < len(self.running) and budget.tokens > 0:
+        while i < len(self.running):
             request = self.running[i]
             i += 1
-            count = min(len(request.tokens) - request.num_computed, budget.tokens)
+            count = len(request.tokens) - request.num_computed
+            if count > 1:  # those still to come keep a token of the budget each, so that no prompt holds up decodes
+                count = min(count, budget.tokens - (len(self.running) - i))
             missing = -(-(request.num_computed + count) // size) - len(request.blocks)
             if missing > 0:
                 while missing > self.blocks.num_free:
                     preempted = True
                     victim = self.running.pop()
-                    self._preempt(victim)
+                    self._preempt(victim, plan)
                     if victim is request:
                         return True
                 grown = self.blocks.allocate(missing)
@@ -234,14 +374,22 @@ class Scheduler:
             scheduled.append((request, count))
         return preempted
 
-    def _schedule_waiting(self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Request, int]]) -> None:
-        """Admit waiting requests in order, each with blocks for all the tokens that it has so far."""
-        while self.waiting and budget.tokens > 0 and budget.seqs > 0 and self.free_slots:
-            request = self.waiting[0]
-            if not self._admit(request, plan):
+    def _let_in(
+        self,
+        plan: StepPlan,
+        budget: SchedulingBudget,
+        scheduled: list[tuple[Request, int]],
+        queues: Sequence[RequestQueue],
+    ) -> None:
+        """Let requests in, the first of all queues first, until one does not fit: nobody overtakes it."""
+        while budget.tokens > 0 and budget.seqs > 0 and self.free_slots and any(queues):
+            queue = min((queue for queue in queues if queue), key=lambda queue: queue.first().key)
+            request = queue.first()
+            if not self.config.enable_chunked_prefill and len(request.tokens) - request.num_computed > budget.tokens:
+                return  # the classic order cuts no prompt
+            if not (self._swap_in(request, plan) if queue is self.swapped else self._admit(request, plan)):
                 return
-            self.waiting.popleft()
-            self.running.append(request)
+            insort(self.running, queue.pop(), key=lambda request: request.key)
             count = min(len(request.tokens) - request.num_computed, budget.tokens)
             request.num_computed += count
             budget.take(count)
@@ -276,20 +424,48 @@ class Scheduler:
             request.num_cached = cached
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += cached
-        request.slot = self.free_slots.pop()
-        params = request.params
-        plan.new.append(
-            NewRow(request.slot, list(request.tokens), cached, list(request.blocks), params.temperature, params.top_k,
-                   params.top_p, params.min_p, request.seed))  # fmt: skip
+        self._enter(request, plan)
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Take a request's blocks and slot away; it will compute its tokens again, or find them in the prefix cache."""
-        self._release(request)
-        request.num_computed = request.num_published = 0
+    def _swap_in(self, request: Request, plan: StepPlan) -> bool:
+        """Bring a swapped request's blocks back and give it a slot, if device blocks can be had now."""
+        needed = self.blocks.blocks_for(len(request.tokens))
+        if self.blocks.can_allocate(needed, reserve=bool(self.running)) is not AllocStatus.OK:
+            assert self.running, f"request {request.request_id} fits the empty pool"
+            return False
+        request.blocks = self.blocks.allocate(needed)
+        plan.swap_in += zip(request.host_blocks, request.blocks, strict=False)
+        self.host.free(request.host_blocks)
+        request.host_blocks = []
+        self._enter(request, plan)
+        return True
+
+    def _enter(self, request: Request, plan: StepPlan) -> None:
+        """Give a request that has its blocks a slot."""
+        request.slot, params = self.free_slots.pop(), request.params
+        plan.new.append(
+            NewRow(request.slot, list(request.tokens), request.num_computed, list(request.blocks), params.temperature,
+                   params.top_k, params.top_p, params.min_p, request.seed))  # fmt: skip
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Take a running request's blocks and slot away.
+
+        By swap, its blocks move to host memory if there is room. By recompute, and where there is none, they are freed:
+        it will compute its tokens again, or find them in the prefix cache.
+        """
         request.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
-        self.waiting.appendleft(request)
+        held = self.blocks.blocks_for(request.num_computed)
+        swap = self.config.preemption_mode == "swap" and self.host.can_allocate(held, reserve=False) is AllocStatus.OK
+        if swap:
+            request.host_blocks = self.host.allocate(held)
+            plan.swap_out += zip(request.blocks, request.host_blocks, strict=False)
+            self.counters["num_swapped_blocks_total"] += held
+        else:
+            request.num_computed = 0
+        request.num_published = 0
+        self._release(request)
+        (self.swapped if swap else self.waiting).push(request)
 
     def _release(self, request: Request) -> None:
         self.blocks.free(request.blocks)
@@ -299,6 +475,7 @@ class Scheduler:
         request.slot = -1
 
     def _finish(self, request: Request) -> None:
+        request.status = Status.FINISHED
         if request.slot >= 0:
             self._release(request)
         del self.requests[request.request_id]
@@ -346,6 +523,7 @@ class Scheduler:
         return {
             "num_requests_running": len(self.running),
             "num_requests_waiting": len(self.waiting),
+            "num_requests_swapped": len(self.swapped),
             "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
             **self.counters,
         }
@@ -353,13 +531,21 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""
         self.blocks.check_integrity(request.blocks for request in self.requests.values())
-        assert {id(r) for r in self.requests.values()} == {id(r) for r in [*self.waiting, *self.running]}
-        assert len(self.requests) == len(self.waiting) + len(self.running)
+        self.host.check_integrity(request.host_blocks for request in self.requests.values())
+        waiting, swapped = list(self.waiting), list(self.swapped)
+        assert (len(waiting), len(swapped)) == (len(self.waiting), len(self.swapped))
+        places = [id(request) for request in (*waiting, *swapped, *self.running)]
+        assert sorted(places) == sorted(id(request) for request in self.requests.values())
         slots = [request.slot for request in self.running]
         assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
-        for request in self.waiting:
+        keys = [request.key for request in self.running]
+        assert keys == sorted(keys)
+        for request in (*waiting, *swapped):
             assert request.slot < 0 and not request.blocks
+        for request in swapped:
+            assert len(request.host_blocks) == self.host.blocks_for(request.num_computed)
         for request in self.running:
+            assert request.status is Status.RUNNING and not request.host_blocks
             assert request.num_computed <= len(request.tokens) <= request.max_len
             assert len(request.blocks) * self.config.block_size >= request.num_computed
 

@@ -113,7 +113,7 @@ class Run:
         try:
             for i, generation in enumerate(self.generations):
                 ids, salt = generation.prompt_token_ids, self.fields["cache_salt"]
-                client.add(generation.request_id, ids, generation.params, salt, stream)
+                client.add(generation.request_id, ids, generation.params, salt, stream, self.fields["priority"])
                 live[generation.request_id] = i
             watch = Watch(sock, timeout)
             while live:
@@ -353,6 +353,8 @@ class Api:
     ) -> Response:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
+        if fields["priority"] and self.facts["scheduling_policy"] != "priority":
+            raise ApiError(400, f"priority is {fields['priority']}; under the policy fcfs it must be 0", "priority")
         params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
         if self.in_flight + len(prompts) > self.config.max_queue:
             raise ApiError(429, f"{self.in_flight} requests are in flight; at most {self.config.max_queue} (max_queue)")

@@ -54,6 +54,7 @@ class Worker:
             load_weights(self.model, config.model)
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
+        self.host_pool = self.new_host_pool()
         self.state = BatchState(config.max_num_seqs, self.max_model_len, config.block_size, self.device)
         self.warm_up()
 
@@ -63,6 +64,7 @@ class Worker:
             "max_model_len": self.max_model_len,
             "vocab_size": self.model_config.vocab_size,
             "num_blocks": self.num_blocks,
+            "num_host_blocks": len(self.host_pool),
             "block_size": self.config.block_size,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
@@ -78,6 +80,19 @@ class Worker:
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
+
+    def new_host_pool(self) -> torch.Tensor:
+        """Room for swapped blocks: pinned, so that the device can reach it, and empty where nothing is ever swapped.
+
+        Raises:
+            ValueError: preemption by swap is asked for, and not one block fits.
+        """
+        block_bytes = int(np.prod(self.block_shape())) * self.dtype.itemsize
+        swap = self.config.preemption_mode == "swap"
+        count = int(self.config.swap_space * 2**30) // block_bytes if swap else 0
+        if swap and not count:
+            raise ValueError(f"swap_space is {self.config.swap_space} GiB; one KV block takes {block_bytes} bytes")
+        return torch.zeros(count, *self.block_shape(), dtype=self.dtype, pin_memory=swap and self.device == "cuda")
 
     def count_blocks(self) -> int:
         """Blocks in the KV pool: what memory allows, and no more than every sequence at full length can use.
@@ -141,8 +156,7 @@ class Worker:
         """Apply the plan's differences and run its rows."""
         state, ops = self.state, self.ops
         state.apply(plan)
-        if plan.copies:
-            ops.copy_blocks(self.pool, torch.tensor(plan.copies, dtype=torch.int64, device=self.device))
+        self.move_blocks(plan)
         if not plan.rows:
             return StepResult(plan.step, [])
         rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
@@ -177,6 +191,15 @@ class Worker:
         tokens = np.full(len(rows), -1, dtype=np.int64)
         tokens[samples] = sampled.cpu().numpy()
         return StepResult(plan.step, tokens.tolist())
+
+    def move_blocks(self, plan: StepPlan) -> None:
+        """Swap and copy blocks in the plan's order: out, in, copies."""
+        if plan.swap_out:
+            self.ops.swap_blocks(self.pool, self.host_pool, self.to_device(np.array(plan.swap_out, dtype=np.int64)))
+        if plan.swap_in:
+            self.ops.swap_blocks(self.host_pool, self.pool, self.to_device(np.array(plan.swap_in, dtype=np.int64)))
+        if plan.copies:
+            self.ops.copy_blocks(self.pool, self.to_device(np.array(plan.copies, dtype=np.int64)))
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)

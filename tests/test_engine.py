@@ -70,16 +70,20 @@ def test_demo_can_add(llm):
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 32, "max_num_seqs": 32},
         {"num_gpu_blocks_override": 256, "block_size": 4},
+        {"num_gpu_blocks_override": 256, "block_size": 4, "preemption_mode": "swap", "swap_space": 0.01},
+        {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5},
         {"block_size": 7, "max_num_seqs": 5},
     ],
-    ids=["no prefix cache", "chunks of 32", "few blocks", "blocks of seven tokens"],
+    ids=["no prefix cache", "chunks of 32", "few blocks", "swap", "classic order", "blocks of seven tokens"],
 )
 def test_same_answers_however_they_are_computed(make_llm, work, answers, fields):
     llm = make_llm(**fields)
     assert tokens(llm.generate(*work, use_tqdm=False)) == answers
     llm.core.check_integrity()
     if "num_gpu_blocks_override" in fields:
-        assert llm.core.metrics()["num_preemptions_total"] > 20
+        metrics = llm.core.metrics()
+        assert metrics["num_preemptions_total"] > 20
+        assert (metrics["num_swapped_blocks_total"] > 0) == (llm.config.preemption_mode == "swap")
 
 
 def test_same_answers_with_a_warm_cache(llm, work, answers):
@@ -103,6 +107,14 @@ def test_together_and_one_by_one(llm, temperature):
     llm.core.reset_prefix_cache()
     alone = [tokens(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
     assert together == alone
+
+
+def test_priorities_change_the_order_and_not_the_tokens(make_llm, work, answers):
+    llm = make_llm(scheduling_policy="priority", num_gpu_blocks_override=256, block_size=4)
+    ranks = [i * 7 % 5 for i in range(len(answers))]
+    assert tokens(llm.generate(*work, use_tqdm=False, priority=ranks)) == answers
+    with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
+        llm.generate(["a", "b"], priority=[0], use_tqdm=False)
 
 
 def test_seeds_decide(llm):
@@ -173,6 +185,8 @@ def test_a_bad_prompt_is_refused_and_nothing_is_left(llm, bad):
         ({"num_gpu_blocks_override": 2, "max_model_len": 1000}, "max_model_len is 1000; the KV pool of 2 blocks"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens is 8; .* max_num_seqs, 256"),
         ({"backend": "triton"}, "TRITON_INTERPRET=1"),
+        ({"preemption_mode": "swap", "swap_space": 0.0}, "swap_space is 0.0 GiB; one KV block takes"),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 512}, "without chunked prefill .* 1024"),
         ({"model": "nowhere"}, "nowhere has no tokenizer.json|no folder nowhere"),
     ],
 )

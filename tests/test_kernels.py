@@ -63,7 +63,7 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
-        if name in ("uniform",) or name.startswith("_"):
+        if name.startswith("_"):
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
         assert (inspect.getdoc(op) or "").splitlines()[0] == (
@@ -100,7 +100,7 @@ def test_uniform_is_tl_rand(device: str) -> None:
     got = torch.empty(7, 64, dtype=torch.float32, device=device)
     for i in range(7):
         rand_kernel[(1,)](seeds[i:].to(device), positions.to(device), got[i], 64)
-    want = torch.stack([reference.uniform(seed.expand(64), positions) for seed in seeds])
+    want = torch.stack([reference._uniform(seed.expand(64), positions) for seed in seeds])
     assert torch.equal(got.cpu(), want)
 
 
@@ -236,10 +236,14 @@ def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
 
 def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
     """`drawn` may be drawn, and u falls into its share of the mass: up to float32's rounding of running sums."""
-    allowed, mass = oracles.survivors(x, top_k, top_p, min_p)
-    assert allowed[drawn]
-    share = (mass * allowed / mass[allowed].sum()).cumsum(0)
-    assert share[drawn] - (mass[drawn] / mass[allowed].sum()) - 1e-6 <= u <= share[drawn] + 1e-6
+
+    def fits(p: float) -> bool:
+        allowed, mass = oracles.survivors(x, top_k, p, min_p)
+        share = (mass * allowed / mass[allowed].sum()).cumsum(0)
+        low = share[drawn] - mass[drawn] / mass[allowed].sum()
+        return bool(allowed[drawn] and low - 1e-6 <= u <= share[drawn] + 1e-6)
+
+    assert any(fits(p) for p in ((top_p, top_p * (1 - 3e-6), top_p * (1 + 3e-6)) if top_p < 1 else (1.0,)))
 
 
 @settings(parent=few, max_examples=60)
@@ -249,32 +253,44 @@ def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float,
     st.sampled_from([0, -1, 1, 2, 40, 4096, 10**6]),
     st.sampled_from([1.0, 0.9, 0.5, 1e-6]),
     st.sampled_from([0.0, 0.0, 0.05, 1.0]),
-    st.sampled_from(["normal", "ties", "flat", "mostly -inf", "huge"]),
+    st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "neighbours", "mostly -inf", "huge"]),
     st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
 )
 def test_sample(
-    device: str, vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str, dtype: torch.dtype
+    device: str,
+    vocab: int,
+    heat: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    kind: str,
+    dtype: torch.dtype,
+    ascending: bool,
 ) -> None:
     logits = torch.randn(3, vocab) * 4
     if kind == "ties":
         logits = logits.round()
     elif kind == "flat":
         logits = torch.full_like(logits, -3.0)
+    elif kind == "zeros of both signs":
+        logits = torch.copysign(torch.zeros(()), logits)
+    elif kind == "neighbours":
+        logits = 1 + torch.randint(0, 50, (3, vocab)) * 2**-23
     elif kind == "mostly -inf":
         logits[:, torch.rand(vocab) < 0.9] = -torch.inf
         logits[:, vocab // 2] = 1.0
     elif kind == "huge":
         logits *= 1e4
-    logits = logits.to(dtype)
+    logits = (logits.sort().values if ascending else logits).to(dtype)
     untouched = logits.clone()
     full = (torch.full((4,), value) for value in (heat, top_k, top_p, min_p))
     heats, top_ks, top_ps, min_ps = next(full), next(full).to(torch.int32), next(full), next(full)
     heats[2] = 0.0
-    seeds, known, slots = (
-        torch.randint(-(2**62), 2**62, (4,)),
-        torch.randint(0, 9999, (4,)).to(torch.int32),
-        ints(3, -1, 2),
-    )
+    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
+    slots = ints(3, -1, 2)
+    if ascending:  # with u close to 0 the first survivor is drawn: the one at the threshold itself
+        seeds[3] = reference._uniform(torch.arange(4096), known[3].expand(4096)).argmin()
     args = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known)
     got, twin = run("sample", device, *args), reference.sample(*args)
     assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
@@ -283,6 +299,25 @@ def test_sample(
     tempered = logits[0].float() / torch.tensor(heat)
     for drawn in (int(got[0]), int(twin[0])):
         check_drawn(tempered, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+
+
+@pytest.mark.parametrize("spread", [1.5, 2**-23])
+def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
+    """With logits in ascending order and u near 0 the token at the threshold is drawn: it must be the oracle's."""
+    seed = reference._uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
+    logits = 1 + (torch.randn(1, 300) if spread > 1 else torch.randint(0, 80, (1, 300))).sort().values * spread
+    for top_k, top_p, min_p in (
+        (0, 0.9, 0.0),
+        (0, 0.5, 0.0),
+        (0, 0.03, 0.0),
+        (7, 1.0, 0.0),
+        (100, 0.7, 0.0),
+        (9, 1.0, 0.4),
+    ):
+        state = torch.ones(1), ints(top_k), torch.tensor([top_p]), torch.tensor([min_p]), seed[None], ints(0)
+        drawn = int(run("sample", device, logits, ints(0), *state))
+        allowed, _ = oracles.survivors(logits[0], top_k, float(state[2]), float(state[3]))
+        assert drawn == int(allowed.nonzero()[0])
 
 
 def test_sample_without_a_finite_logit(device: str) -> None:
@@ -347,6 +382,18 @@ def test_copy_blocks(device: str, dtype: torch.dtype) -> None:
     reference.copy_blocks(want, pairs)
     run("copy_blocks", device, pool, pairs)
     assert torch.equal(pool, want) and torch.equal(pool[4], pool[1])
+
+
+def test_swap_blocks(device: str) -> None:
+    host, pool = torch.randn(5, 3, 2, 2, 16, 24), torch.zeros(7, 3, 2, 2, 16, 24)
+    if device == "cuda":
+        host = host.pin_memory()
+    there, back = torch.tensor([[4, 0], [1, 6]]), torch.tensor([[6, 2], [0, 3]])
+    pool = pool.to(device)
+    kernels.swap_blocks(host, pool, there.to(device))
+    assert torch.equal(pool[0].cpu(), host[4]) and torch.equal(pool[6].cpu(), host[1]) and not pool[1:6].any()
+    kernels.swap_blocks(pool, host, back.to(device))
+    assert torch.equal(host[2], host[1]) and torch.equal(host[3], host[4])
 
 
 @pytest.mark.gpu

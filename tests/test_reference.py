@@ -143,9 +143,9 @@ def test_attention_prefill(
 def test_uniform_is_philox() -> None:
     seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 987654321987654321])
     for position in (0, 1, 2, 4095, 2**20, 2**31 - 1):
-        got = reference.uniform(seeds, torch.full((len(seeds),), position, dtype=torch.int32))
+        got = reference._uniform(seeds, torch.full((len(seeds),), position, dtype=torch.int32))
         assert got.tolist() == [oracles.philox(seed, position) for seed in seeds.tolist()]
-    many = reference.uniform(torch.zeros(10**5).long(), torch.arange(10**5).to(torch.int32))
+    many = reference._uniform(torch.zeros(10**5).long(), torch.arange(10**5).to(torch.int32))
     assert many.min() >= 0 and many.max() < 1 and abs(float(many.mean()) - 0.5) < 0.005
 
 
@@ -221,3 +221,9 @@ def test_copy_blocks() -> None:
     want = pool[[0, 1, 2, 0, 1, 0]]
     reference.copy_blocks(pool, torch.tensor([[0, 3], [1, 4], [0, 5]]))
     assert torch.equal(pool, want)
+
+
+def test_swap_blocks() -> None:
+    pool, host = torch.randn(6, 3, 2, 2, 4, 8), torch.zeros(3, 3, 2, 2, 4, 8)
+    reference.swap_blocks(pool, host, torch.tensor([[5, 0], [1, 2]]))
+    assert torch.equal(host[0], pool[5]) and torch.equal(host[2], pool[1]) and not host[1].any()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from config import EngineConfig, SamplingParams
-from scheduler import Request, Scheduler, StepPlan, StepResult, derived_seed
+from scheduler import Request, Scheduler, Status, StepPlan, StepResult, derived_seed
 
 VOCAB, EOS = 50, 7
 
@@ -36,9 +36,9 @@ def expected(prompt: list[int], max_tokens: int, max_model_len: int, ignore_eos:
 class FakeWorker:
     """Follows plans over a pool of integers."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int):
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int):
         self.size = config.block_size
-        self.pool = [[-1] * self.size for _ in range(num_blocks)]
+        self.pool, self.host = ([[-1] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -53,8 +53,13 @@ class FakeWorker:
             }
         for slot, blocks in plan.new_blocks:
             self.slots[slot]["table"] += blocks
-        for source, target in plan.copies:
-            self.pool[target] = list(self.pool[source])
+        for pairs, origin, goal in (
+            (plan.swap_out, self.pool, self.host),
+            (plan.swap_in, self.host, self.pool),
+            (plan.copies, self.pool, self.pool),
+        ):
+            for source, target in pairs:
+                goal[target] = list(origin[source])
         counts = [count for _, count in plan.rows]
         assert counts == sorted(counts, key=lambda count: count > 1), "rows of one token come first"
         for slot, count in plan.rows:  # everybody writes before anybody reads, as on a device
@@ -76,18 +81,21 @@ class FakeWorker:
 class Engine:
     """Scheduler and fake worker, checked after every step."""
 
-    def __init__(self, num_blocks: int = 64, max_model_len: int = 64, **fields):
+    def __init__(self, num_blocks: int = 64, max_model_len: int = 64, num_host_blocks: int = 0, **fields):
         fields = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16} | fields
+        self.now = 0.0  # a clock that a test turns by hand
         self.config = EngineConfig(**fields)
         self.max_model_len = max_model_len
-        self.scheduler = Scheduler(self.config, num_blocks, max_model_len, VOCAB, [EOS])
-        self.worker = FakeWorker(self.config, num_blocks)
+        self.scheduler = Scheduler(
+            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, clock=lambda: self.now
+        )
+        self.worker = FakeWorker(self.config, num_blocks, num_host_blocks)
         self.outputs: dict[str, list[int]] = {}
         self.reasons: dict[str, str] = {}
         self.plans: list[StepPlan] = []
 
-    def add(self, request_id: str, prompt: list[int], salt: str = "", **params) -> Request:
-        request = Request(request_id, prompt, SamplingParams(**params), salt)
+    def add(self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, **params) -> Request:
+        request = Request(request_id, prompt, SamplingParams(**params), salt, priority)
         self.scheduler.add(request)
         self.outputs[request_id] = []
         return request
@@ -297,9 +305,10 @@ def test_the_same_id_twice_is_refused():
         engine.add("a", [2])
 
 
-@pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "finished"])
+@pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "swapped", "finished"])
 def test_abort_in_each_state(state):
-    engine = Engine(num_blocks=8, max_model_len=32)
+    swap = {"num_host_blocks": 8, "preemption_mode": "swap"} if state == "swapped" else {}
+    engine = Engine(num_blocks=8, max_model_len=32, **swap)
     request = engine.add("a", prompt(4), max_tokens=25, ignore_eos=True)
     if state == "running":
         engine.step()
@@ -307,12 +316,13 @@ def test_abort_in_each_state(state):
         plan = engine.scheduler.schedule()
         engine.scheduler.abort("a")
         assert engine.scheduler.update(plan, engine.worker.step(plan)) == []
-    elif state == "preempted":
+    elif state in ("preempted", "swapped"):
         engine.scheduler.abort("a")
         engine.add("b", prompt(4, 2), max_tokens=25, ignore_eos=True)
         request = engine.add("a", prompt(4), max_tokens=25, ignore_eos=True)
         while not request.num_preemptions:
             engine.step()
+        assert (request.status is Status.SWAPPED) == (state == "swapped")
     elif state == "finished":
         engine.run()
     engine.scheduler.abort("a")
@@ -323,6 +333,131 @@ def test_abort_in_each_state(state):
     assert engine.scheduler.blocks.num_free == 8
 
 
+def test_swapped_requests_give_the_same_tokens():
+    engine = Engine(num_blocks=16, max_model_len=48, num_host_blocks=64, preemption_mode="swap")
+    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
+    for name, ids in prompts.items():
+        engine.add(name, ids, max_tokens=30, ignore_eos=True)
+    engine.run()
+    moved = sum(len(plan.swap_out) for plan in engine.plans)
+    assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
+    assert engine.scheduler.metrics()["num_swapped_blocks_total"] == moved
+    for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
+        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
+    for name, ids in prompts.items():
+        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+    assert engine.scheduler.host.num_free == 64
+
+
+def test_no_host_room_falls_back_to_recompute():
+    engine = Engine(num_blocks=16, max_model_len=48, num_host_blocks=3, preemption_mode="swap")
+    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
+    for name, ids in prompts.items():
+        engine.add(name, ids, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert 0 < sum(bool(plan.swap_out) for plan in engine.plans) < engine.scheduler.counters["num_preemptions_total"]
+    for name, ids in prompts.items():
+        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+
+
+def test_preempted_while_its_swap_in_is_pending():
+    """A block that one step swaps in is swapped out by the next, before anything else ran on it."""
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.step()
+    for i in range(4):
+        engine.add(str(i), prompt(20, i), priority=0, max_tokens=2, ignore_eos=True)
+        while low.status is not Status.SWAPPED:
+            engine.step()
+        while low.status is Status.SWAPPED:
+            engine.step()
+    engine.run()
+    assert low.num_preemptions == 4
+    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
+
+
+def test_priority_goes_first_and_equals_by_arrival():
+    engine = Engine(max_num_seqs=1, scheduling_policy="priority")
+    order = []
+    for name, priority in (("c", 2), ("a1", 0), ("b", 1), ("a2", 0)):
+        engine.add(name, prompt(4), priority=priority, max_tokens=1)
+    while engine.scheduler.has_work():
+        engine.step()
+        order += [name for name in engine.reasons if name not in order]
+    assert order == ["a1", "a2", "b", "c"]
+
+
+def test_priority_inversion_cannot_last():
+    """What waits with a better priority takes the place of what runs with a worse one, and only of that."""
+    engine = Engine(num_blocks=8, max_model_len=32, scheduling_policy="priority", max_num_seqs=2)
+    low = engine.add("low", prompt(8), priority=5, max_tokens=20, ignore_eos=True)
+    same = engine.add("same", prompt(8, 1), priority=1, max_tokens=20, ignore_eos=True)
+    engine.step()
+    urgent = engine.add("urgent", prompt(8, 2), priority=1, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert low.status is Status.WAITING and same.status is urgent.status is Status.RUNNING
+    engine.add("late", prompt(8, 3), priority=1, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert same.status is urgent.status is Status.RUNNING  # an equal does not push an equal out
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(8), 20, 32, ignore_eos=True)
+
+
+def test_priorities_mean_nothing_under_fcfs():
+    engine = Engine(max_num_seqs=1)
+    engine.add("first", prompt(4), priority=9, max_tokens=1)
+    engine.add("second", prompt(4, 1), priority=0, max_tokens=1)
+    engine.run()
+    assert list(engine.reasons) == ["first", "second"]
+
+
+def test_a_preempted_request_comes_back_before_later_ones():
+    engine = Engine(num_blocks=8, max_model_len=32)
+    engine.add("first", prompt(8), max_tokens=20, ignore_eos=True)
+    second = engine.add("second", prompt(8, 1), max_tokens=20, ignore_eos=True)
+    for i in range(3):
+        engine.add(f"later {i}", prompt(8, 2 + i), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert second.num_preemptions > 0
+    assert list(engine.reasons)[:2] == ["first", "second"]
+
+
+def test_classic_order_runs_whole_prompts_first_and_alone():
+    engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=64)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("long", prompt(40, 2), max_tokens=20, ignore_eos=True)
+    engine.add("short", prompt(3, 3), max_tokens=20, ignore_eos=True)
+    engine.add("too much", prompt(30, 4), max_tokens=20, ignore_eos=True)
+    assert sorted(count for _, count in engine.step().rows) == [3, 40]  # no decode beside them
+    assert [count for _, count in engine.step().rows] == [30]  # it did not fit, and was not cut
+    assert [count for _, count in engine.step().rows] == [1] * 4
+    engine.run()
+    for name, length, start in (("first", 5, 1), ("long", 40, 2), ("short", 3, 3), ("too much", 30, 4)):
+        assert engine.outputs[name] == expected(prompt(length, start), 20, 64, ignore_eos=True)
+
+
+def test_classic_order_needs_a_budget_for_the_longest_prompt():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 16; .* at least max_model_len, 64"):
+        Engine(enable_chunked_prefill=False)
+
+
+def test_delay_factor_lets_prompts_gather():
+    engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.now = 1.0  # the prefill took a second
+    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 2.9
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [5]
+
+
 def test_unseeded_requests_draw_from_the_engines_seed():
     assert derived_seed(0, "a") == derived_seed(0, "a")
     assert len({derived_seed(s, i) for s in (0, 1) for i in ("a", "b")}) == 4
@@ -330,21 +465,26 @@ def test_unseeded_requests_draw_from_the_engines_seed():
 
 
 class Traffic(RuleBasedStateMachine):
-    """Any interleaving of arrivals, steps and aborts, over pools of any size, gives every request its own tokens."""
+    """Any interleaving of arrivals, steps and aborts gives every request its own tokens: in both orders, policies and
+    modes of preemption, over pools of any size."""
 
     @initialize(
-        blocks=st.integers(8, 24), size=st.sampled_from((1, 3, 4)), seqs=st.integers(1, 6), tokens=st.integers(6, 20),
-        caching=st.booleans())  # fmt: skip
-    def start(self, blocks, size, seqs, tokens, caching):
+        blocks=st.integers(8, 24), host=st.integers(0, 24), size=st.sampled_from((1, 3, 4)), seqs=st.integers(1, 6),
+        tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(), swap=st.booleans(),
+        policy=st.sampled_from(("fcfs", "priority")))  # fmt: skip
+    def start(self, blocks, host, size, seqs, tokens, caching, chunked, swap, policy):
         self.limit = min(blocks * size, 40)
-        self.engine = Engine(blocks, self.limit, block_size=size, max_num_seqs=seqs, max_num_batched_tokens=tokens,
-                             enable_prefix_caching=caching)  # fmt: skip
+        self.engine = Engine(
+            blocks, self.limit, host, block_size=size, max_num_seqs=seqs,
+            max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked, preemption_mode="swap" if swap else "recompute", scheduling_policy=policy,
+        )  # fmt: skip
         self.asked: dict[str, tuple[list[int], int]] = {}
 
-    @rule(length=st.integers(1, 39), start=st.integers(0, 2), max_tokens=st.integers(1, 30))
-    def add(self, length, start, max_tokens):
+    @rule(length=st.integers(1, 39), start=st.integers(0, 2), max_tokens=st.integers(1, 30), priority=st.integers(0, 2))
+    def add(self, length, start, max_tokens, priority):
         name, ids = str(len(self.engine.outputs)), prompt(min(length, self.limit - 1), start)
-        self.engine.add(name, ids, max_tokens=max_tokens)
+        self.engine.add(name, ids, priority=priority, max_tokens=max_tokens)
         self.asked[name] = (ids, max_tokens)
 
     @precondition(lambda self: self.engine.scheduler.has_work())
@@ -371,8 +511,9 @@ class Traffic(RuleBasedStateMachine):
             self.engine.run()
             for name, (ids, max_tokens) in self.asked.items():
                 assert self.engine.outputs[name] == expected(ids, max_tokens, self.limit)
-            assert self.engine.scheduler.blocks.num_free == self.engine.scheduler.blocks.num_blocks
+            for pool in (self.engine.scheduler.blocks, self.engine.scheduler.host):
+                assert pool.num_free == pool.num_blocks
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+TestTraffic.settings = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))

@@ -33,7 +33,7 @@ from server import create_app
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-FACTS = {"max_model_len": 64, "vocab_size": 1024}
+FACTS = {"max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs"}
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
@@ -51,7 +51,9 @@ class ScriptedClient:
         self.aborted: list[str] = []
         self.script: list[EngineOutput | Exception] | None = None
 
-    def add(self, request_id: str, ids: list[int], params: SamplingParams, salt: str, stream: Stream) -> Stream:
+    def add(
+        self, request_id: str, ids: list[int], params: SamplingParams, salt: str, stream: Stream, rank: int
+    ) -> Stream:
         if not self.alive:
             raise EngineDeadError("the engine process has ended")
         self.added.append((ids, params, salt))
