@@ -84,6 +84,7 @@ class EngineConfig:
         "recompute", "a preempted request computes its tokens again, or its KV blocks wait in host memory"
     )
     swap_space: float = option(4.0, "GiB of host memory for swapped KV blocks", 0.0, 2.0**20)
+    log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 

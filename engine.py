@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import UniExecutor
+from journal import Journal
 from outputs import CompletionOutput, Generation, RequestOutput
 from scheduler import EngineOutput, Request, Scheduler
 from tokenizer import Tokenizer
@@ -66,9 +67,12 @@ class EngineCore:
             "architecture": self.model_config.architecture,
             "scheduling_policy": config.scheduling_policy,
         }
-        self.scheduler = Scheduler(
-            config, self.facts["num_blocks"], self.facts["max_model_len"], self.model_config.vocab_size,
-            self.model_config.eos_token_ids, self.facts["num_host_blocks"])  # fmt: skip
+        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks")
+        sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
+        self.scheduler, self.journal = Scheduler(config, **sizes), None
+        if config.log_scheduler:
+            self.journal = Journal(config.log_scheduler, config, sizes)
+            self.scheduler.clock = self.journal.clock
 
     def add(
         self,
@@ -83,11 +87,18 @@ class EngineCore:
         Raises:
             ValueError: it can never run; see `Scheduler.add`.
         """
-        self.scheduler.add(Request(request_id, prompt_token_ids, params, salt, priority))
+        request = Request(request_id, prompt_token_ids, params, salt, priority)
+        if self.journal:
+            self.journal.tick()
+        self.scheduler.add(request)
+        if self.journal:
+            self.journal.add(request)
 
     def abort(self, request_id: str) -> None:
         """Drop a request; an unknown id is one that has just finished."""
         self.scheduler.abort(request_id)
+        if self.journal:
+            self.journal.abort(request_id)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -95,9 +106,14 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Plan a step, run it, and return what it brought."""
+        if self.journal:
+            self.journal.tick()
         plan = self.scheduler.schedule()
         self.executor.submit(plan)
-        return self.scheduler.update(plan, self.executor.result())
+        result = self.executor.result()
+        if self.journal:
+            self.journal.step(plan, self.scheduler, result)
+        return self.scheduler.update(plan, result)
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters, by vLLM's names."""

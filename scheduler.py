@@ -239,6 +239,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []
+        self.preempted: list[tuple[str, str, str]] = []  # in the latest step: (request, how, for which request)
+        self.held_up: tuple[str, ...] = ()  # (request, why) that could not be let in, with all behind it
         self.in_flight: deque[tuple[StepPlan, list[Request]]] = deque()
         self.step = 0
         self.counters = dict.fromkeys(COUNTERS, 0)
@@ -307,6 +309,7 @@ class Scheduler:
         cut where it ends (Sarathi-Serve, Agrawal et al., 2024). The classic order runs whole prompts first, and alone.
         """
         plan = StepPlan(self.step)
+        self.preempted, self.held_up = [], ()
         budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         scheduled: list[tuple[Request, int]] = []
         if self.config.enable_chunked_prefill:
@@ -330,12 +333,19 @@ class Scheduler:
         return plan
 
     def _make_way(self, plan: StepPlan) -> None:
-        """Preempt running requests of lower priority than the first one waiting, until that one can be let in."""
-        while self.waiting and self.running and self.running[-1].key[0] > self.waiting.first().key[0]:
-            needed = self.blocks.blocks_for(len(self.waiting.first().tokens))
-            if self.free_slots and self.blocks.can_allocate(needed) is AllocStatus.OK:
+        """Preempt running requests of lower priority than the first one waiting, if that is enough to let it in."""
+        if not (self.waiting and self.running and self.running[-1].key[0] > self.waiting.first().key[0]):
+            return
+        request, victims = self.waiting.first(), 0
+        short = self.blocks.blocks_for(len(request.tokens)) + self.blocks.watermark_blocks - self.blocks.num_free
+        for victim in reversed(self.running):
+            if victim.key[0] <= request.key[0] or (short <= 0 and len(self.free_slots) + victims > 0):
                 break
-            self._preempt(self.running.pop(), plan)
+            short -= sum(self.blocks.ref_counts[block] == 1 for block in victim.blocks)
+            victims += 1
+        if short <= 0:
+            for _ in range(victims):
+                self._preempt(self.running.pop(), plan, request)
 
     def _delay_has_passed(self) -> bool:
         """Whether the classic order may run prompts again; waiting a while lets more of them come together."""
@@ -344,7 +354,7 @@ class Scheduler:
         factor = self.config.scheduler_delay_factor
         if not factor or not self.waiting or not self.running:
             return True
-        return self.clock() - min(request.arrival for request in self.waiting) > factor * self.prefill_seconds
+        return self.clock() - self.waiting.first().arrival > factor * self.prefill_seconds
 
     def _schedule_running(self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Request, int]]) -> bool:
         """Give every running request its next tokens, preempting from the back where blocks run out.
@@ -363,7 +373,7 @@ class Scheduler:
                 while missing > self.blocks.num_free:
                     preempted = True
                     victim = self.running.pop()
-                    self._preempt(victim, plan)
+                    self._preempt(victim, plan, request)
                     if victim is request:
                         return True
                 grown = self.blocks.allocate(missing)
@@ -386,14 +396,19 @@ class Scheduler:
             queue = min((queue for queue in queues if queue), key=lambda queue: queue.first().key)
             request = queue.first()
             if not self.config.enable_chunked_prefill and len(request.tokens) - request.num_computed > budget.tokens:
-                return  # the classic order cuts no prompt
+                self.held_up = (request.request_id, "tokens")  # the classic order cuts no prompt
+                return
             if not (self._swap_in(request, plan) if queue is self.swapped else self._admit(request, plan)):
+                self.held_up = (request.request_id, "blocks")
                 return
             insort(self.running, queue.pop(), key=lambda request: request.key)
             count = min(len(request.tokens) - request.num_computed, budget.tokens)
             request.num_computed += count
             budget.take(count)
             scheduled.append((request, count))
+        if any(queues):
+            first = min((queue.first() for queue in queues if queue), key=lambda request: request.key)
+            self.held_up = (first.request_id, "slots" if not self.free_slots else "tokens")
 
     def _admit(self, request: Request, plan: StepPlan) -> bool:
         """Give a waiting request its blocks and a slot, if the blocks can be had now."""
@@ -447,8 +462,8 @@ class Scheduler:
             NewRow(request.slot, list(request.tokens), request.num_computed, list(request.blocks), params.temperature,
                    params.top_k, params.top_p, params.min_p, request.seed))  # fmt: skip
 
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Take a running request's blocks and slot away.
+    def _preempt(self, request: Request, plan: StepPlan, cause: Request) -> None:
+        """Take a running request's blocks and slot away, for `cause` to have them.
 
         By swap, its blocks move to host memory if there is room. By recompute, and where there is none, they are freed:
         it will compute its tokens again, or find them in the prefix cache.
@@ -465,6 +480,7 @@ class Scheduler:
             request.num_computed = 0
         request.num_published = 0
         self._release(request)
+        self.preempted.append((request.request_id, "swap" if swap else "recompute", cause.request_id))
         (self.swapped if swap else self.waiting).push(request)
 
     def _release(self, request: Request) -> None:

@@ -1,0 +1,138 @@
+"""What the scheduler was told and what it decided, a line of JSON a step; and a replay that must decide the same.
+
+    python server.py --log-scheduler steps.jsonl        writes the journal
+    python journal.py steps.jsonl                       makes every decision again, and stops where one differs
+
+Because the scheduler is a function of what it is told, a journal from somebody else's machine is a test case. It holds
+the prompts' tokens: they decide what the prefix cache finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from config import EngineConfig, SamplingParams
+from scheduler import Request, Scheduler, StepPlan, StepResult
+
+
+class Journal:
+    """Writes the journal of one scheduler.
+
+    Args:
+        path: of the file, which is replaced.
+        config: the engine's options.
+        sizes: the scheduler's further arguments, by name.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, config: EngineConfig, sizes: dict[str, Any]):
+        try:
+            self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (it stays open as long as the journal lives)
+        except OSError as error:
+            raise ValueError(f"log_scheduler is {path!r}: {error.strerror}") from None
+        weakref.finalize(self, self.file.close)
+        self.told: list[list[Any]] = []
+        self.start = time.monotonic()
+        self.now = 0.0
+        self._write({"config": dataclasses.asdict(config), "sizes": sizes})
+
+    def clock(self) -> float:
+        """Seconds since the start, standing still within a step, so that a replay sees the same time."""
+        return self.now
+
+    def tick(self) -> None:
+        """Let the clock go on to now."""
+        self.now = time.monotonic() - self.start
+
+    def add(self, request: Request) -> None:
+        """Note a request that was accepted."""
+        params = dataclasses.asdict(request.params)
+        prompt = request.tokens[: request.num_prompt]
+        self.told.append(["add", self.now, request.request_id, prompt, params, request.salt, request.priority])
+
+    def abort(self, request_id: str) -> None:
+        """Note a request that was given up."""
+        self.told.append(["abort", self.now, request_id])
+
+    def step(self, plan: StepPlan, scheduler: Scheduler, result: StepResult) -> None:
+        """Note a step: who ran and with how many tokens, who was preempted, why the next in line did not come in."""
+        self._write({
+            "step": plan.step,
+            "told": self.told,
+            "now": self.now,
+            **decisions(scheduler),
+            "tokens": result.token_ids,
+        })  # fmt: skip
+        self.told = []
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self.file.flush()
+
+
+def decisions(scheduler: Scheduler) -> dict[str, Any]:
+    """What the scheduler's latest step decided, in JSON's types."""
+    plan, requests = scheduler.in_flight[-1]
+    return {
+        "rows": [[request.request_id, count] for request, (_, count) in zip(requests, plan.rows, strict=True)],
+        "preempted": [list(entry) for entry in scheduler.preempted],
+        "held_up": list(scheduler.held_up),
+        "waiting": len(scheduler.waiting),
+        "swapped": len(scheduler.swapped),
+        "free_blocks": scheduler.blocks.num_free,
+    }
+
+
+def replay(lines: Sequence[str]) -> Scheduler:
+    """Make the decisions of a journal again; returns the scheduler as it was after the last of them.
+
+    Raises:
+        ValueError: a decision differs, or the journal is none.
+    """
+    now = 0.0
+    try:
+        head = json.loads(lines[0])
+        scheduler = Scheduler(EngineConfig(**head["config"]), **head["sizes"], clock=lambda: now)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"this is no journal: {error!r}") from None
+    for text in lines[1:]:
+        line = json.loads(text)
+        for kind, now, request_id, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
+            if kind == "abort":
+                scheduler.abort(request_id)
+            else:
+                prompt, params, salt, priority = rest
+                scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
+        now = line["now"]
+        plan = scheduler.schedule()
+        for name, decided in decisions(scheduler).items():
+            if decided != line[name]:
+                raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
+        scheduler.update(plan, StepResult(plan.step, line["tokens"]))
+    return scheduler
+
+
+def main() -> None:
+    """Replay the journal named on the command line."""
+    if len(sys.argv) != 2:
+        sys.exit("usage: python journal.py FILE")
+    try:
+        with open(sys.argv[1], encoding="utf-8") as file:
+            scheduler = replay(file.readlines())
+    except (OSError, ValueError) as error:
+        print(f"journal.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    counts = ", ".join(f"{name} {value:,.0f}" for name, value in scheduler.counters.items())
+    print(f"{scheduler.step} steps, every decision the same: {counts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The journal: a replay makes every decision again, and notices when one differs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import SamplingParams
+from journal import Journal, replay
+from test_scheduler import EOS, VOCAB, Engine, prompt
+
+
+def record(path: Path, **fields) -> list[str]:
+    """Traffic over a small pool, with its journal written to `path`."""
+    engine = Engine(num_blocks=16, max_model_len=48, num_host_blocks=20, **fields)
+    sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS], "num_host_blocks": 20}
+    journal = Journal(str(path), engine.config, sizes)
+    engine.scheduler.clock = journal.clock
+    for i in range(12):
+        journal.tick()
+        journal.add(engine.add(str(i), prompt(6 + i, i % 3), priority=i % 3, max_tokens=25, salt="ab"[i % 2]))
+        if i == 7:
+            engine.scheduler.abort("2")
+            journal.abort("2")
+        for _ in range(2 if i < 11 else 1000):
+            if engine.scheduler.has_work():
+                journal.tick()
+                plan = engine.scheduler.schedule()
+                result = engine.worker.step(plan)
+                journal.step(plan, engine.scheduler, result)
+                engine.scheduler.update(plan, result)
+    return path.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"preemption_mode": "swap"},
+        {"scheduling_policy": "priority", "preemption_mode": "swap"},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 48, "scheduler_delay_factor": 0.5},
+        {"enable_prefix_caching": False, "max_num_seqs": 3},
+    ],
+    ids=["defaults", "swap", "priority", "classic", "few slots"],
+)
+def test_replay_makes_the_same_decisions(tmp_path, fields):
+    lines = record(tmp_path / "journal", **fields)
+    scheduler = replay(lines)
+    assert scheduler.step == len(lines) - 1 > 20
+    assert not scheduler.has_work()
+    if "max_num_seqs" not in fields:
+        assert any(json.loads(line).get("preempted") for line in lines)
+
+
+def test_the_journal_says_why_a_request_waits(tmp_path):
+    reasons = set()
+    for fields in ({}, {"max_num_seqs": 2}):
+        for line in record(tmp_path / "journal", **fields)[1:]:
+            step = json.loads(line)
+            assert bool(step["held_up"]) <= bool(step["waiting"] + step["swapped"])
+            reasons |= set(step["held_up"][1:])
+    assert reasons == {"blocks", "slots", "tokens"}
+
+
+@pytest.mark.parametrize("name", ["rows", "preempted", "held_up", "free_blocks", "tokens"])
+def test_a_changed_decision_is_noticed(tmp_path, name):
+    lines = record(tmp_path / "journal")
+    place = next(i for i, line in enumerate(lines) if i > 10 and json.loads(line)[name])
+    step = json.loads(lines[place])
+    step[name] = step[name] + 1 if name == "free_blocks" else [EOS] * len(step["rows"]) if name == "tokens" else []
+    lines[place] = json.dumps(step)
+    with pytest.raises(ValueError, match=r"step \d+: \w+ is .*; the journal says"):
+        replay(lines)
+
+
+@pytest.mark.parametrize("lines", [[], ["{}"], ["[]"], ["what"]])
+def test_what_is_no_journal_is_refused(lines):
+    with pytest.raises(ValueError, match="no journal"):
+        replay(lines)
+
+
+def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path):
+    path = tmp_path / "steps.jsonl"
+    llm = make_llm(log_scheduler=str(path), num_gpu_blocks_override=70, block_size=16)
+    llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+    root = Path(__file__).parent.parent
+    run = subprocess.run([sys.executable, "journal.py", path], cwd=root, capture_output=True, text=True, check=True)
+    assert "every decision the same" in run.stdout
+    path.write_text(path.read_text().replace('"waiting":0', '"waiting":1'))
+    run = subprocess.run([sys.executable, "journal.py", path], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 2 and len(run.stderr.splitlines()) == 1 and "waiting is 0" in run.stderr
+
+
+def test_a_journal_that_cannot_be_written_is_refused(make_llm, tmp_path):
+    with pytest.raises(ValueError, match=r"log_scheduler is .*No such file"):
+        make_llm(log_scheduler=str(tmp_path / "nowhere" / "file"))
