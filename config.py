@@ -63,7 +63,7 @@ class EngineConfig:
         "auto", "kernels.py or reference.py; auto is triton on cuda, torch on cpu"
     )
     max_model_len: int | None = option(
-        None, "tokens of a prompt and its output together (default: what the model allows)", 1, 2**24
+        None, "tokens of a prompt and its output together (default: what the model allows)", 2, 2**24
     )
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)

@@ -78,6 +78,10 @@ class Worker:
         c = self.model_config
         return (c.num_layers, 2, c.num_kv_heads, self.config.block_size, c.head_dim)
 
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return int(np.prod(self.block_shape())) * self.dtype.itemsize
+
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
 
@@ -87,11 +91,12 @@ class Worker:
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
         """
-        block_bytes = int(np.prod(self.block_shape())) * self.dtype.itemsize
         swap = self.config.preemption_mode == "swap"
-        count = int(self.config.swap_space * 2**30) // block_bytes if swap else 0
+        count = int(self.config.swap_space * 2**30) // self.block_bytes() if swap else 0
         if swap and not count:
-            raise ValueError(f"swap_space is {self.config.swap_space} GiB; one KV block takes {block_bytes} bytes")
+            raise ValueError(
+                f"swap_space is {self.config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes"
+            )
         return torch.zeros(count, *self.block_shape(), dtype=self.dtype, pin_memory=swap and self.device == "cuda")
 
     def count_blocks(self) -> int:
@@ -103,8 +108,7 @@ class Worker:
         size, seqs = self.config.block_size, self.config.max_num_seqs
         per_seq = -(-self.max_model_len // size)
         if (count := self.config.num_gpu_blocks_override) is None:
-            block_bytes = int(np.prod(self.block_shape())) * self.dtype.itemsize
-            count = min(self.free_bytes() // block_bytes, per_seq * seqs)
+            count = min(self.free_bytes() // self.block_bytes(), per_seq * seqs)
         if count < per_seq:
             held = count * size
             if self.config.max_model_len or held < 2:
@@ -125,16 +129,16 @@ class Worker:
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        return int(total * self.config.gpu_memory_utilization) - (total - free) - activations
+        return max(0, int(total * self.config.gpu_memory_utilization) - (total - free) - activations)
 
+    @torch.inference_mode()
     def profile(self) -> None:
         """Run the largest step once, over a pool of one block, so that its activations can be measured."""
         config = self.config
-        pool, self_state = self.new_pool(1), BatchState(1, self.max_model_len, config.block_size, self.device)
-        self.pool, self.state = pool, self_state
+        self.pool, self.state = self.new_pool(1), BatchState(1, self.max_model_len, config.block_size, self.device)
         count = min(config.max_num_batched_tokens, self.max_model_len)
-        self.step(StepPlan(0, rows=[(0, count)], new=[NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size),
-                                                             1.0, 0, 1.0, 0.0, 0)]))  # fmt: skip
+        row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
+        self.step(StepPlan(0, rows=[(0, count)], new=[row]))
         logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         self.state.sample(self.ops, logits, slots)
@@ -148,7 +152,7 @@ class Worker:
         for temperature in tqdm((0.0, 1.0), desc="Warming up", leave=False, disable=None):
             row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0)
             self.step(StepPlan(0, rows=[(0, length)], new=[row]))
-            self.step(StepPlan(1, rows=[(0, 1)], released=[]))
+            self.step(StepPlan(1, rows=[(0, 1)]))
         self.step(StepPlan(2, released=[0]))
 
     @torch.inference_mode()
