@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tasks import Tasks, read_corpus
 
+TASKS = ("sum", "difference", "spell", "repeat", "recall")
 ANSWER_TOKENS = 64  # a word of many tokens nine times fits
 
 
@@ -22,7 +23,7 @@ def questions(corpus: str, count: int, seed: int) -> list[tuple[str, list[dict[s
     """`count` triples of task, messages and right answer; recalls are asked at the end of up to ~800 tokens."""
     tasks, drawn = Tasks(corpus, seed, graded=True), []
     for i in range(count):
-        task = ("sum", "difference", "spell", "repeat", "recall")[i % 5]
+        task = TASKS[i * len(TASKS) // count]
         turns = tasks.conversation(tasks.rng.randint(100, 1600)) if task == "recall" else [getattr(tasks, task)()]
         messages = []
         for question, answer in turns:
@@ -55,7 +56,7 @@ def main() -> None:
     with ThreadPoolExecutor(args.concurrency) as pool:
         answers = list(pool.map(lambda item: ask(args.url, item[1]), drawn))
     longest = max(prompt for _, prompt in answers)
-    for task in dict.fromkeys(task for task, _, _ in drawn):
+    for task in TASKS:
         graded = [said == right for (name, _, right), (said, _) in zip(drawn, answers, strict=True) if name == task]
         print(f"{task:10} {sum(graded) / len(graded):6.1%} of {len(graded)}")
     print(f"longest prompt: {longest} tokens")
