@@ -482,17 +482,17 @@ class Stream:
     """The outputs of one request as they come, or of several that were added with it."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[EngineOutput | EngineDeadError] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
 
     def get(self, timeout: float | None = None) -> EngineOutput:
         """The next output.
 
         Raises:
             queue.Empty: none came within `timeout` seconds.
-            EngineDeadError: none will come.
+            EngineDeadError: none will come. So it is with whatever other exception was put into the queue.
         """
         item = self.queue.get(timeout=timeout)
-        if isinstance(item, EngineDeadError):
+        if isinstance(item, Exception):
             raise item
         return item
 

@@ -40,7 +40,6 @@ from outputs import Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
 
-POLL = 0.1  # seconds between two looks at whether the client is still there
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -109,19 +108,18 @@ class Run:
             ClientGone: the connection is closed.
             EngineDeadError: the engine process is gone.
         """
-        live, stream = {}, Stream()
+        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
+        watcher = gevent.spawn(watch, sock, stream) if sock else None
         try:
             for i, generation in enumerate(self.generations):
                 ids, salt = generation.prompt_token_ids, self.fields["cache_salt"]
                 client.add(generation.request_id, ids, generation.params, salt, stream, self.fields["priority"])
                 live[generation.request_id] = i
-            watch = Watch(sock, timeout)
             while live:
-                watch.look()
                 try:
-                    output = stream.get(POLL)
+                    output = stream.get(max(0, deadline - time.monotonic()))
                 except queue.Empty:
-                    continue
+                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
                 if (place := live.get(output.request_id)) is None:  # its stop string was found before
                     continue
                 generation = self.generations[place]
@@ -136,6 +134,8 @@ class Run:
         finally:
             for request_id in live:
                 client.abort(request_id)
+            if watcher:
+                watcher.kill()  # before anybody else reads from the connection
 
     def whole(self) -> dict[str, Any]:
         """The reply that is not streamed, after all the news."""
@@ -189,37 +189,12 @@ class Run:
         return counts | {"prompt_tokens_details": cached}
 
 
-class Watch:
-    """Looks now and then whether it is still worth going on."""
-
-    def __init__(self, sock: socket.socket | None, timeout: float):
-        self.sock, self.timeout = sock, timeout
-        self.next = time.monotonic() + POLL
-        self.deadline = time.monotonic() + timeout
-
-    def look(self) -> None:
-        """Raise ClientGone or ApiError when it is not."""
-        if (now := time.monotonic()) < self.next:
+def watch(sock: socket.socket, stream: Stream) -> None:
+    """Tell `stream` when the other end of `sock` hangs up. A greenlet of its own: nobody polls, and nothing is lost."""
+    with contextlib.suppress(OSError):
+        if sock.recv(1, socket.MSG_PEEK):  # its next request: then only a write will tell
             return
-        self.next = now + POLL
-        if now > self.deadline:
-            raise ApiError(400, f"the request took more than {self.timeout} s (request_timeout)")
-        if self.sock is not None and is_closed(self.sock):
-            raise ClientGone
-
-
-def is_closed(sock: socket.socket) -> bool:
-    """Whether the other end has closed the connection, without waiting and without taking data from it."""
-    timeout = sock.gettimeout()
-    sock.settimeout(0)
-    try:
-        return not sock.recv(1, socket.MSG_PEEK)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        sock.settimeout(timeout)
+    stream.queue.put(ClientGone())
 
 
 def ending(generation: Generation) -> dict[str, Any]:
