@@ -95,6 +95,10 @@ class EngineConfig:
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
                 f"{self.max_num_seqs}"
             )
+        if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
+            raise ValueError(
+                f"scheduler_delay_factor is {self.scheduler_delay_factor}; it must be 0 with chunked prefill"
+            )
 
 
 @dataclass(frozen=True)
