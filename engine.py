@@ -122,6 +122,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.scheduler.blocks.reset_prefix_cache()
+        if self.journal:
+            self.journal.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Assert that the scheduler's and the block manager's books agree."""

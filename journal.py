@@ -62,6 +62,10 @@ class Journal:
         """Note a request that was given up."""
         self.told.append(["abort", self.now, request_id])
 
+    def reset_prefix_cache(self) -> None:
+        """Note that all cached prefixes were forgotten."""
+        self.told.append(["reset_prefix_cache", self.now])
+
     def step(self, plan: StepPlan, scheduler: Scheduler, result: StepResult) -> None:
         """Note a step: who ran and with how many tokens, who was preempted, why the next in line did not come in."""
         self._write({
@@ -105,12 +109,14 @@ def replay(lines: Sequence[str]) -> Scheduler:
         raise ValueError(f"this is no journal: {error!r}") from None
     for text in lines[1:]:
         line = json.loads(text)
-        for kind, now, request_id, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
-            if kind == "abort":
-                scheduler.abort(request_id)
-            else:
-                prompt, params, salt, priority = rest
+        for kind, now, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
+            if kind == "add":
+                request_id, prompt, params, salt, priority = rest
                 scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
+            elif kind == "abort":
+                scheduler.abort(rest[0])
+            else:
+                scheduler.blocks.reset_prefix_cache()
         now = line["now"]
         plan = scheduler.schedule()
         for name, decided in decisions(scheduler).items():

@@ -86,7 +86,9 @@ def test_what_is_no_journal_is_refused(lines):
 def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path):
     path = tmp_path / "steps.jsonl"
     llm = make_llm(log_scheduler=str(path), num_gpu_blocks_override=70, block_size=16)
-    llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+    for _ in range(2):
+        llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
+        llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
     root = Path(__file__).parent.parent
     run = subprocess.run([sys.executable, "journal.py", path], cwd=root, capture_output=True, text=True, check=True)
     assert "every decision the same" in run.stdout
