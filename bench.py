@@ -2,6 +2,7 @@
 
     python bench.py scheduler                                   microseconds of planning a decode step, per sequence
     python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
+    python bench.py overload                                    four times the work that the KV pool holds, at once
 
 `--json FILE` also writes the figures down, with the machine, the versions and the date.
 """
@@ -12,6 +13,7 @@ import argparse
 import datetime
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -40,8 +42,8 @@ def scheduler_figures(repeats: int = 300) -> Figures:
             begun = time.perf_counter()
             plan = scheduler.schedule()
             middle = time.perf_counter()
-            requests = scheduler.in_flight[-1][1]
-            tokens = [5 if request.num_computed == len(request.tokens) else -1 for request in requests]
+            seqs = scheduler.in_flight[-1][1]
+            tokens = [5 if seq.num_computed == len(seq.tokens) else -1 for seq in seqs]
             again = time.perf_counter()
             scheduler.update(plan, StepResult(plan.step, tokens))
             if [count for _, count in plan.rows] == [1] * running:
@@ -58,8 +60,9 @@ def scheduler_figures(repeats: int = 300) -> Figures:
     return figures
 
 
-def prefix_figures(trace: Path, pools: list[int]) -> Figures:
-    """Hits of the prefix cache on a trace, one request after the other, against those of an infinite cache.
+def prefix_figures(trace: Path, pools: list[int], host_factor: int) -> Figures:
+    """Hits of the prefix cache on a trace, one request after the other, against those of an infinite cache: with the
+    device's pool alone, and with a host pool of `host_factor` times its size behind it.
 
     The trace (Mooncake's format) names each 512-token page of a prompt by a hash of all before it, so a page stands
     here for a token and blocks have one token.
@@ -73,10 +76,10 @@ def prefix_figures(trace: Path, pools: list[int]) -> Figures:
         seen.update(pages)
     longest, total = max(map(len, prompts)), sum(map(len, prompts))
     figures = []
-    for pool in [*pools, len(seen) + longest + 1]:
+    for pool, factor in [*((pool, f) for pool in pools for f in (0, host_factor)), (len(seen) + longest + 1, 0)]:
         config = EngineConfig(block_size=1, max_num_batched_tokens=2**18)
-        scheduler = Scheduler(config, pool, longest + 2, max(seen) + 1, [])
-        refused = 0
+        scheduler = Scheduler(config, pool, longest + 2, max(seen) + 1, [], num_host_blocks=factor * pool)
+        refused = moved = 0
         for i, pages in enumerate(prompts):
             try:
                 scheduler.add(Request(str(i), pages, SamplingParams(max_tokens=1)))
@@ -85,18 +88,97 @@ def prefix_figures(trace: Path, pools: list[int]) -> Figures:
                 continue
             while scheduler.has_work():
                 plan = scheduler.schedule()
+                moved += len(plan.swap_out) + len(plan.swap_in)
                 scheduler.update(plan, StepResult(plan.step, [0] * len(plan.rows)))
         hits = scheduler.counters["prefix_cache_hits_total"]
         figures.append({
-            "pool pages": pool, "pool tokens": pool * 512, "hit rate": round(hits / total, 4),
-            "of an infinite cache": round(hits / infinite, 4), "prompts refused": refused,
+            "pool pages": pool, "host pages": factor * pool, "pool tokens": pool * 512,
+            "hit rate": round(hits / total, 4), "of an infinite cache": round(hits / infinite, 4),
+            "pages moved": moved, "prompts refused": refused,
         })  # fmt: skip
+    return figures
+
+
+def plot_prefix(figures: Figures, path: Path) -> None:
+    """Draw hit rate against pool size; needs matplotlib, which nothing else does."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "manta"  # else every drawing differs from the last
+    from matplotlib import pyplot
+
+    *curves, infinite = figures
+    _, axes = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for label, style, chosen in (
+        ("with the host tier", "o-", [f for f in curves if f["host pages"]]),
+        ("device pool alone", "s--", [f for f in curves if not f["host pages"]]),
+    ):
+        sizes = [f["pool tokens"] / 1e6 for f in chosen]
+        axes.plot(sizes, [100 * f["hit rate"] for f in chosen], style, label=label)
+    limit = 100 * infinite["hit rate"] / infinite["of an infinite cache"]
+    axes.axhline(limit, color="grey", linewidth=0.8, label="an infinite cache")
+    axes.set(xscale="log", xlabel="KV pool on the device, millions of tokens", ylabel="hit rate, % of prompt tokens")
+    axes.set(ylim=(0, None), xticks=sizes, xticklabels=[f"{size:.2g}" for size in sizes])
+    axes.minorticks_off()
+    axes.legend(loc="lower right", frameon=False)
+    pyplot.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def overload_figures(model: str, repeats: int) -> Figures:
+    """Four times the work that the KV pool holds, offered all at once, against as much at a time as the pool holds."""
+    from engine import EngineCore  # brings torch
+
+    size, blocks = 16, 256
+    rng = random.Random(0)
+    work: list[tuple[list[int], int]] = []
+    while sum(len(prompt) + output for prompt, output in work) < 4 * size * blocks:
+        work.append(([rng.randrange(5, 1000) for _ in range(rng.randint(50, 250))], rng.randint(50, 250)))
+    capacity = size * blocks // max(len(prompt) + output for prompt, output in work)
+    figures = []
+    for mode, reserve in (("recompute", 1.0), ("recompute", 0.0), ("swap", 1.0), ("swap", 0.0), ("auto", 1.0)):
+        options: dict[str, Any] = {
+            "model": model, "dtype": "float32", "device": "cpu", "block_size": size, "num_gpu_blocks_override": blocks,
+            "max_model_len": 512, "max_num_batched_tokens": 512, "preemption_mode": mode,
+            "schedule_conservativeness": reserve,
+        }  # fmt: skip
+        core = EngineCore(EngineConfig(**options))
+        runs: dict[int, list[dict[str, float]]] = {capacity: [], len(work): []}
+        for number in range(repeats):
+            for at_once, results in runs.items():
+                core.reset_prefix_cache()
+                begun, before, steps = time.perf_counter(), core.metrics(), 0
+                waiting = [(f"{number}-{at_once}-{i}", *request) for i, request in enumerate(work)][::-1]
+                while waiting or core.has_work():
+                    while waiting and len(core.scheduler.requests) < at_once:
+                        name, prompt, output = waiting.pop()
+                        core.add(name, prompt, SamplingParams(max_tokens=output, ignore_eos=True))
+                    core.step()
+                    steps += 1
+                seconds = time.perf_counter() - begun
+                results.append({name: value - before[name] for name, value in core.metrics().items()})
+                results[-1] |= {"seconds": seconds, "steps": steps}
+        paced = statistics.median(run["seconds"] for run in runs[capacity])
+        for at_once, results in runs.items():
+            result = sorted(results, key=lambda run: run["seconds"])[len(results) // 2]
+            again = result["num_recomputed_tokens_total"] + result["num_swapped_tokens_total"]
+            figures.append({
+                "mode": mode, "conservativeness": reserve, "offered at once": at_once, "steps": result["steps"],
+                "output tok/s": round(sum(output for _, output in work) / result["seconds"]),
+                "of the paced": round(paced / result["seconds"], 3), "preemptions": result["num_preemptions_total"],
+                "recomputed + swapped": round(again / result["num_computed_tokens_total"], 4),
+            })  # fmt: skip
     return figures
 
 
 def show(figures: Figures) -> None:
     """Print figures as a table."""
-    rows = [list(figures[0]), *([f"{value:,}" for value in figure.values()] for figure in figures)]
+    rows = [
+        list(figures[0]),
+        *(
+            [f"{value:,}" if isinstance(value, (int, float)) else value for value in figure.values()]
+            for figure in figures
+        ),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
@@ -122,9 +204,21 @@ def main() -> None:
     prefix = commands.add_parser("prefix")
     prefix.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as Mooncake's traces")
     prefix.add_argument("--pools", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="in pages")
+    prefix.add_argument("--host-factor", type=int, default=4, help="size of the host pool, in pools")
+    prefix.add_argument("--plot", type=Path, help="draw the curves to this file (needs matplotlib)")
+    overload = commands.add_parser("overload")
+    overload.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+    overload.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    figures = scheduler_figures() if args.command == "scheduler" else prefix_figures(args.trace, args.pools)
+    if args.command == "scheduler":
+        figures = scheduler_figures()
+    elif args.command == "prefix":
+        figures = prefix_figures(args.trace, args.pools, args.host_factor)
+    else:
+        figures = overload_figures(args.model, args.repeats)
     show(figures)
+    if args.command == "prefix" and args.plot:
+        plot_prefix(figures, args.plot)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
 

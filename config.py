@@ -80,10 +80,22 @@ class EngineConfig:
     scheduler_delay_factor: float = option(
         0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0
     )
-    preemption_mode: Literal["recompute", "swap"] = option(
-        "recompute", "a preempted request computes its tokens again, or its KV blocks wait in host memory"
+    preemption_mode: Literal["auto", "recompute", "swap"] = option(
+        "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    swap_space: float = option(4.0, "GiB of host memory for swapped KV blocks", 0.0, 2.0**20)
+    swap_space: float = option(
+        4.0,
+        "GiB of host memory for swapped KV blocks and for cached prefixes that the device has no room for",
+        0.0,
+        2.0**20,
+    )
+    schedule_conservativeness: float = option(
+        1.0,
+        "how much of the growth expected of running requests admission keeps free; 0 admits whatever fits now",
+        0.0,
+        10.0,
+    )
+    num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
@@ -112,11 +124,12 @@ class ServerConfig:
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
+    max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
     max_stop_strings: int = option(16, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
-    max_queue: int = option(4096, "requests in flight before 429", 1)
-    max_output_tokens: int = option(2**24, "prompts times max_tokens of one request", 1)
+    max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
+    max_output_tokens: int = option(2**24, "max_choices' product times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
@@ -162,6 +175,13 @@ class SamplingParams:
         min_p: keep tokens at least this times as likely as the likeliest.
         seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
         max_tokens: of output; None allows all that the context holds.
+        n: answers to return.
+        best_of: answers to draw, of which the `n` of the highest mean log-probability are returned; None draws `n`.
+        use_beam_search: return the `n` best answers of a beam search, scored by log-probability / length^penalty.
+        beam_width: beams of the search; None is `n`.
+        length_penalty: above 0 favours longer beams.
+        early_stopping: True ends the search once `beam_width` beams have ended, False once none that still runs is
+            likely to beat them, "never" once none can.
         stop: strings that end the text, matched across token borders.
         stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
         include_stop_str_in_output: keep the matched stop string in the text.
@@ -176,6 +196,12 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -187,21 +213,24 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+                                ("length_penalty", -10.0, 10.0)):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
             object.__setattr__(self, name, float(value))
         if self.top_p == 0:
             raise ValueError("top_p is 0; it must be above 0 and at most 1")
-        for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1])):
+        for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1]),
+                                ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024)):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name != "top_k":
+            if value is None and name not in ("top_k", "n"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
         for name in (
             "include_stop_str_in_output",
+            "use_beam_search",
             "ignore_eos",
             "skip_special_tokens",
             "spaces_between_special_tokens",
@@ -214,6 +243,36 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        self._check_samples()
+
+    def _check_samples(self) -> None:
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping is {self.early_stopping!r}; it must be true, false or "never"')
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of is {self.best_of}; it must be at least n, {self.n}")
+        if not self.use_beam_search:
+            for name, default in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} is {getattr(self, name)!r}; it is only for use_beam_search")
+            return
+        if self.beam_width is not None and self.beam_width < self.n:
+            raise ValueError(f"beam_width is {self.beam_width}; it must be at least n, {self.n}")
+        if self.temperature not in (0.0, 1.0):  # both leave the model's probabilities as they are
+            raise ValueError(f"temperature is {self.temperature}; with use_beam_search it must be 0 or 1")
+        for name, off, said in (("top_p", (1.0,), "1"), ("top_k", (0, -1), "0"), ("min_p", (0.0,), "0"),
+                                ("stop", ((),), "empty"), ("best_of", (None,), "left out")):  # fmt: skip
+            if getattr(self, name) not in off:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
+
+    @property
+    def num_samples(self) -> int:
+        """Answers that are drawn; a beam search counts as the `n` that it returns."""
+        return self.n if self.use_beam_search else self.best_of or self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that may run at the same time."""
+        return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
 
 
 ROPE_KINDS = ("default", "linear", "llama3")

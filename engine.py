@@ -35,7 +35,7 @@ from tqdm import tqdm
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import UniExecutor
 from journal import Journal
-from outputs import CompletionOutput, Generation, RequestOutput
+from outputs import Choices, CompletionOutput, RequestOutput
 from scheduler import EngineOutput, Request, Scheduler
 from tokenizer import Tokenizer
 
@@ -67,7 +67,7 @@ class EngineCore:
             "architecture": self.model_config.architecture,
             "scheduling_policy": config.scheduling_policy,
         }
-        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks")
+        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
         self.scheduler, self.journal = Scheduler(config, **sizes), None
         if config.log_scheduler:
@@ -94,11 +94,11 @@ class EngineCore:
         if self.journal:
             self.journal.add(request)
 
-    def abort(self, request_id: str) -> None:
-        """Drop a request; an unknown id is one that has just finished."""
-        self.scheduler.abort(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or one of its samples; what is unknown has just finished."""
+        self.scheduler.abort(request_id, index)
         if self.journal:
-            self.journal.abort(request_id)
+            self.journal.abort(request_id, index)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -119,9 +119,17 @@ class EngineCore:
         """Gauges and counters, by vLLM's names."""
         return self.scheduler.metrics()
 
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""
+        return self.scheduler.explain(request_id)
+
+    def explain_prompts(self, name: str, most: int) -> list[dict[str, Any]]:
+        """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown."""
+        return [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
-        self.scheduler.blocks.reset_prefix_cache()
+        self.scheduler.reset_prefix_cache()
         if self.journal:
             self.journal.reset_prefix_cache()
 
@@ -189,7 +197,7 @@ class LLM:
             params = sampling_params
         else:
             params = [sampling_params or SamplingParams()] * len(items)
-        generations = [self._generation(item, p) for item, p in zip(items, params, strict=True)]
+        requests = [self._request(item, p) for item, p in zip(items, params, strict=True)]
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
         ranks = [0] * len(items) if priority is None else priority
@@ -197,14 +205,14 @@ class LLM:
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         live = {}
         try:
-            for generation, rank in zip(generations, ranks, strict=True):
-                self.core.add(generation.request_id, generation.prompt_token_ids, generation.params, "", rank)
-                live[generation.request_id] = generation
+            for request, rank in zip(requests, ranks, strict=True):
+                self.core.add(request.request_id, request.prompt_token_ids, request.params, "", rank)
+                live[request.request_id] = request
             self._run(live, use_tqdm)
         finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
             for request_id in live:
                 self.core.abort(request_id)
-        return [generation.output() for generation in generations]
+        return [request.output() for request in requests]
 
     def chat(
         self,
@@ -222,26 +230,23 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def _generation(self, item: str | list[int], params: SamplingParams) -> Generation:
-        if isinstance(item, str):
-            return Generation(str(next(self.ids)), item, self.tokenizer.encode(item), params, self.tokenizer)
-        if not isinstance(item, list) or not all(type(token) is int for token in item):
+    def _request(self, item: str | list[int], params: SamplingParams) -> Choices:
+        text, ids = (item, self.tokenizer.encode(item)) if isinstance(item, str) else (None, item)
+        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
-        return Generation(str(next(self.ids)), None, item, params, self.tokenizer)
+        return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
 
-    def _run(self, live: dict[str, Generation], use_tqdm: bool) -> None:
+    def _run(self, live: dict[str, Choices], use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
                 for output in self.core.step():
-                    generation = live[output.request_id]
-                    if not generation.token_ids:
-                        prefilled += len(generation.prompt_token_ids)
+                    request = live[output.request_id]
+                    if request.metrics.first_token_time is None:
+                        prefilled += len(request.prompt_token_ids)
                     decoded += len(output.token_ids)
-                    generation.push(output)
-                    if generation.finished:
-                        if output.finish_reason is None:
-                            self.core.abort(output.request_id)
+                    request.push(output, self.core.abort)
+                    if request.finished:
                         del live[output.request_id]
                         bar.update()
                 seconds = time.monotonic() - begun
@@ -265,9 +270,10 @@ class Add:
 
 @dataclass(slots=True)
 class Abort:
-    """Client to engine: the request is no longer wanted."""
+    """Client to engine: the request is no longer wanted, or one of its samples."""
 
     request_id: str
+    index: int | None = None
 
 
 @dataclass(slots=True)
@@ -276,6 +282,7 @@ class Call:
 
     call_id: int
     method: str
+    args: list[Any] = dataclasses.field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -294,7 +301,7 @@ class Reply:
     error: str | None = None
 
 
-UTILITIES = ("metrics", "reset_prefix_cache", "check_integrity")
+UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity")
 ToEngine = Add | Abort | Call
 ToClient = Outputs | Reply
 
@@ -347,7 +354,7 @@ class EngineServer:
             news: dict[socket.socket, list[EngineOutput]] = {}
             for output in self.core.step():
                 news.setdefault(self.owners[output.request_id], []).append(output)
-                if output.finish_reason:
+                if output.finished:
                     del self.owners[output.request_id]
             for client, outputs in news.items():
                 self._send(client, Outputs(outputs))
@@ -367,11 +374,13 @@ class EngineServer:
                 )
                 self.owners[message.request_id] = client
             except ValueError as error:
-                refused = EngineOutput(message.request_id, [], finish_reason="error", error=str(error))
+                refused = EngineOutput(message.request_id, [], "error", error=str(error), finished=True)
                 self._send(client, Outputs([refused]))
         elif isinstance(message, Abort):
-            if self.owners.pop(message.request_id, None):
-                self.core.abort(message.request_id)
+            if message.request_id in self.owners:
+                self.core.abort(message.request_id, message.index)
+                if message.index is None:
+                    del self.owners[message.request_id]
         elif isinstance(message, Call):
             self._send(client, self._call(message))
         else:
@@ -384,7 +393,7 @@ class EngineServer:
         if call.method not in UTILITIES:
             return Reply(call.call_id, error=f"no utility {call.method!r}; there are {', '.join(UTILITIES)}")
         try:
-            return Reply(call.call_id, getattr(self.core, call.method)())
+            return Reply(call.call_id, getattr(self.core, call.method)(*call.args))
         except Exception as error:  # the caller's to hear of, and no reason for the engine to end
             return Reply(call.call_id, error=repr(error))
 
@@ -526,7 +535,7 @@ class MPClient:
                 continue
             for output in message.outputs:
                 stream = self.streams.get(output.request_id)
-                if output.finish_reason:
+                if output.finished:
                     self.streams.pop(output.request_id, None)
                 if stream:
                     stream.queue.put(output)
@@ -567,13 +576,13 @@ class MPClient:
         self._send(message, lambda: self.streams.update({request_id: target}))
         return target
 
-    def abort(self, request_id: str) -> None:
-        """Give a request up; it yields nothing more."""
-        if self.streams.pop(request_id, None):
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
             with contextlib.suppress(EngineDeadError):
-                self._send(Abort(request_id))
+                self._send(Abort(request_id, index))
 
-    def call(self, method: str, timeout: float = 10.0) -> Any:
+    def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Run a utility of the engine and return its value.
 
         Raises:
@@ -584,7 +593,7 @@ class MPClient:
         call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
         self.calls[call_id] = waiter
         try:
-            self._send(Call(call_id, method))
+            self._send(Call(call_id, method, list(args)))
             reply = waiter.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"the engine did not answer {method!r} within {timeout} s") from None

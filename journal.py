@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from config import EngineConfig, SamplingParams
-from scheduler import Request, Scheduler, StepPlan, StepResult
+from scheduler import Logprobs, Request, Scheduler, StepPlan, StepResult
 
 
 class Journal:
@@ -55,12 +55,11 @@ class Journal:
     def add(self, request: Request) -> None:
         """Note a request that was accepted."""
         params = dataclasses.asdict(request.params)
-        prompt = request.tokens[: request.num_prompt]
-        self.told.append(["add", self.now, request.request_id, prompt, params, request.salt, request.priority])
+        self.told.append(["add", self.now, request.request_id, request.prompt, params, request.salt, request.priority])
 
-    def abort(self, request_id: str) -> None:
-        """Note a request that was given up."""
-        self.told.append(["abort", self.now, request_id])
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Note a request that was given up, or one sample of it."""
+        self.told.append(["abort", self.now, request_id, index])
 
     def reset_prefix_cache(self) -> None:
         """Note that all cached prefixes were forgotten."""
@@ -74,6 +73,7 @@ class Journal:
             "now": self.now,
             **decisions(scheduler),
             "tokens": result.token_ids,
+            "logprobs": [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()],
         })  # fmt: skip
         self.told = []
 
@@ -84,10 +84,11 @@ class Journal:
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler's latest step decided, in JSON's types."""
-    plan, requests = scheduler.in_flight[-1]
+    plan, seqs = scheduler.in_flight[-1]
     return {
-        "rows": [[request.request_id, count] for request, (_, count) in zip(requests, plan.rows, strict=True)],
+        "rows": [[seq.group.name, count] for seq, (_, count) in zip(seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.preempted],
+        "moves": [len(plan.swap_out), len(plan.swap_in), len(plan.copies)],
         "held_up": list(scheduler.held_up),
         "waiting": len(scheduler.waiting),
         "swapped": len(scheduler.swapped),
@@ -114,15 +115,16 @@ def replay(lines: Sequence[str]) -> Scheduler:
                 request_id, prompt, params, salt, priority = rest
                 scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
             elif kind == "abort":
-                scheduler.abort(rest[0])
+                scheduler.abort(*rest)
             else:
-                scheduler.blocks.reset_prefix_cache()
+                scheduler.reset_prefix_cache()
         now = line["now"]
         plan = scheduler.schedule()
         for name, decided in decisions(scheduler).items():
             if decided != line[name]:
                 raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
-        scheduler.update(plan, StepResult(plan.step, line["tokens"]))
+        logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
+        scheduler.update(plan, StepResult(plan.step, line["tokens"], logprobs))
     return scheduler
 
 

@@ -221,21 +221,25 @@ def silu_mul(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _attend(
-    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, scale, kv_stride,
     KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at positions o_pos [rows].
 
     acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max'), where scale has
-    log2(e) in it. MASKED also holds keys below i_end, at most at the query's position and inside its window.
+    log2(e) in it. MASKED also holds keys below i_end, at most at the query's position and inside its window; what lies
+    before i_begin, which no row's window reaches, is not even read: its blocks may be gone.
     Online softmax: Milakov and Gimelshein, 2018; tiling: FlashAttention-2, Dao, 2023.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
-    m_kv = (o_n < i_end)[:, None] & (o_d < D)[None, :]
     if MASKED:
-        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=o_n < i_end, other=0).to(tl.int64)
+        m_n = o_n < i_end
+        if WINDOW > 0:
+            m_n = m_n & (o_n >= i_begin)
+        m_kv = m_n[:, None] & (o_d < D)[None, :]
+        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
     else:
         m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
         b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
@@ -303,8 +307,8 @@ def attention_decode_kernel(
     p_kv = kv + i_kv * (BLOCK_SIZE * D)
     for i_n in range(i_begin, i_end, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_end, o_pos, scale, kv_stride,
-            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+            b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_begin, i_end, o_pos, scale,
+            kv_stride, KV, D, BLOCK_SIZE, 0, BLOCK_N, BLOCK_D, True,  # all keys from i_first on are in the window
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
     if active == 1:
@@ -423,29 +427,29 @@ def attention_prefill_kernel(
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     b_sum = tl.zeros([BLOCK_M], tl.float32)
 
-    # The first token of the tile sees keys up to i_low, the last one up to i_end - 1 (none in a padding row).
+    # The first token of the tile sees keys from i_first to i_low, the last one up to i_end - 1 (none in a padding row).
     i_low = i_len - i_count + i_tile
     i_end = tl.maximum(tl.minimum(i_low + TOKENS, i_len), 0)
     i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
     p_kv = kv + i_kv * (BLOCK_SIZE * D)
     p_table = block_tables + i_slot * table_stride
-    i_inner = 0
+    i_first, i_inner = 0, 0
     if WINDOW > 0:
-        i_begin = tl.maximum(i_low + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        i_first = tl.maximum(i_low + 1 - WINDOW, 0)
         i_inner = tl.cdiv(tl.maximum(i_end - WINDOW, 0), BLOCK_N) * BLOCK_N
-        for i_n in range(i_begin, tl.minimum(i_inner, i_end), BLOCK_N):
+        for i_n in range(i_first // BLOCK_N * BLOCK_N, tl.minimum(i_inner, i_end), BLOCK_N):
             b_acc, b_max, b_sum = _attend(
-                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
                 KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
     for i_n in range(i_inner, i_full, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
             KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     for i_n in range(tl.maximum(i_inner, i_full), i_end, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
             KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
@@ -690,6 +694,61 @@ def sample(
         maxnreg=SAMPLE_REGISTERS,
     )  # fmt: skip
     return ids
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def logprobs_kernel(
+    logits, ids, values, lse, keys, V: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
+
+    One pass: the sum is kept relative to the largest x so far. keys [R, V] int64 order a row by x, the lowest id first
+    among equals, and give the id back: it is -key mod V. values, lse [R] float32.
+    """
+    i_r = tl.program_id(0).to(tl.int64)
+    p_logits = logits + i_r * V
+    peak = tl.full([], -FLOAT_MAX, tl.float32)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_v in range(0, V, BLOCK):
+        o_v = i_v + tl.arange(0, BLOCK)
+        b_x = tl.load(p_logits + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
+        b_x = tl.where(b_x > FLOAT_MAX, FLOAT_MAX, b_x)  # x - peak stays a number
+        higher = tl.maximum(peak, tl.max(b_x, 0))
+        fall = tl.maximum(peak - higher, -128.0)  # exp(-128) is 0 as well, and times LOG2E it is finite
+        b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
+        peak = higher
+        if HAS_KEYS:
+            tl.store(keys + i_r * V + o_v, _keys(b_x).to(tl.int64) * V - o_v, mask=o_v < V)
+    total = tl.sum(b_sum, 0)
+    b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # no finite logit: all logprobs are -inf, not NaN
+    x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
+    tl.store(values + i_r, tl.where(x > FLOAT_MAX, FLOAT_MAX, x) - b_lse)
+    tl.store(lse + i_r, b_lse)
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
+
+    Args:
+        logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
+
+    Returns:
+        values [R] float32, of `ids`; top_ids [R, k] int64, the likeliest first, the lowest id first among equals; and
+        their top_values [R, k] float32. All are rounded once from float32 x and lse, so an id has one value. A row
+        without a finite logit has -inf everywhere.
+    """
+    rows, vocab = logits.shape
+    assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
+
+    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    keys = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device) if k else None
+
+    block = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
+    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, k > 0, block, num_warps=8)
+    # The likeliest are rarely asked for, so torch finds them. It finds them among the keys and not the logits, because
+    # it leaves open which of two equals comes first, and equals are common in bfloat16.
+    top_ids = ids.new_empty(rows, 0) if keys is None else -keys.topk(k).values % vocab
+    return values, top_ids, logits.gather(1, top_ids).float().clamp_(max=FLOAT_MAX.value) - lse[:, None]
 
 
 # ------------------------------------------------------------------------------------------- batch state and blocks

@@ -6,6 +6,8 @@ Blocks are integers here; the tensors behind them live in the worker. A block is
     cached   ref_count = 0, but its hash can still be found: it is reused last, the least recently freed first
     free     ref_count = 0 and no hash
 
+A block table holds -1 where a sliding window has passed and the block was given back.
+
 Every operation is O(1) a block. The idea of paging is vLLM's (Kwon et al., 2023); finding shared prefixes by chained
 hashes of full blocks is vLLM's automatic prefix caching.
 """
@@ -28,7 +30,7 @@ class AllocStatus(enum.Enum):
 
 
 class BlockManager:
-    """Hands out the blocks of one device's KV pool.
+    """Hands out the blocks of one pool: the device's, or the host's for what the device has no room for.
 
     Args:
         num_blocks: size of the pool.
@@ -36,11 +38,23 @@ class BlockManager:
         enable_prefix_caching: let freed blocks be found again by the hash of what they hold.
         watermark: share of the pool that admission leaves free, so that those admitted can grow for a while before
             one of them must be preempted.
+        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
+        keep_evicted: note in `evicted` which cached blocks are about to be overwritten, for a second tier to keep.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, watermark: float = 0.01):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        watermark: float = 0.01,
+        num_lookahead_slots: int = 0,
+        keep_evicted: bool = False,
+    ):
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching = enable_prefix_caching
+        self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
+        self.keep_evicted = keep_evicted
+        self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); who reads it empties it
         self.watermark_blocks = int(watermark * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
@@ -53,14 +67,14 @@ class BlockManager:
         return len(self.idle)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that hold `num_tokens` tokens and the look-ahead slots after them."""
+        return -(-(num_tokens + self.num_lookahead_slots) // self.block_size)
 
-    def can_allocate(self, num_blocks: int, reserve: bool = True) -> AllocStatus:
-        """Whether `num_blocks` can be taken; with `reserve`, without going below the watermark."""
+    def can_allocate(self, num_blocks: int, kept: int | None = None) -> AllocStatus:
+        """Whether `num_blocks` can be taken, with at least `kept` (by default the watermark) left free."""
         if num_blocks > self.num_blocks:
             return AllocStatus.NEVER
-        kept = self.watermark_blocks if reserve else 0
+        kept = self.watermark_blocks if kept is None else kept
         return AllocStatus.OK if num_blocks <= self.num_free - kept else AllocStatus.LATER
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -70,6 +84,8 @@ class BlockManager:
         for _ in range(num_blocks):
             block, _ = self.idle.popitem(last=False)
             if (old := self.hashes[block]) is not None:  # its content is about to be overwritten: forget it
+                if self.keep_evicted:
+                    self.evicted.append((block, old))
                 del self.block_of[old]
                 self.hashes[block] = None
             self.ref_counts[block] = 1
@@ -79,14 +95,17 @@ class BlockManager:
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of `blocks`, which are used or cached."""
         for block in blocks:
-            if self.ref_counts[block] == 0:
-                del self.idle[block]
-            self.ref_counts[block] += 1
+            if block >= 0:
+                if self.ref_counts[block] == 0:
+                    del self.idle[block]
+                self.ref_counts[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
         """Drop a reference to each of `blocks`, one sequence's table in order."""
         # Backwards, so that the tail of a prefix is reused before its head: a head without its tail is still a hit.
         for block in reversed(blocks):
+            if block < 0:
+                continue
             assert self.ref_counts[block] > 0
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -123,8 +142,8 @@ class BlockManager:
         self.hashes = [None] * self.num_blocks
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that the books agree with `tables`, the block tables of all sequences that own blocks."""
-        owners = Counter(block for table in tables for block in table)
+        """Assert that the books agree with `tables`, the block tables of all that own blocks."""
+        owners = Counter(block for table in tables for block in table if block >= 0)
         for block, count in enumerate(self.ref_counts):
             assert count == owners[block], f"block {block} has {count} references but stands in {owners[block]} tables"
             assert (count == 0) == (block in self.idle), f"block {block} has {count} references and the wrong state"

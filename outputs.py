@@ -1,8 +1,15 @@
-"""What comes of a request: its text as it grows (`Generation`), and the records that `LLM.generate` returns."""
+"""What comes of a request: its answers as they grow, the choice among them, and the records for `LLM`'s callers.
+
+    Generation      one answer: its tokens and text
+    Choices         one request: an answer for each sample, and which of them its client gets
+
+Stop strings are found here, where text is made: they end an answer before the engine knows.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from config import SamplingParams
@@ -19,11 +26,12 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    cumulative_logprob: float | None = None  # where `best_of` ranked; of a beam search the score
 
 
 @dataclass
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic()`."""
+    """When things happened to a request as a whole, in seconds of `time.monotonic()`."""
 
     arrival_time: float
     first_token_time: float | None = None
@@ -44,30 +52,20 @@ class RequestOutput:
 
 
 class Generation:
-    """One request's tokens and text as they grow.
+    """One answer's tokens and text as they grow.
 
     Args:
-        request_id: the engine's name for it.
-        prompt: its text, where the caller gave text.
-        prompt_token_ids: its tokens.
+        prompt_token_ids: what it goes on from.
         params: how it stops and how its tokens become text.
         tokenizer: of the model.
     """
 
-    def __init__(
-        self,
-        request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
-    ):
-        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
-        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
+    def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
+        self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.metrics = RequestMetrics(time.monotonic())
+        self.cumulative_logprob: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -80,32 +78,93 @@ class Generation:
         return self.detokenizer.text
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens that the prefix cache spared."""
-        return self.metrics.num_cached_tokens
+    def mean_logprob(self) -> float:
+        """Log-probability of a token on average: what `best_of` ranks by."""
+        assert self.cumulative_logprob is not None
+        return self.cumulative_logprob / len(self.token_ids)
 
     def push(self, output: EngineOutput) -> str:
         """Take the engine's news; returns the text that is new and can no longer be part of a stop string."""
         assert not self.finished
-        metrics, shown = self.metrics, output.token_ids
-        metrics.num_cached_tokens = output.num_cached_tokens
-        metrics.first_token_time = metrics.first_token_time or time.monotonic()
+        shown = output.token_ids
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
             shown = shown[:-1]  # the token that ended it is not text
         text = self.detokenizer.push(shown, output.finish_reason is not None)
         self.token_ids += output.token_ids
+        self.cumulative_logprob = output.cumulative_logprob
         if self.detokenizer.stop_reason is not None:
             self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
             del self.token_ids[self.detokenizer.num_tokens :]
         else:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        return text
+
+
+class Choices:
+    """One request's answers as they grow, and which of them its client gets.
+
+    Args:
+        request_id: the engine's name for it.
+        prompt: its text, where the caller gave text.
+        prompt_token_ids: its tokens.
+        params: how many answers are drawn and returned.
+        tokenizer: of the model.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+    ):
+        self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
+        self.num_live = len(self.drawn)
+        self.metrics = RequestMetrics(time.monotonic())
+
+    @property
+    def finished(self) -> bool:
+        """Whether all answers are complete."""
+        return self.num_live == 0
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all answers that were drawn, also of those that the client does not get."""
+        return sum(len(generation.token_ids) for generation in self.drawn)
+
+    def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str | None:
+        """Take the engine's news of one answer; returns its new text, or None if a stop string had ended it before.
+
+        `abort(request_id, index)` is told what the engine need not go on with; an index of None is the whole request.
+        """
+        generation, metrics = self.drawn[output.index], self.metrics
+        if generation.finished:  # this was on its way while the engine was told
+            return None
+        if metrics.first_token_time is None:
+            metrics.first_token_time, metrics.num_cached_tokens = time.monotonic(), output.num_cached_tokens
+        text = generation.push(output)
+        self.num_live -= generation.finished
+        assert self.finished or not output.finished, f"request {self.request_id} ended without all of its answers"
         if self.finished:
             metrics.finished_time = time.monotonic()
+            if not output.finished:  # a stop string ended this answer, or one whose end the engine has yet to hear of
+                abort(self.request_id, None)
+        elif generation.finished and output.finish_reason is None:
+            abort(self.request_id, output.index)
         return text
+
+    def best(self) -> list[Generation]:
+        """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""
+        if len(self.drawn) == self.params.n:
+            return self.drawn
+        return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]
 
     def output(self) -> RequestOutput:
         """What `LLM.generate` returns of it."""
-        completion = CompletionOutput(0, self.text, self.token_ids, self.finish_reason, self.stop_reason)
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, [completion], self.finished, self.metrics
-        )
+        outputs = [
+            CompletionOutput(i, g.text, g.token_ids, g.finish_reason, g.stop_reason, g.cumulative_logprob)
+            for i, g in enumerate(self.best())
+        ]
+        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self.metrics)

@@ -93,13 +93,11 @@ def attention_decode(
     batch, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     out = torch.empty_like(q)
-    for rows in torch.arange(batch, device=q.device).split(max(1, GATHER_TOKENS // max(1, int(seq_lens.max())))):
+    longest = max(1, min(int(seq_lens.max()), window or GATHER_TOKENS))
+    for rows in torch.arange(batch, device=q.device).split(max(1, GATHER_TOKENS // longest)):
         lens = torch.where(slots[rows] >= 0, seq_lens[rows], 0).long()
-        k, v = _gather(kv, block_tables, slots[rows], lens)
-        position = torch.arange(k.shape[2], device=q.device)
-        attend = position < lens[:, None]
-        if window:
-            attend &= position >= lens[:, None] - window
+        begins = (lens - window).clamp(min=0) if window else None
+        k, v, attend = _gather(kv, block_tables, slots[rows], lens, begins)
         grouped = q[rows].view(len(rows), kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend[None, :, None], scale=scale)
         out[rows] = o.transpose(0, 1).reshape(len(rows), heads, head_dim).masked_fill((lens == 0)[:, None, None], 0)
@@ -130,7 +128,7 @@ def attention_prefill(
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
     _, heads, head_dim = q.shape
-    kv_heads = kv.shape[2]
+    kv_heads, block_size = kv.shape[2:4]
     out = torch.zeros_like(q)
     starts = query_starts.tolist()
     for b, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
@@ -138,16 +136,19 @@ def attention_prefill(
         n = tokens.stop - tokens.start
         if slot < 0 or n == 0:
             continue
-        k, v = (
-            h[:, 0, :length].unsqueeze(1).expand(-1, heads // kv_heads, -1, -1)
-            for h in _gather(kv, block_tables, slots[b : b + 1], seq_lens[b : b + 1].long())
-        )
+        begin = max(0, length - (n - 1) - window) if window else 0  # where the window of the row's first token begins
+        begins = torch.tensor([begin], device=q.device) if window else None
+        k, v, _ = _gather(kv, block_tables, slots[b : b + 1], seq_lens[b : b + 1].long(), begins)
+        passed = begin // block_size * block_size
+        k, v = (h[:, 0, : length - passed].unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in (k, v))
         grouped = q[tokens].view(n, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
         attend = None
         if n < length or window:
             last = torch.arange(length - n, length, device=q.device)[:, None]
-            key = torch.arange(length, device=q.device)
-            attend = (key <= last) & (key > last - window if window else key >= 0)
+            key = torch.arange(passed, length, device=q.device)
+            attend = key <= last
+            if window:
+                attend &= key > last - window
         o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend, is_causal=attend is None, scale=scale)
         out[tokens] = o.permute(2, 0, 1, 3).reshape(n, heads, head_dim)
     return out
@@ -196,6 +197,37 @@ def sample(
     ids = torch.searchsorted(reached, goal, right=True)[:, 0]
     ids = torch.where(heat > 0, ids, logits.argmax(dim=-1))
     return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
+
+    Args:
+        logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
+
+    Returns:
+        values [R] float32, of `ids`; top_ids [R, k] int64, the likeliest first, the lowest id first among equals; and
+        their top_values [R, k] float32. All are rounded once from float32 x and lse, so an id has one value. A row
+        without a finite logit has -inf everywhere.
+    """
+    x = logits.float().clamp(max=FLOAT_MAX)
+    lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
+    at = torch.cat((ids[:, None], _likeliest(x, k)), dim=1) if k else ids[:, None]
+    values = x.gather(1, at) - lse
+    return values[:, 0], at[:, 1:], values[:, 1:]
+
+
+def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
+    """ids [R, k] of the k largest of x [R, V] float32, the lowest id first among equals.
+
+    topk leaves open which of two equals comes first, so it is given integers, ordered by x and then by the id, and the
+    id is -key mod V.
+    """
+    vocab = x.shape[1]
+    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
+    order ^= (order >> 31) & 0x7FFFFFFF
+    keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
+    return -keys.topk(k).values % vocab
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -301,20 +333,34 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 
 
 def _gather(
-    kv: torch.Tensor, block_tables: torch.Tensor, slots: torch.Tensor, seq_lens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the rows' contexts, each [KV, B, L, D], L the longest rounded up to whole blocks (at least one).
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    ends: torch.Tensor,
+    begins: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V of the tokens from `begins` (None: 0) to `ends` of the rows' contexts, [KV, B, L, D], and which of the L
+    places of a row hold them, [B, L]. The first place is a block's first; L is what the longest row needs, in blocks.
 
-    What lies in the pool beyond a row's context is replaced by zeros: a stale NaN there would spoil 0 * NaN in
-    attention. Heads come first because then SDPA needs no second copy (4x faster over 32 rows of 512 keys).
+    Other blocks are not looked at, for a window that has passed them may have given them back. What else lies in these
+    blocks is replaced by zeros: a stale NaN there would spoil 0 * NaN in attention. Heads come first because then SDPA
+    needs no second copy (4x faster over 32 rows of 512 keys).
     """
-    blocks = max(1, -(-int(seq_lens.max()) // kv.shape[3]))
-    table = block_tables[slots.long().clamp(min=0), :blocks].long().clamp(min=0)
-    gathered = kv.transpose(0, 2)[:, :, table].flatten(3, 4)  # [KV, 2, B, L, D]
-    rows, stale = torch.nonzero(torch.arange(gathered.shape[3], device=kv.device) >= seq_lens[:, None], as_tuple=True)
+    slot, size = slots.long().clamp(min=0), kv.shape[3]
+    if begins is None:
+        table = block_tables[slot, : max(1, -(-int(ends.max()) // size))]
+        held = torch.arange(table.shape[1] * size, device=kv.device) < ends[:, None]
+    else:
+        first = begins // size
+        block = first[:, None] + torch.arange(max(1, int(((ends + size - 1) // size - first).max())), device=kv.device)
+        table = block_tables[slot[:, None], block.clamp(max=block_tables.shape[1] - 1)]
+        position = first[:, None] * size + torch.arange(table.shape[1] * size, device=kv.device)
+        held = (position >= begins[:, None]) & (position < ends[:, None])
+    gathered = kv.transpose(0, 2)[:, :, table.long().clamp(min=0)].flatten(3, 4)  # [KV, 2, B, L, D]
+    rows, stale = torch.nonzero(~held, as_tuple=True)
     gathered[:, :, rows, stale] = 0
     k, v = gathered.unbind(1)
-    return k, v
+    return k, v, held
 
 
 def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -29,14 +29,14 @@ from typing import Any
 
 import gevent
 import msgspec
-from flask import Flask, Response, request
+from flask import Flask, Response, g, request
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
 from engine import EngineDeadError, EngineProcess, MPClient, Stream, launch_engine
-from outputs import Generation
+from outputs import Choices, Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
 
@@ -64,13 +64,14 @@ def read_body(config: ServerConfig) -> dict[str, Any]:
 
 # --- a request on its way through the engine -------------------------------------------------------------------------
 
-News = Generator[tuple[int, str], None, None]  # which prompt's text has grown, and by what
+News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 
 
 class Run:
-    """A request that has passed validation, on its way through the engine: a `Generation` for each prompt.
+    """A request that has passed validation, on its way through the engine as one request of the engine's a prompt.
 
     Args:
+        name: makes the ids: the reply's, and the engine's of each prompt.
         route: COMPLETIONS or CHAT, whose shapes the reply has.
         fields: of the request.
         prompts: (text or None, token ids) of each.
@@ -80,18 +81,20 @@ class Run:
 
     def __init__(
         self,
+        name: str,
         route: str,
         fields: dict[str, Any],
         prompts: list[tuple[str | None, list[int]]],
         params: list[SamplingParams],
         tokenizer: Tokenizer,
     ):
-        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + uuid.uuid4().hex
+        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + name
         self.created = int(time.time())
         self.route, self.fields = route, fields
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.generations = [
-            Generation(f"{self.id}-{i}", prompt, ids, param, tokenizer)
+        self.n = params[0].n
+        self.requests = [
+            Choices(f"{self.id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
 
@@ -111,26 +114,26 @@ class Run:
         live, stream, deadline = {}, Stream(), time.monotonic() + timeout
         watcher = gevent.spawn(watch, sock, stream) if sock else None
         try:
-            for i, generation in enumerate(self.generations):
-                ids, salt = generation.prompt_token_ids, self.fields["cache_salt"]
-                client.add(generation.request_id, ids, generation.params, salt, stream, self.fields["priority"])
-                live[generation.request_id] = i
+            for i, asked in enumerate(self.requests):
+                ids, salt = asked.prompt_token_ids, self.fields["cache_salt"]
+                client.add(asked.request_id, ids, asked.params, salt, stream, self.fields["priority"])
+                live[asked.request_id] = i
             while live:
                 try:
                     output = stream.get(max(0, deadline - time.monotonic()))
                 except queue.Empty:
                     raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-                if (place := live.get(output.request_id)) is None:  # its stop string was found before
+                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
                     continue
-                generation = self.generations[place]
+                i = live[output.request_id]
+                asked = self.requests[i]
                 if output.finish_reason == "error":
-                    raise ApiError(500 if generation.token_ids else 400, output.error or "the engine failed")
-                new = generation.push(output)
-                if generation.finished:
+                    raise ApiError(500 if asked.num_generated else 400, output.error or "the engine failed")
+                new = asked.push(output, client.abort)
+                if asked.finished:
                     del live[output.request_id]
-                    if output.finish_reason is None:  # a stop string, which the engine knows nothing of
-                        client.abort(output.request_id)
-                yield place, new
+                if new is not None:
+                    yield i * self.n + output.index, new
         finally:
             for request_id in live:
                 client.abort(request_id)
@@ -140,7 +143,7 @@ class Run:
     def whole(self) -> dict[str, Any]:
         """The reply that is not streamed, after all the news."""
         kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []
-        for i, generation in enumerate(self.generations):
+        for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
             content: dict[str, Any] = {"text": generation.text}
             if self.route == CHAT:
                 content = {"message": {"role": "assistant", "content": generation.text}}
@@ -150,7 +153,7 @@ class Run:
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream, but for [DONE]."""
         if self.route == CHAT:
-            for i in range(len(self.generations)):
+            for i in range(len(self.requests) * self.n):
                 delta = {"role": "assistant", "content": ""}
                 yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
         for i, new in news:
@@ -161,7 +164,7 @@ class Run:
 
     def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
         """The choices to send for new text: in a chat, an ending comes in an event of its own."""
-        generation = self.generations[i]
+        generation = self.requests[i // self.n].drawn[i % self.n]
         if self.route != CHAT:
             if new or generation.finished:
                 yield {"index": i, "text": new, **ending(generation)}
@@ -182,9 +185,9 @@ class Run:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
 
     def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(generation.prompt_token_ids) for generation in self.generations)
-        completion = sum(len(generation.token_ids) for generation in self.generations)
-        cached = {"cached_tokens": sum(generation.num_cached_tokens for generation in self.generations)}
+        prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)
+        completion = sum(asked.num_generated for asked in self.requests)
+        cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return counts | {"prompt_tokens_details": cached}
 
@@ -286,6 +289,13 @@ class Api:
             lines += [f"# TYPE manta_{name} {kind}", f"manta_{name} {value}"]
         return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
 
+    def explain(self, id: str) -> Response:
+        prompts = self.client.call("explain_prompts", id, self.config.max_prompts)
+        if not prompts:
+            known = "the engine knows those that run and the latest that have finished"
+            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
+        return reply({"id": id, "prompts": prompts})
+
     def _model(self, name: str) -> dict[str, Any]:
         limit = self.facts["max_model_len"]
         return {"id": name, "object": "model", "created": self.started, "owned_by": "manta", "max_model_len": limit}
@@ -331,12 +341,14 @@ class Api:
         if fields["priority"] and self.facts["scheduling_policy"] != "priority":
             raise ApiError(400, f"priority is {fields['priority']}; under the policy fcfs it must be 0", "priority")
         params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
-        if self.in_flight + len(prompts) > self.config.max_queue:
-            raise ApiError(429, f"{self.in_flight} requests are in flight; at most {self.config.max_queue} (max_queue)")
-        run = Run(route, fields, prompts, params, self.tokenizer)
+        answers = len(prompts) * params[0].num_sequences
+        if self.in_flight + answers > self.config.max_queue:
+            cap = f"{self.config.max_queue} (max_queue)"
+            raise ApiError(429, f"{self.in_flight} answers are in flight and {answers} would come; at most {cap}")
+        run = Run(g.name, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._counted(len(prompts)))
+            stack.enter_context(self._counted(answers))
             stack.callback(news.close)
             first = next(news)  # what the engine refuses is a 400 in a stream, too
             if not fields["stream"]:
@@ -350,12 +362,12 @@ class Api:
             return response
 
     @contextlib.contextmanager
-    def _counted(self, requests: int) -> Iterator[None]:
-        self.in_flight += requests
+    def _counted(self, answers: int) -> Iterator[None]:
+        self.in_flight += answers
         try:
             yield
         finally:
-            self.in_flight -= requests
+            self.in_flight -= answers
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths, with what is left of the context as the bound of output."""
@@ -368,14 +380,28 @@ class Api:
                 message = f"the prompt's {length} tokens and max_tokens {asked} are {length + asked}"
                 raise ApiError(400, f"{message}; the context holds {limit}", "max_tokens")
         left = [min(asked or default or limit, limit - length) for length in lengths]
-        if sum(left) > self.config.max_output_tokens:
-            cap = f"{self.config.max_output_tokens} (max_output_tokens)"
-            raise ApiError(400, f"prompts times max_tokens is {sum(left)}; at most {cap}", "max_tokens")
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
         try:
-            return [SamplingParams(**given, max_tokens=tokens) for tokens in left]
+            params = [SamplingParams(**given, max_tokens=tokens) for tokens in left]
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
+        self._check_samples(params[0], len(left), sum(left), fields["stream"])
+        return params
+
+    def _check_samples(self, params: SamplingParams, prompts: int, tokens: int, stream: bool) -> None:
+        """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
+        name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
+        answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
+        if answers > (cap := self.config.max_choices):
+            raise ApiError(400, f"prompts times {name} is {answers}; at most {cap} (max_choices)", name)
+        if tokens > (cap := self.config.max_output_tokens):
+            message = f"prompts times {name} times max_tokens is {tokens}; at most {cap} (max_output_tokens)"
+            raise ApiError(400, message, "max_tokens")
+        if stream and params.use_beam_search:
+            raise ApiError(400, "stream is true; with use_beam_search it must be false", "stream")
+        if stream and params.num_samples > params.n:
+            message = f"stream is true; with best_of {params.best_of} above n, {params.n}, it must be false"
+            raise ApiError(400, message, "stream")
 
     def _events(self, events: Iterator[bytes]) -> Iterator[bytes]:
         """The body of a stream. Once it has begun, an error can only be an event."""
@@ -415,12 +441,14 @@ def create_app(
         ("/health", "GET", api.health),
         ("/version", "GET", api.version),
         ("/metrics", "GET", api.metrics),
+        ("/explain/<path:id>", "GET", api.explain),
     ):
         app.add_url_rule(rule, view_func=view, methods=[method])
     keys = [key.encode() for key in config.api_key]
 
     @app.before_request
     def authorize() -> None:
+        g.name = uuid.uuid4().hex
         asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
         preflight = request.method == "OPTIONS" and asks
         if not keys or request.path == "/health" or preflight:
@@ -434,7 +462,7 @@ def create_app(
     @app.after_request
     def name_request(response: Response) -> Response:
         given = request.headers.get("X-Request-Id", "")
-        response.headers["X-Request-Id"] = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        response.headers["X-Request-Id"] = given if REQUEST_ID.fullmatch(given) else g.name
         return response
 
     @app.errorhandler(Exception)

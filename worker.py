@@ -8,6 +8,7 @@ sampled tokens back, so a decoding sequence's next token never travels through t
 from __future__ import annotations
 
 import os
+import time
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +18,10 @@ from tqdm import tqdm
 
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
-from scheduler import NewRow, StepPlan, StepResult
+from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
-CPU_KV_SHARE = 0.25  # of the memory that is free, where no GPU sets the limit
+CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
+MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -52,14 +54,23 @@ class Worker:
             fill_dummy(self.model, config.seed)
         else:
             load_weights(self.model, config.model)
+        self.cpu_share = int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # bytes
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
-        self.state = BatchState(config.max_num_seqs, self.max_model_len, config.block_size, self.device)
-        self.warm_up()
+        self.state = self.new_state(config.max_num_seqs)
+        token_seconds = self.warm_up()
+        measured = config.preemption_mode == "auto" and len(self.host_pool) > 0
+        self.swap_cost = float(f"{self.time_swap() / token_seconds:.4g}") if measured else 0.0
 
     def facts(self) -> dict[str, Any]:
-        """What the engine and the start log want to know."""
+        """What the engine and the start log want to know.
+
+        `window` is how many latest tokens some layer sees, 0 for all: a block is a page over all layers, so it can be
+        given back once no layer sees it any more. `swap_cost` is how many tokens are computed in the time that one
+        block takes out to the host and in again; 0 where nobody has to choose between the two.
+        """
+        windows = self.model_config.windows
         return {
             "max_model_len": self.max_model_len,
             "vocab_size": self.model_config.vocab_size,
@@ -71,6 +82,8 @@ class Worker:
             "backend": self.ops.__name__,
             "parameters": sum(tensor.numel() for tensor in self.model.parameters().values()),
             "kv_bytes": self.pool.nbytes,
+            "window": max(windows) if all(windows) else 0,
+            "swap_cost": self.swap_cost,
         }
 
     def block_shape(self) -> tuple[int, ...]:
@@ -86,18 +99,28 @@ class Worker:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
 
     def new_host_pool(self) -> torch.Tensor:
-        """Room for swapped blocks: pinned, so that the device can reach it, and empty where nothing is ever swapped.
+        """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
+
+        Pinned beside a GPU, so that it can reach them. On a CPU it takes memory only as blocks are moved there.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
         """
-        swap = self.config.preemption_mode == "swap"
-        count = int(self.config.swap_space * 2**30) // self.block_bytes() if swap else 0
-        if swap and not count:
-            raise ValueError(
-                f"swap_space is {self.config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes"
-            )
-        return torch.zeros(count, *self.block_shape(), dtype=self.dtype, pin_memory=swap and self.device == "cuda")
+        config, cuda = self.config, self.device == "cuda"
+        useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
+        room = int(config.swap_space * 2**30) if useful else 0
+        count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
+        count = min(count, MAX_HOST_POOLS * self.num_blocks)
+        if config.preemption_mode == "swap" and not count:
+            raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes")
+        return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
+
+    def new_state(self, slots: int) -> BatchState:
+        return BatchState(slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, self.device)
+
+    def blocks_per_seq(self) -> int:
+        """Blocks of a sequence at full length, those of its lookahead slots among them."""
+        return -(-(self.max_model_len + self.config.num_lookahead_slots) // self.config.block_size)
 
     def count_blocks(self) -> int:
         """Blocks in the KV pool: what memory allows, and no more than every sequence at full length can use.
@@ -105,16 +128,17 @@ class Worker:
         Raises:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
         """
-        size, seqs = self.config.block_size, self.config.max_num_seqs
-        per_seq = -(-self.max_model_len // size)
+        size, ahead = self.config.block_size, self.config.num_lookahead_slots
+        per_seq = self.blocks_per_seq()
         if (count := self.config.num_gpu_blocks_override) is None:
-            count = min(self.free_bytes() // self.block_bytes(), per_seq * seqs)
+            count = min(self.free_bytes() // self.block_bytes(), per_seq * self.config.max_num_seqs)
         if count < per_seq:
-            held = count * size
+            held = count * size - ahead
             if self.config.max_model_len or held < 2:
+                beside = f" and num_lookahead_slots, {ahead}" if ahead else ""
                 raise ValueError(
-                    f"max_model_len is {self.max_model_len}; the KV pool of {count} blocks of {size} holds {held} "
-                    f"tokens: lower max_model_len or give the pool more room"
+                    f"max_model_len is {self.max_model_len}; the KV pool of {count} blocks of {size} holds "
+                    f"{max(held, 0)} tokens{beside}: lower max_model_len or give the pool more room"
                 )
             self.max_model_len = held
         return count
@@ -122,7 +146,7 @@ class Worker:
     def free_bytes(self) -> int:
         """Memory for the KV pool."""
         if self.device == "cpu":
-            return int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+            return self.cpu_share
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         self.profile()
@@ -135,25 +159,47 @@ class Worker:
     def profile(self) -> None:
         """Run the largest step once, over a pool of one block, so that its activations can be measured."""
         config = self.config
-        self.pool, self.state = self.new_pool(1), BatchState(1, self.max_model_len, config.block_size, self.device)
+        self.pool, self.state = self.new_pool(1), self.new_state(1)
         count = min(config.max_num_batched_tokens, self.max_model_len)
         row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
         self.step(StepPlan(0, rows=[(0, count)], new=[row]))
         logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        self.state.sample(self.ops, logits, slots)
+        sampled = self.state.sample(self.ops, logits, slots)
+        self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run a prefill and a decode step, so that kernels are compiled before the first request."""
-        length = min(2 * self.config.block_size, self.max_model_len - 1, self.config.max_num_batched_tokens)
+    def warm_up(self) -> float:
+        """Run prefill and decode steps, so that kernels are compiled before the first request.
+
+        Returns the seconds that a token of a prefill takes once they are.
+        """
+        length = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
+        if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
+            length = min(length, 2 * self.config.block_size)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
-        for temperature in tqdm((0.0, 1.0), desc="Warming up", leave=False, disable=None):
-            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0)
+        for temperature, num_logprobs in tqdm(((0.0, 0), (1.0, 1)), desc="Warming up", leave=False, disable=None):
+            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs)
+            begun = time.perf_counter()
             self.step(StepPlan(0, rows=[(0, length)], new=[row]))
+            seconds = time.perf_counter() - begun
             self.step(StepPlan(1, rows=[(0, 1)]))
         self.step(StepPlan(2, released=[0]))
+        return seconds / length
+
+    @torch.inference_mode()
+    def time_swap(self) -> float:
+        """Seconds that one block takes out to the host and in again, where several move."""
+        count = min(4, self.num_blocks, len(self.host_pool))
+        pairs, seconds = [(i, i) for i in range(count)], []
+        for _ in range(3):  # the host's memory is touched for the first time in the first one, so the least counts
+            begun = time.perf_counter()
+            self.step(StepPlan(0, swap_out=pairs, swap_in=pairs))
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds) / count
 
     @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
@@ -194,7 +240,21 @@ class Worker:
         ops.post_update(state.token_ids, state.num_known, state.num_computed, slots, query_starts, sample_at, sampled)
         tokens = np.full(len(rows), -1, dtype=np.int64)
         tokens[samples] = sampled.cpu().numpy()
-        return StepResult(plan.step, tokens.tolist())
+        result = StepResult(plan.step, tokens.tolist())
+        asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
+        if asked.any():
+            if not asked[samples].all():
+                at = self.to_device(np.flatnonzero(asked[samples]))
+                logits, sampled = logits[at], sampled[at]
+            found = self.logprobs(logits, sampled, state.num_logprobs[rows[asked, 0]].tolist())
+            result.logprobs = dict(zip(np.flatnonzero(asked).tolist(), found, strict=True))
+        return result
+
+    def logprobs(self, logits: torch.Tensor, sampled: torch.Tensor, counts: list[int]) -> list[Logprobs]:
+        """Log-probabilities of the id that each row of logits [R, vocab] sampled, and of its `counts` likeliest ids."""
+        columns = self.ops.logprobs(logits, sampled, min(max(counts), logits.shape[1]))
+        rows = zip(counts, *(column.tolist() for column in columns), strict=True)
+        return [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in rows]
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -213,23 +273,23 @@ class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, at fixed addresses.
 
     `known` and `computed` mirror two of the tensors on the host, so that the worker can tell which rows sample without
-    asking the device.
+    asking the device; `num_logprobs` is of use on the host alone.
     """
 
-    def __init__(self, slots: int, max_model_len: int, block_size: int, device: str):
+    def __init__(self, slots: int, max_model_len: int, max_blocks: int, block_size: int, device: str):
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.block_size, self.device = block_size, device
         self.token_ids = new(slots, max_model_len + 1)
         self.num_known, self.num_computed = new(slots), new(slots)
-        self.block_tables = new(slots, -(-max_model_len // block_size))
+        self.block_tables = new(slots, max_blocks)
         self.temperature = new(slots, dtype=torch.float32)
         self.top_k = new(slots)
         self.top_p = new(slots, dtype=torch.float32)
         self.min_p = new(slots, dtype=torch.float32)
         self.seeds = new(slots, dtype=torch.int64)
-        self.known, self.computed = (np.zeros(slots, dtype=np.int32) for _ in range(2))
+        self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
         self.num_blocks = [0] * slots
 
     def apply(self, plan: StepPlan) -> None:
@@ -241,7 +301,7 @@ class BatchState:
             self.token_ids[slot, :length] = self._ints(row.token_ids)
             self.num_known[slot], self.num_computed[slot] = length, row.num_computed
             self.temperature[slot], self.top_p[slot], self.min_p[slot] = row.temperature, row.top_p, row.min_p
-            self.top_k[slot], self.seeds[slot] = row.top_k, row.seed
+            self.top_k[slot], self.seeds[slot], self.num_logprobs[slot] = row.top_k, row.seed, row.num_logprobs
             self.num_blocks[slot] = 0
             self._grow(slot, row.blocks)
         for slot, blocks in plan.new_blocks:

@@ -4,7 +4,9 @@ down what transformers says of them.
     python -I oracle.py CASES.json FOLDER
 
 For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it the prompts' logits and greedy
-tokens. (transformers looks for a package called `kernels` and would find ours, hence the separate process.)
+tokens; for entry j of the case's `beams`, a dict of arguments of `generate`, prompt i has `beams{j}.{i}` (an answer a
+row, filled up with -1) and `scores{j}.{i}`. (transformers looks for a package called `kernels` and would find ours,
+hence the separate process.)
 """
 
 import json
@@ -36,6 +38,14 @@ def make(name: str, case: dict, folder: Path) -> None:
                 ids, attention_mask=mask, max_new_tokens=case["new"], do_sample=False, pad_token_id=0
             )
         found[f"tokens{i}"] = greedy[0, len(prompt) :].contiguous()
+        for j, arguments in enumerate(case.get("beams", [])):
+            # By name, because `generate` takes a single beam for greedy search, which has no scores.
+            beams = model.generate(
+                ids, attention_mask=mask, do_sample=False, pad_token_id=-1, return_dict_in_generate=True,
+                output_scores=True, custom_generate=transformers.GenerationMixin._beam_search, **arguments,
+            )  # fmt: skip
+            found[f"beams{j}.{i}"] = beams.sequences[:, len(prompt) :].contiguous()
+            found[f"scores{j}.{i}"] = beams.sequences_scores
     save_file(found, folder / "oracle.safetensors")
 
 

@@ -5,29 +5,41 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from hypothesis import strategies as st
 
 
 class Paged(NamedTuple):
     """A random paged context: what it is, and how it lies in the pool, whose other places are all NaN."""
 
     kv: torch.Tensor  # [num_blocks, 2, KV, block_size, D], a strided layer of a pool
-    tables: torch.Tensor  # [S, M] int32, -1 beyond a slot's blocks
+    tables: torch.Tensor  # [S, M] int32, -1 beyond a slot's blocks and where a block was given back
     context: list[torch.Tensor]  # of each slot, [length, 2, KV, D]
 
 
 def paged(
-    lengths: list[int], kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype, width: int = 0
+    lengths: list[int],
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    width: int = 0,
+    passed: list[int] | None = None,
 ) -> Paged:
-    """Slots with contexts of these lengths, their blocks shuffled; `width` blocks in a table, if that is more."""
+    """Slots with contexts of these lengths, their blocks shuffled; `width` blocks in a table, if that is more.
+
+    Of each slot the blocks that hold nothing but its first `passed` tokens were given back: -1 stands in the table, and
+    the block that -1 would be, too, is NaN.
+    """
     counts = [-(-n // block_size) for n in lengths]
-    pool = torch.full((sum(counts) + 2, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
-    kv, order, used = pool[:, 1], torch.randperm(sum(counts) + 2), 0
+    pool = torch.full((sum(counts) + 3, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
+    kv, order, used = pool[1:, 1], torch.randperm(sum(counts) + 2), 0
     tables, context = torch.full((len(lengths), max(*counts, width, 1)), -1, dtype=torch.int32), []
     for slot, (n, count) in enumerate(zip(lengths, counts, strict=True)):
-        tables[slot, :count] = order[used : used + count]
+        gone = passed[slot] // block_size if passed else 0
+        tables[slot, gone:count] = order[used + gone : used + count]
         used += count
         context.append(torch.randn(n, 2, kv_heads, head_dim).to(dtype))
-        for i in range(n):
+        for i in range(gone * block_size, n):
             kv[int(tables[slot, i // block_size]), :, :, i % block_size] = context[slot][i]
     return Paged(kv, tables, context)
 
@@ -60,6 +72,34 @@ def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int,
     return torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])
+
+
+def logits(rows: int, vocab: int, kind: str) -> torch.Tensor:
+    """Random float32 logits [rows, vocab] of one of the kinds of LOGITS."""
+    x = torch.randn(rows, vocab) * 4
+    if kind == "ties":
+        x = x.round()
+    elif kind == "flat":
+        x = torch.full_like(x, -3.0)
+    elif kind == "zeros of both signs":
+        x = torch.copysign(torch.zeros(()), x)
+    elif kind in ("rising", "falling"):
+        x = (x * 5).sort(descending=kind == "falling").values
+    elif kind == "mostly -inf":
+        x[:, torch.rand(vocab) < 0.9] = -torch.inf
+        x[:, vocab // 2] = 1.0
+    elif kind == "huge":
+        x *= 1e3
+    return x
+
+
+def logprobs(x: torch.Tensor) -> torch.Tensor:
+    """log(softmax(x)) of logits [R, V] in float64."""
+    x = x.double() - x.double().amax(-1, keepdim=True)
+    return x - x.exp().sum(-1, keepdim=True).log()
+
+
 def survivors(x: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Which of the logits x [V] float32 (tempered) may be drawn, and exp(x - max) in float64."""
     mass = (x.double() - x.double().max()).exp()
@@ -83,6 +123,15 @@ def philox(seed: int, position: int) -> float:
         key = [key[0] + 0x9E3779B9 & full, key[1] + 0xBB67AE85 & full]
     x = counter[0] if counter[0] < 2**31 else full - counter[0]
     return float(torch.tensor(x).float() * torch.tensor(4.6566127342e-10))
+
+
+def check_logprobs(logits: torch.Tensor, ids: torch.Tensor, got: torch.Tensor) -> None:
+    """`got` [R, N] float32 are the log-probabilities of `ids` [R, N]."""
+    want, naive = (x.gather(1, ids) for x in (logprobs(logits), logits.float().log_softmax(-1)))
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].double(), want[~finite])
+    if finite.any():
+        check_error(got[finite], want[finite], naive[finite])
 
 
 def check_error(got: torch.Tensor, want: torch.Tensor, naive: torch.Tensor) -> None:

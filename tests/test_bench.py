@@ -20,11 +20,13 @@ def test_scheduler_figures():
 
 def test_prefix_figures(tmp_path):
     trace = tmp_path / "trace.jsonl"
-    requests = [[0, 1, 2], [0, 1, 3], [4], [0, 1, 2], [0, 1, 2, 5]]  # an infinite cache finds 2 + 2 + 3 pages
+    requests = [[0, 1, 2], [4, 5, 6], [0, 1, 7], [0, 1, 2, 5]]  # an infinite cache finds 2 + 3 pages
     trace.write_text("".join(json.dumps({"hash_ids": pages}) + "\n" for pages in requests))
-    small, large = prefix_figures(trace, [3])
-    assert large["hit rate"] == round(7 / 14, 4) and large["of an infinite cache"] == 1.0
-    assert small["prompts refused"] == 1 and small["hit rate"] < large["hit rate"]
+    small, tiered, large = prefix_figures(trace, [3], 4)
+    assert large["hit rate"] == round(5 / 13, 4) and large["of an infinite cache"] == 1.0
+    assert small["prompts refused"] == tiered["prompts refused"] == 1
+    assert small["hit rate"] == 0 and tiered["hit rate"] == round(2 / 13, 4)
+    assert small["pages moved"] == 0 < tiered["pages moved"]
 
 
 def test_the_command_line_writes_json(tmp_path):
@@ -34,4 +36,4 @@ def test_the_command_line_writes_json(tmp_path):
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "hit rate" in run.stdout
     written = json.loads(out.read_text())
-    assert len(written["figures"]) == 2 and {"date", "cpu", "command"} <= set(written["machine"])
+    assert len(written["figures"]) == 3 and {"date", "cpu", "command"} <= set(written["machine"])

@@ -72,6 +72,8 @@ def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], obj
     yield lambda ops: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, angles, ints[:2], long[:2], kv)
     logits, floats = torch.zeros(2, s.vocab, dtype=dtype), torch.zeros(4)
     yield lambda ops: ops.sample(logits, ints[:2], floats, ints, floats, floats, long, ints)
+    yield lambda ops: ops.logprobs(logits, long[:2], 0)
+    yield lambda ops: ops.logprobs(logits, long[:2], 5)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
     yield lambda ops: ops.post_update(tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2])
     yield lambda ops: ops.copy_blocks(
@@ -159,7 +161,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
-    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 11
+    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 12
     assert not [r for r in gate if r["spills"] or r["stack"]]
 
 

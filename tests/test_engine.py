@@ -10,9 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from config import DEMO, EngineConfig
 from engine import (
@@ -26,8 +28,9 @@ from engine import (
     read_frames,
     send_frame,
 )
-from outputs import Generation
-from scheduler import EngineOutput
+from outputs import Choices, Generation
+from scheduler import EngineOutput, NewRow, StepPlan
+from worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
@@ -64,17 +67,21 @@ def test_demo_can_add(llm):
     assert outputs[0].metrics.first_token_time <= outputs[0].metrics.finished_time
 
 
+FEW = {"num_gpu_blocks_override": 256, "block_size": 4, "schedule_conservativeness": 0.0}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 32, "max_num_seqs": 32},
-        {"num_gpu_blocks_override": 256, "block_size": 4},
-        {"num_gpu_blocks_override": 256, "block_size": 4, "preemption_mode": "swap", "swap_space": 0.01},
+        FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
+        FEW | {"preemption_mode": "swap", "swap_space": 0.01},
+        FEW | {"enable_prefix_caching": False},
         {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5},
         {"block_size": 7, "max_num_seqs": 5},
     ],
-    ids=["no prefix cache", "chunks of 32", "few blocks", "swap", "classic order", "blocks of seven tokens"],
+    ids=["no prefix cache", "chunks of 32", "recompute", "swap", "auto", "classic order", "blocks of seven tokens"],
 )
 def test_same_answers_however_they_are_computed(make_llm, work, answers, fields):
     llm = make_llm(**fields)
@@ -83,7 +90,25 @@ def test_same_answers_however_they_are_computed(make_llm, work, answers, fields)
     if "num_gpu_blocks_override" in fields:
         metrics = llm.core.metrics()
         assert metrics["num_preemptions_total"] > 20
-        assert (metrics["num_swapped_blocks_total"] > 0) == (llm.config.preemption_mode == "swap")
+        assert (metrics["num_swapped_blocks_total"] > 0) == (llm.config.preemption_mode != "recompute")
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_same_answers_as_one_of_four(make_llm, work, answers, caching):
+    llm = make_llm(num_gpu_blocks_override=160, block_size=16, enable_prefix_caching=caching)
+    prompts, params = (some[::4] + some[1::12] for some in work)
+    outputs = llm.generate(prompts, [replace(p, n=4) for p in params], use_tqdm=False)
+    for output, answer in zip(outputs, answers[::4] + answers[1::12], strict=True):
+        assert [completion.token_ids for completion in output.outputs] == [answer] * 4
+    llm.core.check_integrity()
+
+
+def test_prefixes_come_back_from_host_memory(make_llm, work, answers):
+    """The second round finds in host memory what the first one had to drop from a small pool."""
+    llm = make_llm(num_gpu_blocks_override=80, block_size=16, preemption_mode="recompute")
+    for _ in range(2):
+        assert tokens(llm.generate(*work, use_tqdm=False)) == answers
+    assert llm.core.metrics()["host_cache_hits_total"] > 1000
 
 
 def test_same_answers_with_a_warm_cache(llm, work, answers):
@@ -110,7 +135,7 @@ def test_together_and_one_by_one(llm, temperature):
 
 
 def test_priorities_change_the_order_and_not_the_tokens(make_llm, work, answers):
-    llm = make_llm(scheduling_policy="priority", num_gpu_blocks_override=256, block_size=4)
+    llm = make_llm(scheduling_policy="priority", **FEW)
     ranks = [i * 7 % 5 for i in range(len(answers))]
     assert tokens(llm.generate(*work, use_tqdm=False, priority=ranks)) == answers
     with pytest.raises(ValueError, match="priority has 1 entries for 2 prompts"):
@@ -221,7 +246,7 @@ def collect(stream) -> list[int]:
     while True:
         output: EngineOutput = stream.get(timeout=30)
         ids += output.token_ids
-        if output.finish_reason:
+        if output.finished:
             return ids
 
 
@@ -239,6 +264,7 @@ def test_a_refusal_reaches_the_client(served):
     client = MPClient(served[1])
     output = client.add("a", [], GREEDY).get(timeout=30)
     assert (output.finish_reason, output.error) == ("error", "the prompt is empty; it must have at least 1 token")
+    assert output.finished and not client.streams
     with pytest.raises(ValueError, match="no utility 'eval'"):
         client.call("eval")
     client.close()
@@ -276,7 +302,7 @@ def test_generation_keeps_the_ending_token_out_of_the_text(llm):
     ids = llm.tokenizer.encode("hello there")
     for include in (False, True):
         params = SamplingParams(stop_token_ids=[ids[-1]], include_stop_str_in_output=include)
-        generation = Generation("a", None, [5], params, llm.tokenizer)
+        generation = Generation([5], params, llm.tokenizer)
         generation.push(EngineOutput("a", ids[:-1]))
         generation.push(EngineOutput("a", ids[-1:], finish_reason="stop", stop_reason=ids[-1]))
         assert generation.text == llm.tokenizer.decode(ids if include else ids[:-1])
@@ -342,3 +368,191 @@ def test_the_interpreted_kernels_give_the_same_tokens(llm, conversations):
         [sys.executable, "-c", INTERPRETED, json.dumps([prompts, params])], capture_output=True, text=True, check=True,
         cwd=Path(__file__).parent.parent, env=os.environ | {"TRITON_INTERPRET": "1"})  # fmt: skip
     assert json.loads(run.stdout) == wanted
+
+
+# --- several answers to a prompt --------------------------------------------------------------------------------------
+
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=4)
+OPENING = "ROMEO:\nWhat light"
+
+
+def answers_of(output) -> list[list[int]]:
+    assert output.finished and [completion.index for completion in output.outputs] == list(range(len(output.outputs)))
+    return [completion.token_ids for completion in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def logprob(llm):
+    """Log-probability of an answer, from the model's logits of prompt and answer in one go, without the engine."""
+    config = EngineConfig(
+        DEMO, dtype="float32", device="cpu", block_size=64, max_num_seqs=1, num_gpu_blocks_override=16
+    )
+    worker = Worker(config, llm.core.model_config)
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+
+    def total(prompt: str, answer: list[int]) -> float:
+        ids = llm.tokenizer.encode(prompt) + answer
+        row = NewRow(0, ids, 0, list(range(-(-len(ids) // 64))), 0.0, 0, 1.0, 0.0, 0)
+        worker.step(StepPlan(0, rows=[(0, len(ids))], new=[row]))
+        logprobs = worker.model.logits(seen.pop()).double().log_softmax(-1)[-len(answer) - 1 : -1]
+        return float(logprobs[torch.arange(len(answer)), answer].sum())
+
+    return total
+
+
+def test_samples_are_distinct_and_each_reproducible(llm):
+    (output,) = llm.generate(OPENING, SAMPLED, use_tqdm=False)
+    four = answers_of(output)
+    assert len({tuple(answer) for answer in four}) == 4
+    assert answers_of(llm.generate(OPENING, SAMPLED, use_tqdm=False)[0]) == four
+    for n in (1, 2):  # whether others are drawn beside it makes no difference to a sample
+        assert answers_of(llm.generate(OPENING, replace(SAMPLED, n=n), use_tqdm=False)[0]) == four[:n]
+    assert answers_of(llm.generate(OPENING, replace(SAMPLED, seed=8), use_tqdm=False)[0])[0] not in four
+    for completion in output.outputs:
+        assert completion.cumulative_logprob is None
+        assert llm.tokenizer.decode(completion.token_ids).startswith(completion.text)
+    metrics = output.metrics
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+    chat = llm.chat([{"role": "user", "content": "Who is there?"}], replace(SAMPLED, temperature=3.0), use_tqdm=False)
+    assert len({completion.text for completion in chat[0].outputs}) == 4
+    unseeded = answers_of(llm.generate(OPENING, replace(SAMPLED, seed=None), use_tqdm=False)[0])
+    assert len({tuple(answer) for answer in unseeded}) == 4
+
+
+def test_each_prompt_has_its_own_number_of_samples(llm):
+    prompts, counts = ["Enter", "To be", "Exit", OPENING], [3, 1, 2, 4]
+    params = [replace(SAMPLED, n=n, seed=n, max_tokens=10 + n) for n in counts]
+    params[2] = replace(params[2], best_of=5)
+    together = [answers_of(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert [len(answers) for answers in together] == counts
+    for prompt, param, answers in zip(prompts, params, together, strict=True):
+        assert answers_of(llm.generate(prompt, param, use_tqdm=False)[0]) == answers
+
+
+def test_best_of_returns_the_likeliest(llm, logprob):
+    newline = llm.tokenizer.encode("\n")  # ends some of them early
+    params = replace(SAMPLED, n=8, seed=2, temperature=1.0, stop_token_ids=newline)
+    drawn = answers_of(llm.generate(OPENING, params, use_tqdm=False)[0])
+    sums = [logprob(OPENING, answer) for answer in drawn]
+    by_mean = sorted(range(8), key=lambda i: -sums[i] / len(drawn[i]))
+    assert by_mean not in (list(range(8)), sorted(range(8), key=lambda i: -sums[i]))
+    for n in (1, 3, 7):
+        (output,) = llm.generate(OPENING, replace(params, n=n, best_of=8), use_tqdm=False)
+        assert answers_of(output) == [drawn[i] for i in by_mean[:n]]
+        for completion, i in zip(output.outputs, by_mean, strict=False):
+            assert completion.cumulative_logprob == pytest.approx(sums[i], abs=1e-3)
+    assert answers_of(llm.generate(OPENING, replace(params, best_of=8), use_tqdm=False)[0]) == drawn
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
+def test_beams_are_scored_by_the_model(llm, logprob, penalty):
+    params = SamplingParams(use_beam_search=True, n=3, beam_width=4, length_penalty=penalty, max_tokens=20)
+    prompt = llm.tokenizer.render([{"role": "user", "content": "What is 23 + 58?"}])
+    (output,) = llm.generate([llm.tokenizer.encode(prompt, add_special_tokens=False)], params, use_tqdm=False)
+    beams = answers_of(output)
+    scores = [completion.cumulative_logprob for completion in output.outputs]
+    assert len({tuple(beam) for beam in beams}) == 3 and scores == sorted(scores, reverse=True)
+    for beam, score in zip(beams, scores, strict=True):
+        assert score == pytest.approx(logprob(prompt, beam) / len(beam) ** penalty, abs=1e-3)
+    for completion in output.outputs:
+        ended = completion.token_ids[-1] in llm.core.model_config.eos_token_ids
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert penalty != 0.0 or output.outputs[0].text == "81"
+    assert not llm.core.has_work()
+
+
+def test_a_beam_search_is_as_wide_as_n_and_may_be_too_wide(llm, make_llm):
+    params = SamplingParams(use_beam_search=True, n=3, max_tokens=8)
+    same = replace(params, beam_width=3)
+    assert answers_of(llm.generate("Enter", params, use_tqdm=False)[0]) == answers_of(
+        llm.generate("Enter", same, use_tqdm=False)[0]
+    )
+    narrow = make_llm(max_num_seqs=2)
+    with pytest.raises(ValueError, match=r"beam_width is 3; it must be at most 2.*max_num_seqs"):
+        narrow.generate(["Exit", "Enter"], [GREEDY, params], use_tqdm=False)
+    assert not narrow.core.has_work()
+    narrow.core.check_integrity()
+    assert len(narrow.generate("Enter", replace(SAMPLED, n=5), use_tqdm=False)[0].outputs) == 5  # these take turns
+
+
+def test_a_stop_string_in_one_sample_leaves_the_others(llm):
+    free = llm.generate(OPENING, SAMPLED, use_tqdm=False)[0].outputs
+    text = free[2].text
+    stop = next(part for i in range(4, 40) if sum((part := text[i : i + 6]) in other.text for other in free) == 1)
+    cut = llm.generate(OPENING, replace(SAMPLED, stop=stop), use_tqdm=False)[0].outputs
+    assert (cut[2].text, cut[2].finish_reason, cut[2].stop_reason) == (text[: text.index(stop)], "stop", stop)
+    assert len(cut[2].token_ids) < len(free[2].token_ids)
+    assert cut[:2] + cut[3:] == free[:2] + free[3:]
+    (common,) = llm.generate(OPENING, replace(SAMPLED, stop="e"), use_tqdm=False)
+    assert {completion.stop_reason for completion in common.outputs} == {"e"}
+    assert not llm.core.has_work()
+
+
+def test_what_choices_tell_the_engine(llm):
+    """A stop string that is found here ends a sample there, and the whole request where it was the last."""
+    hello, there = llm.tokenizer.encode("hello"), llm.tokenizer.encode(" there")
+    aborted, params = [], SamplingParams(n=2, stop="hello", max_tokens=50)
+
+    def push(index, ids, **more):
+        return choices.push(EngineOutput("a", ids, index=index, **more), lambda *what: aborted.append(what))
+
+    choices = Choices("a", None, [5], params, llm.tokenizer)
+    assert (push(0, there, num_cached_tokens=3), choices.metrics.num_cached_tokens) == (" there", 3)
+    first = choices.metrics.first_token_time
+    assert push(1, hello) == "" and aborted == [("a", 1)]
+    assert push(1, there) is None and push(1, there, finish_reason="length") is None
+    assert not choices.finished and choices.num_generated == len(hello + there)
+    assert push(0, there, finish_reason="length", finished=True) == " there"
+    assert choices.finished and aborted == [("a", 1)]  # the engine knows
+    assert choices.metrics.first_token_time == first <= choices.metrics.finished_time
+
+    choices, aborted[:] = Choices("a", None, [5], params, llm.tokenizer), []
+    push(0, there, finish_reason="length")
+    assert push(1, hello) == "" and choices.finished and aborted == [("a", None)]
+
+    choices = Choices("a", None, [5], params, llm.tokenizer)
+    with pytest.raises(AssertionError, match="without all of its answers"):
+        push(0, there, finish_reason="length", finished=True)
+
+
+def test_a_client_follows_all_samples_of_a_request(served, llm):
+    params = replace(SAMPLED, n=8, seed=2, temperature=1.0, stop_token_ids=llm.tokenizer.encode("\n"))
+    wanted = answers_of(llm.generate(OPENING, params, use_tqdm=False)[0])
+    assert len({len(answer) for answer in wanted}) > 1  # the end of one is not that of the request
+    client, got = MPClient(served[1]), [[] for _ in range(8)]
+    stream = client.add("a", llm.tokenizer.encode(OPENING), params)
+    while True:
+        output = stream.get(timeout=30)
+        got[output.index] += output.token_ids
+        if output.finished:
+            break
+    assert got == wanted and not client.streams
+    client.add("b", [5] * 10, replace(SAMPLED, max_tokens=200, ignore_eos=True), stream=stream)
+    heard = set()
+    while heard != {0, 1, 2, 3}:
+        heard.add(stream.get(timeout=30).index)
+    for index in (0, 1, 3):
+        client.abort("b", index)
+    assert client.call("metrics")["num_requests_running"] == 1
+    assert client.call("explain", "b") is not None and "b" in client.streams
+    client.abort("b")
+    client.abort("b")
+    assert client.call("metrics")["num_requests_running"] == 0 and not client.streams
+    client.close()
+
+
+def test_a_client_can_ask_where_the_time_went(served):
+    client = MPClient(served[1])
+    client.add("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)).get(timeout=30)
+    collect(client.add("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True)))
+    stories = [client.call("explain", f"x-{i}") for i in range(3)]
+    assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None
+    assert json.loads(json.dumps(stories[1])) == stories[1]
+    asked = client.call("explain_prompts", "x", 9)
+    assert len(asked) == 2 and asked[1] == stories[1]
+    assert len(client.call("explain_prompts", "x", 1)) == 1 and client.call("explain_prompts", "y", 9) == []
+    with pytest.raises(ValueError, match="explain"):
+        client.call("explain")
+    client.close()

@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
+from config import DEMO, EngineConfig, ModelConfig
 from engine import LLM, SamplingParams
+from scheduler import NewRow, StepPlan
+from worker import Worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -41,6 +44,23 @@ def test_together_and_one_by_one_on_cuda(make_llm):
     for prompt, param, output in zip(prompts, params, together, strict=True):
         alone = llm.generate(prompt, param, use_tqdm=False)[0]
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_cuda_gives_the_cpus_logprobs():
+    found = []
+    for device in ("cpu", "cuda"):
+        config = EngineConfig(dtype="float32", device=device, num_gpu_blocks_override=64, swap_space=0.1)
+        worker = Worker(config, ModelConfig.from_folder(DEMO))
+        new = [NewRow(i, [5 + i, 80, 300], 0, [i], 0.0, 0, 1.0, 0.0, 0, k) for i, k in enumerate((0, -1, 7, 2))]
+        found.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(4)], new=new)))
+    (cpu, cuda), facts = found, worker.facts()
+    assert cpu.token_ids == cuda.token_ids and list(cpu.logprobs) == list(cuda.logprobs) == [0, 2, 3]
+    for i, ours in cuda.logprobs.items():
+        assert ours.ids == cpu.logprobs[i].ids and (not ours.ids or ours.values[0] == ours.sampled)  # greedy
+        assert [ours.sampled, *ours.values] == pytest.approx(
+            [cpu.logprobs[i].sampled, *cpu.logprobs[i].values], abs=1e-3
+        )
+    assert worker.host_pool.is_pinned() and facts["num_host_blocks"] > 0 and facts["swap_cost"] > 0
 
 
 def test_256_sequences_of_a_real_shape(tmp_path, llm):

@@ -15,21 +15,26 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import
     "config": set(),
     "kv_cache": set(),
-    "scheduler": {"config", "kv_cache"},
+    "plan": set(),
+    "timeline": set(),
+    "beam": set(),
+    "sequence": {"beam", "config", "timeline"},
+    "block_space": {"config", "kv_cache", "plan", "sequence"},
+    "scheduler": {"beam", "block_space", "config", "kv_cache", "plan", "sequence", "timeline"},
     "kernels": set(),
     "reference": set(),
     "model": {"config"},
     "worker": {"config", "scheduler", "model", "kernels", "reference"},
     "executor": {"config", "scheduler", "worker"},
     "tokenizer": set(),
-    "bench": {"config", "scheduler"},
+    "bench": {"config", "engine", "scheduler"},
     "journal": {"config", "scheduler"},
     "outputs": {"config", "scheduler", "tokenizer"},
     "engine": {"config", "scheduler", "executor", "journal", "outputs", "tokenizer"},
     "protocol": {"config", "tokenizer"},
     "server": {"engine", "config", "outputs", "protocol", "tokenizer"},
 }
-STDLIB_ONLY = {"config", "kv_cache", "scheduler"}
+STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"tokenizer", "engine", "journal", "outputs", "protocol", "server", "executor"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 

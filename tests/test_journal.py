@@ -22,7 +22,11 @@ def record(path: Path, **fields) -> list[str]:
     engine.scheduler.clock = journal.clock
     for i in range(12):
         journal.tick()
-        journal.add(engine.add(str(i), prompt(6 + i, i % 3), priority=i % 3, max_tokens=25, salt="ab"[i % 2]))
+        journal.add(
+            engine.add(
+                str(i), prompt(6 + i, i % 3), priority=i % 3, max_tokens=25, salt="ab"[i % 2], n=1 + (i % 4 == 1)
+            ).request
+        )
         if i == 7:
             engine.scheduler.abort("2")
             journal.abort("2")

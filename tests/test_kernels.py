@@ -175,7 +175,8 @@ def test_attention_decode(
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths = [int(torch.randint(*((1, 2), (1, 33), (33, 300), (300, 420))[kind], ())) for kind in kinds]
-    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype, width=600 // block_size)
+    passed = [max(0, n - window) for n in lengths] if window else None
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype, width=600 // block_size, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
     q = torch.randn(len(slots), heads, d).to(dtype)
@@ -205,7 +206,8 @@ def test_attention_prefill(
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     rows = [*rows, (30, 5)]
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype)
+    passed = [max(0, before + 1 - window) for before, _ in rows] if window else None
+    paged = oracles.paged(lengths, kv_heads, d, block_size, dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
@@ -217,6 +219,25 @@ def test_attention_prefill(
             tokens = slice(int(starts[b]), int(starts[b + 1]))
             args = (q[tokens], paged.context[b], scale, window)
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+@pytest.mark.parametrize("window", [33, 64, 65])
+@pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
+def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, op: str, window: int) -> None:
+    """They were given back: -1 stands in the table, and NaN where a careless read would end, block 0 among others."""
+    for before in range(100, 230, 13):
+        n = 1 if op == "attention_decode" else 40
+        paged = oracles.paged([before + n], 2, 32, 16, torch.float32, passed=[before + 1 - window])
+        assert int((paged.tables == -1).sum()) == (before + 1 - window) // 16 > 0
+        kv = torch.cat((torch.full_like(paged.kv[:1], float("nan")), paged.kv))
+        tables = torch.where(paged.tables >= 0, paged.tables + 1, -1)
+        q = torch.randn(n, 4, 32)
+        more = () if op == "attention_decode" else (ints(0, n), n)
+        args = (q, kv, tables, ints(0), ints(before + n), *more, 0.2, window)
+        want = oracles.attention(q, paged.context[0], 0.2, window)
+        naive = oracles.attention(q, paged.context[0], 0.2, window, naive=True)
+        oracles.check_error(run(op, device, *args), want, naive)
+        oracles.check_error(getattr(reference, op)(*args), want, naive)
 
 
 def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
@@ -347,6 +368,51 @@ def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
     assert torch.equal(together, torch.cat(alone))
 
 
+@settings(parent=few, max_examples=60)
+@given(
+    st.sampled_from([1, 2, 16, 50, 257, 1000, 4095, 4096, 4097, 8200]),
+    st.sampled_from([0, 1, 5, 128, 10**6]),
+    oracles.LOGITS,
+    dtypes,
+)
+def test_logprobs(device: str, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
+    ids, untouched = torch.randint(0, vocab, (3,)), logits.clone()
+    values, top_ids, top_values = run("logprobs", device, logits, ids, k)
+    assert torch.equal(logits, untouched) and top_ids.shape == top_values.shape == (3, k)
+    oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
+    assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
+    assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[1])
+    for j in {0, k // 2, k - 1} if k else ():  # an id has one value: chosen or among the likeliest, in any batch
+        assert torch.equal(run("logprobs", device, logits, top_ids[:, j].clone(), 0)[0], top_values[:, j])
+        assert torch.equal(run("logprobs", device, logits[1:2], top_ids[1:2, j].clone(), 0)[0], top_values[1:2, j])
+
+
+@pytest.mark.parametrize("vocab", [3, 4099, 2 * 4096 + 1])
+def test_logprobs_sums_each_logit_once(device: str, vocab: int) -> None:
+    """Equal logits, far from 0, of which the first or the last one stands out: nothing is left out or put in."""
+    for level in (-300.0, 0.0, 300.0):
+        for place, more in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
+            logits = torch.full((2, vocab), level)
+            logits[:, place] += more
+            values, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
+            want = oracles.logprobs(logits)
+            torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=1e-4, rtol=0)
+            torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=1e-4, rtol=0)
+            assert top_ids.tolist() == [[place, int(place == 0)]] * 2
+
+
+def test_logprobs_of_infinite_logits(device: str) -> None:
+    logits = torch.randn(3, 300)
+    logits[0], logits[1, 7], logits[2, 5], logits[2, 6] = -torch.inf, torch.inf, torch.nan, -torch.inf
+    for ops in (reference, kernels):
+        args = [x.to(device) for x in (logits, torch.tensor([4, 7, 6]))]
+        values, top_ids, top_values = (x.cpu() for x in ops.logprobs(*args, 2))
+        assert values[:2].tolist() == [-torch.inf, 0] and top_values[:2, 0].tolist() == [-torch.inf, 0]
+        assert top_ids[0].tolist() == [0, 1] and top_ids[1, 0] == 7
+        assert values[2].isnan() and top_values[2].isnan().all()  # a broken model is not hidden
+
+
 @few
 @given(
     st.lists(st.tuples(st.booleans(), st.sampled_from([0, 1, 1, 3, 40, 1100])), min_size=1, max_size=5),
@@ -362,6 +428,8 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     slots = torch.where(torch.tensor([live for live, _ in rows]), torch.randperm(8)[:count], -1).to(torch.int32)
     starts = ints(0, *np.cumsum([n for _, n in rows]).tolist())
     total = max(1, int(starts[-1]) + unowned)
+    for slot, n in enumerate(computed.tolist()):  # a window may have passed all that was computed
+        tables[slot, : n // 16] = -1
     args = (token_ids, computed, tables, slots, starts, total, 16)
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
@@ -410,6 +478,9 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         kernels.attention_decode(q, kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
         kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+        ids = torch.arange(8).cuda()[offset : offset + rows]
+        for k in (0, rows):
+            kernels.logprobs(torch.randn(rows, 500).cuda(), ids, k)
 
     step(2, 0)
     compiles = []

@@ -19,7 +19,7 @@ def test_can_allocate_knows_now_later_and_never():
     manager.allocate(50)
     assert manager.can_allocate(45) is AllocStatus.OK
     assert manager.can_allocate(46) is AllocStatus.LATER  # would go below the watermark of 5
-    assert manager.can_allocate(46, reserve=False) is AllocStatus.OK
+    assert manager.can_allocate(46, kept=0) is AllocStatus.OK
     assert manager.can_allocate(101) is AllocStatus.NEVER
 
 

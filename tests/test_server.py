@@ -45,13 +45,14 @@ MISSING = object()
 
 
 class ScriptedClient:
-    """Stands in for `MPClient`: answers TEXT token by token, or what `script` says."""
+    """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says."""
 
     def __init__(self) -> None:
         self.alive = True
         self.added: list[tuple[list[int], SamplingParams, str]] = []
         self.open: set[str] = set()
-        self.aborted: list[str] = []
+        self.aborted: list[tuple[str, int | None]] = []
+        self.stories: dict[str, dict[str, Any]] = {}
         self.script: list[EngineOutput | Exception] | None = None
 
     def add(
@@ -68,23 +69,38 @@ class ScriptedClient:
         return stream
 
     def answer(self, params: SamplingParams) -> list[EngineOutput | Exception]:
-        limit = params.max_tokens or 1
-        tokens = (TOKENIZER.encode(TEXT) * limit)[:limit]
-        news: list[EngineOutput | Exception] = [told([token], cached=2) for token in tokens]
-        news[-1] = told(tokens[-1:], "length", cached=2)
-        return news
+        limit, samples = params.max_tokens or 1, params.num_samples
+        tokens = TOKENIZER.encode(TEXT) * (limit + samples)
+        if params.use_beam_search:
+            news = [told(tokens[i : i + limit], "length", i, logprob=-i) for i in range(samples)]
+        else:
+            news = [told([tokens[i + step]], None, i) for step in range(limit) for i in range(samples)]
+        for output in news[-samples:]:
+            output.finish_reason = "length"
+            output.cumulative_logprob = -1.0 - output.index if samples > params.n else output.cumulative_logprob
+        news[-1].finished = True
+        return list(news)
 
-    def abort(self, request_id: str) -> None:
-        self.open.discard(request_id)
-        self.aborted.append(request_id)
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        if index is None:
+            self.open.discard(request_id)
+        self.aborted.append((request_id, index))
 
-    def call(self, method: str) -> dict[str, float]:
+    def call(self, method: str, *args: Any) -> Any:
+        if method == "explain_prompts":
+            name, most = args
+            return [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]
         assert method == "metrics"
         return {"num_requests_running": 3, "prompt_tokens_total": 70}
 
 
-def told(ids: list[int], finish: str | None = None, cached: int = 0, error: str | None = None) -> EngineOutput:
-    return EngineOutput("any", ids, finish_reason=finish, stop_reason=None, num_cached_tokens=cached, error=error)
+def told(
+    ids: list[int], finish: str | None = None, index: int = 0, error: str | None = None, logprob: float | None = None
+) -> EngineOutput:
+    """An output of a request; an error is its last, and of the others `finished` tells."""
+    return EngineOutput(
+        "any", ids, finish, None, num_cached_tokens=2, error=error, index=index, cumulative_logprob=logprob,
+        finished=error is not None)  # fmt: skip
 
 
 @pytest.fixture
@@ -148,9 +164,12 @@ BAD = {  # field: values that are refused on both generating routes
     "stream": [1, "true"],
     "stream_options": [{"include_usage": True}, [], {"include_usage": 1}],
     "cache_salt": [1, "x" * 1025],
-    "n": [2, 0, "1", True],
-    "best_of": [2],
-    "use_beam_search": [True],
+    "n": [0, -1, 1.5, 2.0, "1", True, 65537, 10**400, [1]],
+    "best_of": [0, 2.0, "2", True, 65537],
+    "use_beam_search": [1, 0, "true"],
+    "beam_width": [2, 0, 1.0, True, 1025],
+    "length_penalty": [2.0, "1", True, 11, -10.5],
+    "early_stopping": [True, 1, 0, "always"],
     "logprobs": [1, 5, True, 0],
     "top_logprobs": [1],
     "prompt_logprobs": [0, 1],
@@ -206,6 +225,9 @@ def test_null_is_the_default_and_unknown_fields_are_tolerated(
     http_client: FlaskClient, engine: ScriptedClient, route: str
 ) -> None:
     plain = post(http_client, route).json["choices"]
+    samples = {"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False}
+    assert post(http_client, route, **samples).json["choices"] == plain
+    engine.added.pop()  # best_of 1 is the same as none, but spelled otherwise
     nulls = {field.name: None for field in FIELDS if field.name not in BODIES[route]}
     assert post(http_client, route, **nulls, unknown={"a": [1]}).json["choices"] == plain
     for body in ({"user": "me", "metadata": {}, "store": True, "parallel_tool_calls": True}, {"n": 1, "echo": False}):
@@ -269,6 +291,10 @@ def test_max_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:
         ("max_stop_length", 2, {"stop": ["abc"]}),
         ("max_json_depth", 4, {"x": [[[[1]]]]}),
         ("max_output_tokens", 20, {"prompt": ["a", "b"]}),
+        ("max_output_tokens", 20, {"n": 2}),
+        ("max_choices", 5, {"n": 6}),
+        ("max_choices", 5, {"prompt": ["a", "b"], "best_of": 3}),
+        ("max_choices", 5, {"prompt": ["a", "b"], "use_beam_search": True, "beam_width": 3}),
     ],
 )
 def test_caps_are_named(engine: ScriptedClient, cap: str, value: int, fields: dict[str, Any]) -> None:
@@ -301,6 +327,22 @@ def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route:
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_content_type_is_415(http_client: FlaskClient, content_type: str | None) -> None:
     refusal(http_client.post(COMPLETIONS, data=b'{"prompt": "a"}', content_type=content_type), 415)
+
+
+def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    """The engine's stories of all prompts of a request, by the id of the response."""
+    answer = post(http_client, COMPLETIONS, prompt=["a", "b"]).json
+    mine = sorted(engine.open)
+    assert mine == [f"{answer['id']}-0", f"{answer['id']}-1"]
+    engine.stories = {id: {"told": i} for i, id in enumerate(mine)} | {"cmpl-other-0": {"told": 7}}
+    explained = http_client.get("/explain/" + answer["id"]).json
+    assert explained == {"id": answer["id"], "prompts": [{"told": 0}, {"told": 1}]}
+    del engine.stories[mine[0]]  # one that is forgotten doesn't hide the others
+    assert http_client.get("/explain/" + answer["id"]).json["prompts"] == [{"told": 1}]
+    for id in ("cmpl-unknown", mine[0], "a/b", "%ff", "x" * 3000):
+        message = refusal(http_client.get("/explain/" + id), 404)["message"]
+        assert "latest" in message and len(message) < 300
+    refusal(http_client.post("/explain/" + answer["id"]), 405)
 
 
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
@@ -337,6 +379,7 @@ def test_api_keys(engine: ScriptedClient) -> None:
     for headers in good:
         assert http_client.get("/v1/models", headers=headers).status_code == 200
     for headers in bad:
+        refusal(http_client.get("/explain/cmpl-1", headers=headers), 401)
         assert refusal(http_client.get("/v1/models", headers=headers), 401)["type"] == "authentication_error"
         refusal(http_client.get("/nope", headers=headers), 401)
     assert http_client.get("/health").status_code == 200
@@ -352,6 +395,13 @@ def test_request_id_is_echoed_or_made_exactly_once(http_client: FlaskClient, rou
     for headers in ({}, {"X-Request-Id": "a b"}, {"X-Request-Id": "x" * 300}):
         made = http_client.get(route, headers=headers).headers.getlist("X-Request-Id")
         assert len(made) == 1 and re.fullmatch("[0-9a-f]{32}", made[0])
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_a_made_request_id_is_that_of_the_answer(http_client: FlaskClient, route: str) -> None:
+    response = post(http_client, route)
+    assert response.json["id"].partition("-")[2] == response.headers["X-Request-Id"]
+    assert post(http_client, route).json["id"] != response.json["id"]
 
 
 # --- answers ---------------------------------------------------------------------------------------------------------
@@ -485,6 +535,156 @@ def test_token_prompts(http_client: FlaskClient, engine: ScriptedClient) -> None
     assert [ids for ids, _, _ in engine.added[:4]] == [[5, 6], [5, 6], [5], [6]]
 
 
+# --- several answers to a prompt -------------------------------------------------------------------------------------
+
+
+def texts_of(sent: list[dict[str, Any]]) -> dict[int, str]:
+    """The joined text of each index of a stream."""
+    texts: dict[int, str] = {}
+    for choice in (choice for event in sent for choice in event["choices"]):
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def content(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_n(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    whole = post(http_client, route, n=3, max_tokens=6).json
+    ids = TOKENIZER.encode(TEXT) * 2
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert [content(choice) for choice in whole["choices"]] == [TOKENIZER.decode(ids[i : i + 6]) for i in range(3)]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
+    ((prompt, params, _),) = engine.added  # one request of the engine's, whose prompt counts once
+    assert params.n == 3
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (len(prompt), 18)
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize("stop", [None, "wör"])
+@pytest.mark.parametrize("route", BODIES)
+def test_n_in_a_stream(http_client: FlaskClient, engine: ScriptedClient, route: str, stop: str | None) -> None:
+    fields = {"n": 3, "max_tokens": 9, "stop": stop}
+    whole = post(http_client, route, **fields).json
+    sent = events(post(http_client, route, stream=True, stream_options={"include_usage": True}, **fields))
+    assert texts_of(sent) == {choice["index"]: content(choice) for choice in whole["choices"]}
+    assert [event["usage"] for event in sent] == [None] * (len(sent) - 1) + [whole["usage"]]
+    choices = [event["choices"][0] for event in sent[:-1]]
+    indices = [choice["index"] for choice in choices]
+    ends = {choice["index"]: place for place, choice in enumerate(choices) if choice["finish_reason"]}
+    assert len(ends) == sum(choice["finish_reason"] is not None for choice in choices) == 3
+    for i in range(3):  # nothing comes after the end, not even for what the engine had sent on its way
+        assert ends[i] == max(place for place, index in enumerate(indices) if index == i)
+        assert choices[ends[i]]["stop_reason"] == whole["choices"][i]["stop_reason"]
+    talk = [choice["index"] for choice in choices if choice.get("text") or choice.get("delta", {}).get("content")]
+    assert talk != sorted(talk)  # each as it comes, not one after the other
+    if route == CHAT:
+        assert indices[:3] == [0, 1, 2] and all(choice["delta"]["role"] == "assistant" for choice in choices[:3])
+        assert all("role" not in choice["delta"] for choice in choices[3:])
+        assert all(choices[place]["delta"] == {} for place in ends.values())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": 2, "best_of": 2}])
+def test_the_index_is_that_of_the_prompt_times_n(http_client: FlaskClient, fields: dict[str, Any]) -> None:
+    fields |= {"prompt": ["a", "b", "c"], "max_tokens": 4}
+    whole = post(http_client, COMPLETIONS, **fields).json
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert texts == texts[:2] * 3 and texts[0] != texts[1]  # the scripted engine answers by the sample
+    assert texts_of(events(post(http_client, COMPLETIONS, stream=True, **fields))) == dict(enumerate(texts))
+    assert whole["usage"]["completion_tokens"] == 24
+
+
+def ranked(tokens: list[tuple[int, float]]) -> list[EngineOutput | Exception]:
+    """Outputs of samples with so many tokens and, at their end, such a sum of log-probabilities."""
+    ids, news = TOKENIZER.encode(TEXT), []
+    for step in range(max(count for count, _ in tokens)):
+        for i, (count, logprob) in enumerate(tokens):
+            if step < count:
+                news.append(
+                    told([ids[i]], "length" if step == count - 1 else None, i, None, logprob * (step + 1) / count)
+                )
+    news[-1].finished = True
+    return news
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_best_of_ranks_by_mean_logprob(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    #                 mean:  -2.0        -0.5       -1.0       -0.75      by the sum the third would be the best
+    engine.script = ranked([(3, -6.0), (6, -3.0), (1, -1.0), (4, -3.0)])
+    whole = post(http_client, route, n=3, best_of=4).json
+    token = [TOKENIZER.decode([id]) for id in TOKENIZER.encode(TEXT)[:4]]
+    assert [content(choice) for choice in whole["choices"]] == [token[1] * 6, token[3] * 4, token[2]]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 14  # all that was generated
+    assert [content(choice) for choice in post(http_client, route, best_of=4).json["choices"]] == [token[1] * 6]
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_beams_come_as_the_engine_ranks_them(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    fields = {"use_beam_search": True, "n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    whole = post(http_client, route, max_tokens=5, **fields).json
+    ids = TOKENIZER.encode(TEXT) * 2
+    assert [content(choice) for choice in whole["choices"]] == [TOKENIZER.decode(ids[i : i + 5]) for i in range(2)]
+    assert whole["usage"]["completion_tokens"] == 10
+    params = engine.added[0][1]
+    assert {name: getattr(params, name) for name in fields} == fields
+    post(http_client, route, use_beam_search=True, n=3)
+    assert engine.added[1][1].num_sequences == 3  # vLLM's habit: the width is n
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", ["best_of is 2", "n, 3"]),
+        ({"best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 1"]),
+        ({"n": 2, "best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 2"]),
+        ({"use_beam_search": True, "stream": True}, "stream", ["stream is true", "use_beam_search"]),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", ["beam_width is 2", "n, 3"]),
+        ({"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
+        ({"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
+        ({"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
+        ({"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
+        ({"n": 65537}, "n", ["n is 65537", "from 1 to 65536"]),
+    ],
+)
+def test_what_does_not_go_together_is_400(
+    http_client: FlaskClient, engine: ScriptedClient, fields: dict[str, Any], param: str, words: list[str]
+) -> None:
+    for route in BODIES:
+        error = refusal(post(http_client, route, **fields))
+        assert error["param"] == param and all(word in error["message"] for word in words), error
+    assert not engine.added
+
+
+def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    free, cut = (post(http_client, COMPLETIONS, n=3, max_tokens=4, stop=stop).json for stop in (None, "Hello"))
+    id, (first, *others) = cut["id"], cut["choices"]
+    assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("", "stop", "Hello")
+    assert others == free["choices"][1:]
+    assert engine.aborted == [(f"{id}-0", 0)]
+    taken = len(TOKENIZER.encode("Hello"))
+    assert cut["usage"]["completion_tokens"] == taken + 8 < free["usage"]["completion_tokens"]
+
+
+def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
+    http_client: FlaskClient, engine: ScriptedClient
+) -> None:
+    id = post(http_client, COMPLETIONS, n=3, max_tokens=12, stop="wör").json["id"]
+    assert [index for _, index in engine.aborted] == [2, 1, None] and not engine.open
+    assert {request_id for request_id, _ in engine.aborted} == {f"{id}-0"}
+    # The engine's last news was of another sample, before it knew of the stop string: it must be told to forget both.
+    hello, world = TOKENIZER.encode("Hello"), TOKENIZER.encode(" world")
+    engine.script, engine.aborted = [told(hello, index=1), told(world, "length", 0)], []
+    choices = post(http_client, COMPLETIONS, n=2, stop="Hello").json["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "stop"]
+    assert [index for _, index in engine.aborted] == [1, None]
+
+
 # --- when the engine refuses, fails or dies --------------------------------------------------------------------------
 
 
@@ -537,11 +737,18 @@ def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
     http_client = client_of(engine, max_queue=2)
     response = post(http_client, COMPLETIONS, prompt=["a", "b", "c"])
     assert refusal(response, 429)["type"] == "rate_limit_error" and response.headers["Retry-After"]
-    for _ in range(3):  # room is given back after answers, errors and streams
-        assert post(http_client, COMPLETIONS, prompt=["a", "b"]).status_code == 200
-        events(post(http_client, COMPLETIONS, prompt=["a", "b"], stream=True))
+    for fields in ({"n": 3}, {"best_of": 3}, {"use_beam_search": True, "beam_width": 3}):
+        message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
+        assert "3" in message and "2 (max_queue)" in message
+    for fields in (
+        {"prompt": ["a", "b"]},
+        {"n": 2},
+        {"prompt": ["a", "b"]},
+    ):  # given back after answers, errors, streams
+        assert post(http_client, COMPLETIONS, **fields).status_code == 200
+        events(post(http_client, COMPLETIONS, stream=True, **fields))
         engine.script = [told([], "error", error="no")]
-        refusal(post(http_client, COMPLETIONS, prompt=["a", "b"]))
+        refusal(post(http_client, COMPLETIONS, **fields))
         engine.script = None
 
 
@@ -553,7 +760,7 @@ def test_total_time_is_limited(engine: ScriptedClient, stream: bool) -> None:
     assert "request_timeout" in error["message"] and len(engine.aborted) == 1
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": ["a", "b"]}])
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": ["a", "b"]}, {"n": 3, "stream": True}])
 def test_a_client_that_leaves_is_aborted(
     http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
@@ -731,7 +938,101 @@ def test_64_concurrent_streams_equal_their_twins(server: Server) -> None:
     assert streamed == whole and all(text for text, _ in whole)
 
 
-@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": ["a", "b", "c"]}])
+SAMPLED = {"model": "demo", "temperature": 0.9, "seed": 7, "max_tokens": 16}
+
+
+def test_n_through_the_sdk(server: Server, llm: Any) -> None:
+    """The texts are those of `LLM`, streamed or not, with one prompt or two."""
+    client, prompts = server.client(), ["Enter", "To be"]
+    params = SamplingParams(temperature=0.9, seed=7, max_tokens=16, n=3)
+    wanted = [[c.text for c in output.outputs] for output in llm.generate(prompts, params, use_tqdm=False)]
+    assert len(set(wanted[0])) == len(set(wanted[1])) == 3
+    whole = client.completions.create(prompt=prompts, n=3, **SAMPLED)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(wanted[0] + wanted[1]))
+    assert client.completions.create(prompt="To be", **SAMPLED).choices[0].text == wanted[1][0]
+    texts, usages = [""] * 6, []
+    options = {"include_usage": True}
+    for chunk in client.completions.create(prompt=prompts, n=3, stream=True, stream_options=options, **SAMPLED):
+        usages += [chunk.usage] if chunk.usage else []
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == wanted[0] + wanted[1] and len(usages) == 1
+    counts = (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert counts == (usages[0].prompt_tokens, usages[0].completion_tokens)
+    assert counts[0] == sum(len(llm.tokenizer.encode(prompt)) for prompt in prompts)
+
+
+def test_n_in_a_chat_through_the_sdk(server: Server) -> None:
+    client, messages = server.client(), [{"role": "user", "content": "Spell apology backwards."}]
+    wild = SAMPLED | {"temperature": 3}
+    whole = client.chat.completions.create(messages=messages, n=4, **wild)
+    assert len({choice.message.content for choice in whole.choices}) == 4
+    chunks = list(client.chat.completions.create(messages=messages, n=4, stream=True, **wild))
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    for i, answer in enumerate(whole.choices):
+        mine = [choice for choice in choices if choice.index == i]
+        assert [choice.delta.role for choice in mine] == ["assistant"] + [None] * (len(mine) - 1)
+        assert "".join(choice.delta.content or "" for choice in mine) == answer.message.content
+        assert [c.finish_reason for c in mine] == [None] * (len(mine) - 1) + [answer.finish_reason]
+    assert [choice.index for choice in choices] != sorted(choice.index for choice in choices)
+
+
+@pytest.mark.parametrize("fields", [{"n": 2, "best_of": 6}, {"n": 2, "use_beam_search": True, "beam_width": 5}])
+def test_best_of_and_beam_search_through_the_sdk(server: Server, llm: Any, fields: dict[str, Any]) -> None:
+    client, question = server.client(), "What is 23 + 58?"
+    extra = {name: fields[name] for name in fields if name != "n"}
+    sampled = SAMPLED | {"temperature": 3.0 if "best_of" in fields else 1.0}
+    params = SamplingParams(temperature=sampled["temperature"], seed=7, max_tokens=16, **fields)
+    answer = client.completions.create(prompt="Enter", n=2, extra_body=extra, **sampled)
+    (wanted,) = llm.generate("Enter", params, use_tqdm=False)
+    assert [choice.text for choice in answer.choices] == [completion.text for completion in wanted.outputs]
+    messages = [{"role": "user", "content": question}]
+    chat = client.chat.completions.create(messages=messages, n=2, extra_body=extra, **sampled)
+    (wanted,) = llm.chat(messages, params, use_tqdm=False)
+    assert [choice.message.content for choice in chat.choices] == [completion.text for completion in wanted.outputs]
+    if "best_of" in fields:
+        assert answer.usage.completion_tokens > 4 * max(len(c.token_ids) for c in wanted.outputs)
+    for stream in (client.completions, client.chat.completions):
+        asked = {"prompt": "Enter"} if stream is client.completions else {"messages": messages}
+        with pytest.raises(openai.BadRequestError, match="stream is true"):
+            stream.create(n=2, extra_body=extra, stream=True, **asked, **sampled)
+    with pytest.raises(openai.BadRequestError, match=r"beam_width is 257; .* 256.* max_num_seqs"):
+        client.completions.create(prompt="a", extra_body={"use_beam_search": True, "beam_width": 257}, model="demo")
+
+
+def test_a_stop_string_in_one_of_several_samples(server: Server, llm: Any) -> None:
+    client = server.client()
+    free = [choice.text for choice in client.completions.create(prompt="Enter", n=3, **SAMPLED).choices]
+    stop = next(p for i in range(3, 99) if sum((p := free[1][i : i + 5]) in text for text in free) == 1)
+    wanted = [free[0], free[1][: free[1].index(stop)], free[2]]
+    whole = client.completions.create(prompt="Enter", n=3, stop=stop, **SAMPLED)
+    assert [choice.text for choice in whole.choices] == wanted
+    texts = [""] * 3
+    for chunk in client.completions.create(prompt="Enter", n=3, stop=stop, stream=True, **SAMPLED):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == wanted
+    eventually(lambda: server.running() == 0, 2)
+
+
+def test_explain_tells_of_running_and_finished_requests(server: Server) -> None:
+    sock = server.connect("POST", COMPLETIONS, LONG | {"prompt": ["a", "b"], "stream": True, "n": 2})
+    with contextlib.closing(sock), sock.makefile("rb") as file:
+        event = next(line for line in file if line.startswith(b"data: "))
+        id = json.loads(event[6:])["id"]
+        status, text = server.get("/explain/" + id)
+        explained = json.loads(text)
+        assert status == 200 and explained["id"] == id and len(explained["prompts"]) == 2
+    eventually(lambda: server.running() == 0, 2)
+    assert len(json.loads(server.get("/explain/" + id)[1])["prompts"]) == 2  # and when it is over
+    answer = server.client().completions.create(model="demo", prompt="To be", max_tokens=2)
+    assert server.get("/explain/" + answer.id)[0] == 200
+    status, text = server.get("/explain/cmpl-0")
+    assert status == 404 and "latest" in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"stream": True}, {"prompt": ["a", "b", "c"]}, {"n": 3}, {"n": 3, "stream": True}]
+)
 def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[str, Any]) -> None:
     sock = server.connect("POST", COMPLETIONS, LONG | fields)
     eventually(lambda: server.running() > 0)
@@ -739,8 +1040,8 @@ def test_a_client_that_leaves_is_out_of_the_engine(server: Server, fields: dict[
     sock.close()
     eventually(lambda: server.running() == 0, 2)
     # A few steps pass between the reading and the closing; a server that polled ten times a second made over 15 more.
-    prompts = 3 if "prompt" in fields else 1
-    assert server.metric("generation_tokens_total") - generated <= 10 * prompts
+    answers = 3 if {"prompt", "n"} & fields.keys() else 1
+    assert server.metric("generation_tokens_total") - generated <= 10 * answers
 
 
 def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:

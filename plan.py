@@ -1,0 +1,72 @@
+"""What travels between the scheduler, the workers and the clients: plans, results and news.
+
+A plan carries differences, not batches: the workers keep the state of every sequence that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class NewRow:
+    """A sequence that enters a slot of the workers' batch state."""
+
+    slot: int
+    token_ids: list[int]  # all it has: the prompt, and after a preemption its output so far
+    num_computed: int  # how many of them are in the cache already
+    blocks: list[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What a step changes and runs. A steady decode step carries its rows and little else."""
+
+    step: int
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, tokens to compute); rows of one token come first
+    new: list[NewRow] = field(default_factory=list)
+    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, blocks that its table grew by)
+    released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
+    # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+
+
+@dataclass(slots=True)
+class Logprobs:
+    """Log-probabilities of one row: the model's own, before temperature."""
+
+    sampled: float
+    ids: list[int]  # the likeliest tokens, as many as asked for, the likeliest first
+    values: list[float]
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought: for each of the plan's rows the sampled token, or -1 where the row did not sample."""
+
+    step: int
+    token_ids: list[int]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """One step's news of one request."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | None = None  # which of the request's stop_token_ids ended it
+    num_cached_tokens: int = 0
+    error: str | None = None  # what was wrong with the request; finish_reason is then "error"
+    index: int = 0  # which of the request's answers
+    cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
+    finished: bool = False  # nothing more will come of the request

@@ -1,0 +1,457 @@
+"""Beam search: its choice by itself on toy models, and the engine's beams against transformers' on tiny checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from beam import BeamSearch
+from config import EngineConfig, SamplingParams
+from engine import EngineCore
+from scheduler import EngineOutput
+from test_model import shape
+
+Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token
+
+
+def toy(vocab: int, seed: int) -> Model:
+    """A model of random log-probabilities, which looks back at the last two tokens."""
+
+    @functools.cache
+    def row(last: tuple[int, ...]) -> list[float]:
+        rng = random.Random(f"{seed} {last}")
+        return fixed(*(math.exp(rng.gauss(0, 2)) for _ in range(vocab)))([])
+
+    return lambda output: row(tuple(output[-2:]))
+
+
+def fixed(*weights: float) -> Model:
+    """A model that gives its tokens probabilities like `weights`, whatever came before."""
+    row = [math.log(weight / sum(weights)) for weight in weights]
+    return lambda output: row
+
+
+def drive(search: BeamSearch, model: Model) -> int:
+    """Run a search to its end; returns how many steps it took."""
+    outputs: list[list[int]] = [[]]
+    logprobs = [0.0]
+    for step in itertools.count(1):
+        nexts = []
+        for output in outputs:
+            row = model(output)
+            ids = sorted(range(len(row)), key=lambda token: -row[token])[: search.num_candidates]
+            nexts.append((ids, [row[token] for token in ids]))
+        going = search.advance(outputs, logprobs, nexts)
+        if not going:
+            return step
+        outputs, logprobs = [[*outputs[c.parent], c.token] for c in going], [c.logprob for c in going]
+        assert len({tuple(output) for output in outputs}) == len(outputs) <= search.width
+
+
+def by_the_letter(model: Model, search: BeamSearch) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
+    """transformers' `_beam_search` for one prompt, line by line in lists of (score, tokens), with its made-up beams of
+    -1e9; returns the answers and the number of steps."""
+    width, penalty, early = search.width, search.length_penalty, search.early_stopping
+
+    def top(count: int, beams: list) -> list:
+        return sorted(beams, key=lambda beam: -beam[0])[:count]
+
+    running: list[tuple[float, tuple[int, ...]]] = [(0.0, ()), *[(-1e9, ())] * (width - 1)]
+    finished: list[tuple[float, tuple[int, ...], bool]] = [(-1e9, (), False)] * width
+    for length in range(1, search.max_tokens + 1):
+        every = [(score + more, (*o, token)) for score, o in running for token, more in enumerate(model(o))]
+        candidates = top(max(2, 1 + len(search.stop_ids)) * width, every)
+        ends = [o[-1] in search.stop_ids or length == search.max_tokens for _, o in candidates]
+        running = top(width, [(score - 1e9 * end, o) for (score, o), end in zip(candidates, ends, strict=True)])
+        done = [end and place < width for place, end in enumerate(ends)]
+        finished = top(
+            width,
+            finished
+            + [(s / length**penalty - 1e9 * (not d), o, d) for (s, o), d in zip(candidates, done, strict=True)],
+        )
+        all_finished = all(is_finished for _, _, is_finished in finished)
+        reach = search.max_tokens if early == "never" and penalty > 0 else length
+        worst = finished[-1][0] if all_finished else -1e9
+        if all(ends) or running[0][0] / reach**penalty <= worst or (all_finished and early is True):
+            return [(score, o) for score, o, _ in finished], length
+    raise AssertionError("all candidates end at max_tokens")
+
+
+PENALTIES = st.sampled_from([-2.0, -1.0, -0.3, 0.0, 0.5, 1.0, 2.0, 3.0])
+EARLY = st.sampled_from([True, False, "never"])
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6), width=st.integers(1, 5), stops=st.integers(0, 3),
+       max_tokens=st.integers(1, 12), penalty=PENALTIES, early=EARLY)  # fmt: skip
+def test_search_goes_by_the_letter(data, seed, width, stops, max_tokens, penalty, early):
+    vocab = data.draw(st.integers(max(2, width + stops), 14))  # fewer tokens, and transformers makes beams up
+    stop_ids = frozenset(random.Random(seed).sample(range(vocab), stops))
+    search, model = BeamSearch(width, max_tokens, stop_ids, penalty, early), toy(vocab, seed)
+    steps = drive(search, model)
+    expected, expected_steps = by_the_letter(model, search)
+    assert [tuple(answer.tokens) for answer in search.answers] == [tokens for _, tokens in expected]
+    assert [answer.score for answer in search.answers] == pytest.approx([score for score, _ in expected])
+    assert [answer.stopped for answer in search.answers] == [tokens[-1] in stop_ids for _, tokens in expected]
+    assert steps == expected_steps
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.integers(1, 4), stops=st.integers(0, 3), max_tokens=st.integers(1, 4),
+       penalty=PENALTIES, early=EARLY)  # fmt: skip
+def test_search_wide_enough_finds_everything(seed, vocab, stops, max_tokens, penalty, early):
+    """With room for every output there is, the answers are all of them in order, whatever else is set."""
+    stop_ids, model = frozenset(range(min(stops, vocab))), toy(vocab, seed)
+    everything = []
+    for length in range(1, max_tokens + 1):
+        for output in itertools.product(range(vocab), repeat=length):
+            stopped = output[-1] in stop_ids
+            if stop_ids.isdisjoint(output[:-1]) and (stopped or length == max_tokens):
+                logprob = sum(model(output[:i])[token] for i, token in enumerate(output))
+                everything.append((logprob / length**penalty, list(output), stopped))
+    search = BeamSearch(vocab**max_tokens + len(everything), max_tokens, stop_ids, penalty, early)
+    drive(search, model)
+    everything.sort(key=lambda answer: -answer[0])
+    assert [(answer.tokens, answer.stopped) for answer in search.answers] == [answer[1:] for answer in everything]
+    assert [answer.score for answer in search.answers] == pytest.approx([score for score, _, _ in everything])
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 10**6), vocab=st.integers(1, 6), max_tokens=st.integers(1, 6),
+       penalty=PENALTIES, early=EARLY)  # fmt: skip
+def test_as_many_answers_as_beams(data, seed, vocab, max_tokens, penalty, early):
+    """However many of the tokens end a beam, if the vocabulary is as large as the search is wide."""
+    width, stops = data.draw(st.integers(1, vocab)), data.draw(st.integers(0, vocab))
+    search = BeamSearch(width, max_tokens, frozenset(range(stops)), penalty, early)
+    drive(search, toy(vocab, seed))
+    assert len({tuple(answer.tokens) for answer in search.answers}) == len(search.answers) == width
+
+
+def answers(model: Model, *args) -> list[tuple[list[int], bool]]:
+    search = BeamSearch(*args)
+    drive(search, model)
+    return [(answer.tokens, answer.stopped) for answer in search.answers]
+
+
+def test_one_token():
+    """Every beam ends with the first token: by the stop token, or by its length."""
+    model = fixed(0.1, 0.4, 0.2, 0.3)
+    assert answers(model, 3, 1, frozenset({3}), 1.0, False) == [([1], False), ([3], True), ([2], False)]
+
+
+def test_stop_token_at_the_last_place_is_a_stop():
+    assert answers(fixed(0.9, 0.1), 1, 3, frozenset({0}), 1.0, True) == [([0], True)]
+    assert answers(fixed(0.9, 0.1), 2, 2, frozenset({1}), 0.0, True) == [([0, 0], False), ([1], True)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_beam_is_greedy(seed):
+    model, output = toy(9, seed), []
+    while len(output) < 10 and (not output or output[-1] not in (2, 5)):
+        row = model(output)
+        output.append(row.index(max(row)))
+    assert answers(model, 1, 10, frozenset({2, 5}), 1.0, False) == [(output, output[-1] in (2, 5))]
+
+
+def test_score_divides_by_length():
+    for penalty in (-1.0, 0.0, 0.5, 2.0):
+        search = BeamSearch(1, 4, frozenset(), penalty, False)
+        drive(search, fixed(0.5, 0.3, 0.2))
+        assert search.answers[0].score == pytest.approx(4 * math.log(0.5) / 4**penalty)
+
+
+def test_length_penalty_chooses_between_short_and_long():
+    """Stop at once with probability 0.5, or go on and be certain from there."""
+    later = [math.log(p) for p in (0.02, 0.96, 0.02)]
+    first = [math.log(p) for p in (0.5, 0.4, 0.1)]
+
+    def model(output):
+        return later if output else first
+
+    def best(penalty):
+        return answers(model, 2, 4, frozenset({0}), penalty, "never")[0][0]
+
+    assert best(-1.0) == best(0.0) == [0]
+    assert best(1.0) == best(2.0) == [1, 1, 1, 1]
+
+
+def early_model(output: Sequence[int]) -> list[float]:
+    """Both first choices may end at once; who goes on twice is almost certain of the rest."""
+    rows = {0: (0.40, 0.25, 0.2, 0.15), 1: (0.3, 0.3, 0.2, 0.2), 2: (0.01, 0.01, 0.97, 0.01)}
+    return [math.log(p) for p in rows[min(len(output), 2)]]
+
+
+@pytest.mark.parametrize(("early", "steps"), [(True, 1), (False, 1), ("never", 8)])
+def test_early_stopping(early, steps):
+    """Two answers after one step: more can come only for who compares at full length."""
+    search = BeamSearch(2, 8, frozenset({0, 1}), 1.0, early)
+    assert drive(search, early_model) == steps
+    assert len(search.answers) == 2 and (search.answers[0].tokens == [0]) == (early != "never")
+
+
+def test_early_stopping_true_does_not_wait_for_better():
+    """Two answers, of which one is so poor that the beam that still runs would replace it."""
+    rows = {(): (0.49, 0.5, 0.01), (1,): (0.02, 0.9, 0.08)}
+
+    def model(output):
+        return [math.log(p) for p in rows.get(tuple(output), (0.1, 0.8, 0.1))]
+
+    taken = {}
+    for early in (True, False):
+        search = BeamSearch(2, 6, frozenset({0}), 1.0, early)
+        taken[early] = (drive(search, model), [answer.tokens for answer in search.answers])
+    assert taken[True][0] < taken[False][0]
+    assert taken[True][1] != taken[False][1]
+
+
+def test_enough_candidates_when_all_beams_would_rather_stop():
+    """Three stop tokens ahead of all others: still `width` beams go on."""
+    search = BeamSearch(4, 5, frozenset({0, 1, 2}), 1.0, False)
+    assert search.num_candidates == 16
+    ids = list(range(8))
+    values = [math.log(p) for p in (0.3, 0.25, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02)]
+    going = search.advance([[]], [0.0], [(ids, values)])
+    assert [c.token for c in going] == [3, 4, 5, 6]
+    assert [answer.tokens for answer in search.answers] == [[0], [1], [2]]
+
+
+def test_end_outside_of_the_best_is_dropped():
+    """A candidate that ends counts only among the best `width`."""
+    search = BeamSearch(2, 5, frozenset({2}), 1.0, False)
+    going = search.advance([[]], [0.0], [([0, 1, 2, 3], [-1.0, -1.1, -1.2, -1.3])])
+    assert [c.token for c in going] == [0, 1] and search.answers == []
+
+
+def test_ties_go_to_the_earlier_beam_and_the_earlier_token():
+    search = BeamSearch(3, 5, frozenset({9}), 1.0, False)
+    nexts = [([4, 9], [-1.0, -1.0]), ([5, 9], [-1.0, -1.0]), ([6, 7], [-1.0, -1.0])]
+    going = search.advance([[1], [2], [3]], [-2.0, -2.0, -2.0], nexts)
+    assert [(c.parent, c.token) for c in going] == [(0, 4), (1, 5), (2, 6)]
+    assert [answer.tokens for answer in search.answers] == [[1, 9]]
+
+
+def test_fewer_beams_than_width():
+    """Of three tokens two go on: two beams, then four of eight; nothing is made up."""
+    search = BeamSearch(8, 3, frozenset({2}), 1.0, False)
+    nexts = ([0, 1, 2], [math.log(p) for p in (0.5, 0.3, 0.2)])
+    going = search.advance([[]], [0.0], [nexts])
+    assert [c.token for c in going] == [0, 1]
+    going = search.advance([[0], [1]], [c.logprob for c in going], [nexts, nexts])
+    assert [(c.parent, c.token) for c in going] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_nothing_but_stops():
+    """The vocabulary has no token to go on with."""
+    assert answers(fixed(0.6, 0.4), 3, 5, frozenset({0, 1}), 1.0, "never") == [([0], True), ([1], True)]
+
+
+# --- the engine's beams against transformers' -----------------------------------------------------------------------
+
+NEW = 12
+BEAMS = [  # arguments of transformers' `generate`
+    {"num_beams": 2, "num_return_sequences": 2},
+    {"num_beams": 3, "num_return_sequences": 3, "eos_token_id": [7], "early_stopping": True},
+    {"num_beams": 4, "num_return_sequences": 2, "eos_token_id": [3, 11, 30], "length_penalty": 0.0},
+    {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": [3, 11, 30], "length_penalty": 2.0,
+     "early_stopping": "never"},
+    {"num_beams": 3, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "length_penalty": -1.0},
+    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": list(range(20, 35)), "early_stopping": "never"},
+    {"num_beams": 5, "num_return_sequences": 5, "eos_token_id": [12, 13], "max_new_tokens": 1},
+    {"num_beams": 1, "num_return_sequences": 1, "eos_token_id": list(range(5, 11)), "early_stopping": "never"},
+]  # fmt: skip
+CASES = {
+    "llama": {"config": "LlamaConfig", "shape": shape(61, 64, 4, 4)},
+    "mistral-window": {"config": "MistralConfig", "shape": shape(67, 64, 8, 2, head_dim=16, sliding_window=9)},
+    "qwen2-tied": {"config": "Qwen2Config", "shape": shape(53, 64, 4, 2, tie_word_embeddings=True)},
+    "qwen3-two-eos": {"config": "Qwen3Config", "shape": shape(71, 64, 8, 2, head_dim=32, eos_token_id=[5, 9])},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small only lose by sharing them out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """Random checkpoints, and the beams that transformers finds in them."""
+    folder, rng = tmp_path_factory.mktemp("checkpoints"), random.Random(0)
+    for case in CASES.values():
+        vocab = case["shape"]["vocab_size"]
+        case |= {"new": NEW, "prompts": [[rng.randrange(vocab) for _ in range(n)] for n in (1, 7, 23)]}
+        case["beams"] = [{"max_new_tokens": NEW} | arguments for arguments in BEAMS]
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    oracle = Path(__file__).with_name("oracle.py")
+    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
+    return folder
+
+
+EAGER = {"schedule_conservativeness": 0.0}  # let in whoever fits now, so that many are preempted
+
+
+def params_for(arguments: dict) -> SamplingParams:
+    """What transformers' arguments are in our words; without a stop token the checkpoint's own are taken."""
+    stops = arguments.get("eos_token_id", [])
+    return SamplingParams(
+        use_beam_search=True, beam_width=arguments["num_beams"], n=arguments["num_return_sequences"],
+        max_tokens=arguments["max_new_tokens"], length_penalty=arguments.get("length_penalty", 1.0),
+        early_stopping=arguments.get("early_stopping", False), stop_token_ids=tuple(stops), ignore_eos=bool(stops),
+    )  # fmt: skip
+
+
+def finish(core: EngineCore) -> dict[str, list[EngineOutput]]:
+    """Step until all is done; returns each request's outputs."""
+    outputs: dict[str, list[EngineOutput]] = {}
+    for _ in range(2000):
+        if not core.has_work():
+            return outputs
+        news = core.step()
+        core.check_integrity()
+        for output in news:
+            before = outputs.setdefault(output.request_id, [])
+            assert not any(earlier.finished for earlier in before), "an output after the last one"
+            before.append(output)
+    raise AssertionError("2000 steps, and still not done")
+
+
+def make_core(folder: Path, **fields) -> EngineCore:
+    defaults = {"dtype": "float32", "device": "cpu", "max_num_seqs": 12, "max_model_len": 40, "swap_space": 0.001}
+    return EngineCore(EngineConfig(str(folder), **(defaults | {"block_size": 4} | fields)))
+
+
+@functools.cache
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return load_file(path)
+
+
+def said_of(core: EngineCore) -> dict[str, torch.Tensor]:
+    """What transformers said of its model."""
+    return read(Path(core.facts["model"]) / "oracle.safetensors")
+
+
+def add_beams(core: EngineCore, name: str, i: int, j: int) -> None:
+    """Queue a search for prompt `i` with setting `j`, as request `j.i`."""
+    core.add(f"{j}.{i}", CASES[name]["prompts"][i], params_for(CASES[name]["beams"][j]))
+
+
+def check_answer(core: EngineCore, name: str, i: int, j: int, found: list[EngineOutput]) -> set[tuple[str, int]]:
+    """The answers to prompt `i` with setting `j` are transformers'; returns why and at what lengths they ended."""
+    oracle, arguments = said_of(core), CASES[name]["beams"][j]
+    beams = [[token for token in beam if token >= 0] for beam in oracle[f"beams{j}.{i}"].tolist()]
+    stops = arguments.get("eos_token_id") or core.model_config.eos_token_ids
+    assert [output.token_ids for output in found] == beams, (j, i)
+    assert [output.cumulative_logprob for output in found] == pytest.approx(oracle[f"scores{j}.{i}"].tolist(), abs=1e-4)
+    assert [output.finish_reason for output in found] == ["stop" if b[-1] in stops else "length" for b in beams]
+    assert [output.index for output in found] == list(range(arguments["num_return_sequences"]))
+    assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]
+    return {(output.finish_reason or "", len(output.token_ids)) for output in found}
+
+
+def check_beams(core: EngineCore, name: str, beside: bool = False) -> None:
+    """All prompts with all settings at the same time; if asked for, with greedy requests between them."""
+    places = [(i, j) for i in range(len(CASES[name]["prompts"])) for j in range(len(BEAMS))]
+    for i, j in places:
+        add_beams(core, name, i, j)
+        if beside:
+            core.add(f"greedy {j}.{i}", CASES[name]["prompts"][i], SamplingParams(temperature=0, max_tokens=NEW))
+    outputs, ends = finish(core), set()
+    for i, j in places:
+        ends |= check_answer(core, name, i, j, outputs.pop(f"{j}.{i}"))
+        if beside:
+            tokens = [token for output in outputs.pop(f"greedy {j}.{i}") for token in output.token_ids]
+            assert tokens == said_of(core)[f"tokens{i}"].tolist()
+    assert not outputs
+    # Else the checkpoint would show little: beams that stop at several lengths, and beams that do not.
+    assert ("length", NEW) in ends and len({length for reason, length in ends if reason == "stop"}) > 3
+    assert core.metrics()["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside greedy requests"])
+def test_beams_equal_transformers(checkpoints, name, beside):
+    core = make_core(checkpoints / name)
+    check_beams(core, name, beside)
+    hits = core.metrics()["prefix_cache_hits_total"]
+    check_beams(core, name, beside)  # once more, with the prompts in the cache
+    assert core.metrics()["prefix_cache_hits_total"] - hits >= 20 * len(BEAMS)
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "classic"])
+@pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 78), (3, 32), (16, 11)])
+@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+def test_preempted_beams_are_the_same(checkpoints, name, block_size, num_blocks, mode, cache, chunked):
+    """In a pool that just holds the widest search, with nothing kept free for growth."""
+    core = make_core(
+        checkpoints / name, block_size=block_size, num_gpu_blocks_override=num_blocks, max_num_seqs=40,
+        preemption_mode=mode, enable_prefix_caching=cache, enable_chunked_prefill=chunked, **EAGER)  # fmt: skip
+    check_beams(core, name, beside=chunked)
+    assert core.metrics()["num_preemptions_total"] > 10
+    assert (core.metrics()["num_swapped_blocks_total"] > 0) == (mode == "swap")
+
+
+@pytest.mark.parametrize("fields", [
+    {"max_num_batched_tokens": 12},
+    {"max_num_batched_tokens": 5, "max_num_seqs": 5, "block_size": 3},
+    {"num_lookahead_slots": 3, "block_size": 3},
+    {"num_gpu_blocks_override": 26, "preemption_mode": "swap", "swap_space": 6e-5} | EAGER,
+    {"num_gpu_blocks_override": 26, "swap_space": 0.0} | EAGER,
+], ids=["short steps", "as wide as the engine", "lookahead", "little room to swap", "no host pool"])  # fmt: skip
+def test_beams_are_the_same_however_they_are_computed(checkpoints, fields):
+    for name in ("llama", "mistral-window"):
+        core = make_core(checkpoints / name, **fields)
+        check_beams(core, name, beside=True)
+        counted = core.metrics()
+        assert (counted["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
+        assert (counted["num_swapped_blocks_total"] > 0) == ("preemption_mode" in fields)
+
+
+def test_search_to_the_end_of_the_context(checkpoints):
+    """Without `max_tokens` the context is the limit, and the length that a hopeful beam is judged by."""
+    i, j = 2, 3
+    assert BEAMS[j]["early_stopping"] == "never" and BEAMS[j]["length_penalty"] > 0
+    prompt = CASES["llama"]["prompts"][i]
+    core = make_core(checkpoints / "llama", max_model_len=len(prompt) + NEW)
+    core.add("search", prompt, dataclasses.replace(params_for(CASES["llama"]["beams"][j]), max_tokens=None))
+    check_answer(core, "llama", i, j, finish(core)["search"])
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_abort_leaves_nothing_behind(checkpoints, steps):
+    """One of three searches is dropped, wherever it is: running, preempted, waiting or just finished."""
+    core = make_core(checkpoints / "llama", num_gpu_blocks_override=26, **EAGER)
+    places, outputs = [(0, 0), (2, 2), (1, 3)], []
+    for i, j in places:
+        add_beams(core, "llama", i, j)
+    for _ in range(steps):
+        outputs += core.step()
+    dropped = places[steps % 3]
+    core.abort(f"{dropped[1]}.{dropped[0]}")
+    core.check_integrity()
+    for news in finish(core).values():
+        outputs += news
+    for i, j in places:
+        found = [output for output in outputs if output.request_id == f"{j}.{i}"]
+        assert found or (i, j) == dropped
+        if found:
+            check_answer(core, "llama", i, j, found)
+    assert core.metrics()["kv_cache_usage_perc"] == 0

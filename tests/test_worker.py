@@ -1,0 +1,169 @@
+"""The worker by itself: what a plan's rows bring, what it makes room for, and what it tells the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import oracles
+import worker as worker_module
+from config import EngineConfig, ModelConfig
+from scheduler import NewRow, StepPlan
+from worker import Worker
+
+SHAPE = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "sliding_window": None,
+}  # fmt: skip
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
+
+
+@pytest.fixture
+def make(tmp_path: Path):
+    """Makes a worker on a tiny model of random weights; `shape` changes its config.json."""
+
+    def make_worker(shape: dict | None = None, **fields) -> Worker:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | (shape or {})))
+        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        options |= {"block_size": 16, "max_num_seqs": 8, "swap_space": 0.001, **fields}
+        return Worker(EngineConfig(**options), ModelConfig.from_folder(str(tmp_path)))
+
+    return make_worker
+
+
+def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
+    blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
+    return NewRow(slot, tokens, num_computed, blocks, temperature, 0, 1.0, 0.0, 7, num_logprobs)
+
+
+def test_rows_that_ask_get_logprobs(make, monkeypatch):
+    worker, seen = make(), []
+    model_logits = worker.model.logits
+    monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(model_logits(hidden)) or seen[-1])
+    new = [
+        row(5, [3, 4, 5], 2, num_logprobs=0),
+        row(1, [6], num_logprobs=-1),
+        row(2, [8], num_logprobs=1000),  # more than the vocabulary has
+        row(0, [1, 2, 3, 4], num_logprobs=3),  # does not sample yet
+        row(4, [9, 8, 7], num_logprobs=4, temperature=3.0),
+    ]
+    result = worker.step(StepPlan(0, rows=[(5, 1), (1, 1), (2, 1), (0, 2), (4, 3)], new=new))
+    assert [len(result.logprobs[i].ids) for i in sorted(result.logprobs)] == [0, 97, 4]
+    assert sorted(result.logprobs) == [0, 2, 4] and result.token_ids[3] == -1
+    want = dict(zip((0, 1, 2, 4), oracles.logprobs(seen[-1]), strict=True))  # not divided by the temperature
+    for i, found in result.logprobs.items():
+        assert found.sampled == pytest.approx(float(want[i][result.token_ids[i]]), abs=1e-5)
+        assert found.ids == want[i].sort(descending=True, stable=True).indices[: len(found.ids)].tolist()
+        assert found.values == pytest.approx(want[i][found.ids].tolist(), abs=1e-5)
+        if result.token_ids[i] in found.ids:
+            assert found.values[found.ids.index(result.token_ids[i])] == found.sampled
+
+    result = worker.step(StepPlan(1, rows=[(0, 1), (1, 1)], released=[5, 2, 4]))
+    assert not result.logprobs
+    result = worker.step(StepPlan(2, rows=[(0, 1)]))
+    assert len(result.logprobs[0].ids) == 3
+
+
+def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
+    worker = make()
+    worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2], num_logprobs=2)]))
+    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"logprobs": None}))
+    with pytest.raises(TypeError, match="not callable"):
+        worker.step(StepPlan(1, rows=[(0, 1)]))
+    result = worker.step(StepPlan(1, rows=[(0, 2)], released=[0], new=[row(0, [1, 2])]))
+    assert result.token_ids[0] >= 0 and result.logprobs == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "blocks"),
+    [
+        ({"preemption_mode": "auto", "enable_prefix_caching": False}, 20),
+        ({"preemption_mode": "swap", "enable_prefix_caching": False}, 20),
+        ({"preemption_mode": "recompute", "enable_prefix_caching": True}, 20),
+        ({"preemption_mode": "recompute", "enable_prefix_caching": False}, 0),
+        ({"preemption_mode": "auto", "swap_space": 0.0}, 0),
+        ({"preemption_mode": "auto", "swap_space": 1.0}, 250),  # a quarter of the memory that is free
+    ],
+)  # fmt: skip
+def test_host_pool_is_there_where_it_is_of_use(make, monkeypatch, fields, blocks):
+    reads = []
+    sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": BLOCK_BYTES}
+    monkeypatch.setattr(worker_module.os, "sysconf", lambda name: reads.append(name) or sizes[name])
+    worker = make(max_num_seqs=100, **{"swap_space": 20.5 * BLOCK_BYTES / 2**30} | fields)
+    assert worker.facts()["num_host_blocks"] == len(worker.host_pool) == blocks
+    assert worker.host_pool.shape[1:] == worker.pool.shape[1:] and len(worker.pool) == 250
+    assert sorted(reads) == sorted(sizes)  # once: later the KV pool itself has some of it
+    cost = worker.facts()["swap_cost"]
+    assert cost == float(f"{cost:.4g}") and (cost > 0) == (worker.config.preemption_mode == "auto" and blocks > 0)
+
+
+def test_preemption_by_swap_needs_room(make):
+    with pytest.raises(ValueError, match=rf"swap_space is 0.0 GiB; one KV block takes {BLOCK_BYTES} bytes"):
+        make(preemption_mode="swap", swap_space=0.0)
+
+
+def test_swap_cost_is_in_tokens(make, monkeypatch):
+    monkeypatch.setattr(Worker, "warm_up", lambda self: 0.003)
+    monkeypatch.setattr(Worker, "time_swap", lambda self: 0.001)
+    assert make().facts()["swap_cost"] == 0.3333
+
+
+def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
+    worker, moves = make(), []
+    worker.pool.normal_()
+    before, swap = worker.pool.clone(), worker.ops.swap_blocks
+
+    def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+        moves.append((source is worker.pool, target is worker.pool, len(pairs)))
+        swap(source, target, pairs)
+
+    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap_blocks}))
+    assert 0 < worker.time_swap() < 1
+    assert moves == [(True, False, 4), (False, True, 4)] * 3
+    assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        ({"sliding_window": 24}, 24),
+        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, 0),
+        ({}, 0),
+    ],
+)
+def test_window_is_told_where_every_layer_has_one(make, shape, window):
+    assert make(shape).facts()["window"] == window
+
+
+def test_lookahead_slots_have_room_in_the_tables(make):
+    plain, ahead = make(max_model_len=64), make(max_model_len=64, num_lookahead_slots=17)
+    assert plain.state.block_tables.shape == (8, 4) and ahead.state.block_tables.shape == (8, 6)
+    assert (plain.num_blocks, ahead.num_blocks) == (32, 48)
+    assert make(max_model_len=64, num_lookahead_slots=17, num_gpu_blocks_override=6).max_model_len == 64
+    with pytest.raises(ValueError, match="the KV pool of 5 blocks of 16 holds 63 tokens and num_lookahead_slots, 17"):
+        make(max_model_len=64, num_lookahead_slots=17, num_gpu_blocks_override=5)
+    shrunk = make(num_lookahead_slots=17, num_gpu_blocks_override=5)
+    assert shrunk.max_model_len == 63 and shrunk.state.block_tables.shape == (8, 5)
+
+
+@pytest.mark.parametrize("count", [1, 40], ids=["decode", "prefill"])
+def test_blocks_that_the_window_has_passed_may_be_gone(make, count):
+    """-1 in the table and NaN in every block that is not the row's own change nothing."""
+    worker, tokens = make({"sliding_window": 24}), [i * 7 % 97 for i in range(110)]
+    blocks = [40, 3, 17, 22, 9, 31, 12, 5]
+    worker.step(StepPlan(0, rows=[(0, 110 - count)], new=[row(0, tokens, blocks=blocks)]))
+    whole = worker.step(StepPlan(1, rows=[(0, count)])).token_ids
+    whole += [worker.step(StepPlan(2, rows=[(0, 1)])).token_ids[0] for _ in range(9)]
+
+    gone = (110 - count + 1 - 24) // 16
+    kept = [-1] * gone + blocks[gone:]
+    worker.pool[[i for i in range(len(worker.pool)) if i not in kept]] = torch.nan
+    new = [row(0, tokens, 110 - count, blocks=kept)]
+    part = worker.step(StepPlan(3, rows=[(0, count)], released=[0], new=new)).token_ids
+    part += [worker.step(StepPlan(4, rows=[(0, 1)])).token_ids[0] for _ in range(9)]
+    assert gone == (5 if count == 1 else 2) and part == whole and len(set(whole)) > 3
