@@ -372,7 +372,7 @@ def test_the_same_id_twice_is_refused():
         engine.add("a", [2])
 
 
-@pytest.mark.parametrize("state", ["waiting", "running", "in flight", "preempted", "swapped", "finished"])
+@pytest.mark.parametrize("state", ["waiting", "held", "running", "in flight", "preempted", "swapped", "finished"])
 def test_abort_in_each_state(state):
     swap = {"num_host_blocks": 8, "preemption_mode": "swap"} if state == "swapped" else {}
     engine = Engine(num_blocks=8, max_model_len=32, **swap)
@@ -383,6 +383,11 @@ def test_abort_in_each_state(state):
         plan = engine.scheduler.schedule()
         engine.scheduler.abort("a")
         assert engine.scheduler.update(plan, engine.worker.step(plan)) == []
+    elif state == "held":
+        engine.add("b", prompt(30), n=3, max_tokens=2)
+        engine.step()
+        assert len(engine.scheduler.requests["b"].held) == 2
+        engine.scheduler.abort("b")
     elif state in ("preempted", "swapped"):
         engine.scheduler.abort("a")
         engine.add("b", prompt(4, 2), max_tokens=25, ignore_eos=True)
