@@ -3,6 +3,9 @@
     python bench.py scheduler                                   microseconds of planning a decode step, per sequence
     python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
     python bench.py overload                                    four times the work that the KV pool holds, at once
+    python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
+    python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
+    python bench.py make-model FOLDER                           random weights of a real shape, to measure with
 
 `--json FILE` also writes the figures down, with the machine, the versions and the date.
 """
@@ -10,20 +13,36 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import platform
 import random
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from config import VERSION, EngineConfig, SamplingParams
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from scheduler import Request, Scheduler, StepResult
 
 Figures = list[dict[str, Any]]
+Generate = Callable[[list[list[int]], int], dict[str, Any]]  # the jobs of peers.py, and their answers
+
+PEERS = Path(__file__).parent / "peers.py"
+COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
+SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model` fills with random weights
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
+        "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
+    },
+}  # fmt: skip
 
 
 def scheduler_figures(repeats: int = 300) -> Figures:
@@ -170,6 +189,222 @@ def overload_figures(model: str, repeats: int) -> Figures:
     return figures
 
 
+def throughput_figures(model: str, requests: int, scale: float, options: dict[str, Any]) -> Figures:
+    """nano-vllm's workload, all at once: prompts and outputs of 100 to 1,024 tokens each, `scale` times that.
+
+    `options` are fields of `EngineConfig`.
+    """
+    from engine import LLM
+
+    rng, vocab_size = random.Random(0), ModelConfig.from_folder(model).vocab_size
+
+    def length() -> int:
+        return max(1, round(scale * rng.randint(100, 1024)))
+
+    prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(length())] for _ in range(requests)]
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length()) for _ in range(requests)]
+    longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(prompts, params, strict=True))
+    llm = LLM(model, max_model_len=longest, **options)
+    begun = time.perf_counter()
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - begun
+    read, written = sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs)
+    return [{
+        "requests": requests, "prompt tokens": read, "output tokens": written, "seconds": round(seconds, 2),
+        "output tok/s": round(written / seconds, 1), "total tok/s": round((read + written) / seconds, 1),
+    }]  # fmt: skip
+
+
+class Peer:
+    """Another engine in its own Python, by way of `peers.py`; called with a job, it returns the answer.
+
+    Args:
+        engine: its name in `peers.py`.
+        python: the interpreter that has it.
+        arguments: more words of the command line: the model's folder and options.
+        program: what speaks the protocol.
+
+    Raises:
+        RuntimeError: it ends before it answers.
+    """
+
+    def __init__(self, engine: str, python: str, arguments: list[str], program: Path = PEERS):
+        command, pipe = [python, "-I", str(program), engine, *arguments], subprocess.PIPE
+        elsewhere = tempfile.gettempdir()  # out of reach of our kernels.py, see there
+        self.engine = engine
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=elsewhere)
+        self.name: str = self._read()["engine"]
+
+    def __call__(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
+            self.process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> dict[str, Any]:
+        assert self.process.stdout
+        if not (line := self.process.stdout.readline()):
+            raise RuntimeError(f"{self.engine} ended with status {self.process.wait()} and no answer; see its messages")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def manta(model: str, shapes: list[tuple[int, int]], new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
+    """`LLM.generate` as a job's answer, and the engine's facts; each of `shapes` is prefilled in one step."""
+    from engine import LLM
+
+    sizes = {
+        "max_num_seqs": max(batch for batch, _ in shapes),
+        "max_model_len": max(length for _, length in shapes) + new_tokens,
+        "max_num_batched_tokens": max(batch * length for batch, length in shapes),
+    }
+    llm = LLM(model, **sizes, **options)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        begun = min(out.metrics.arrival_time for out in outs)
+        firsts = [out.metrics.first_token_time or 0.0 for out in outs]
+        last = max(out.metrics.finished_time or 0.0 for out in outs)
+        if max(firsts) - min(firsts) > (last - max(firsts)) / (new_tokens - 1):
+            raise ValueError(
+                f"a batch of {len(prompts)} did not start in one step: there is no memory for its KV cache"
+            )
+        tokens = [out.outputs[0].token_ids for out in outs]
+        return {"prefill": max(firsts) - begun, "decode": last - max(firsts), "tokens": tokens}
+
+    return generate, llm.core.facts
+
+
+def latency_figures(
+    model: str, shapes: list[tuple[int, int]], new_tokens: int, repeats: int, peers: list[Peer], options: dict[str, Any]
+) -> Figures:
+    """Decode and prefill of (batch, prompt length) `shapes`, greedy; the engines take turns on the same prompts.
+
+    Decode is what follows the first tokens of all. A step reads all weights that multiply, and the KV of the context:
+    "of memory" is that against what this machine reads, see `read_bandwidth`.
+    """
+    generate, facts = manta(model, shapes, new_tokens, options)
+    config, rng = ModelConfig.from_folder(model), random.Random(0)
+    engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
+    itemsize = 4 if facts["dtype"] == "float32" else 2
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # a lookup, no product
+    weights = (facts["parameters"] - embedding) * itemsize
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize  # of one token
+
+    def prompts_of(batch: int, length: int) -> list[list[int]]:  # never the same, so no prefix cache helps
+        return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]
+
+    results: dict[tuple[int, int], dict[str, Figures]] = {}
+    reads = []
+    for batch, length in shapes:
+        results[batch, length] = {name: [] for name in engines}
+        warm = prompts_of(batch, 8)
+        for run in engines.values():
+            run(warm, 4)
+        for _ in range(repeats):
+            prompts = prompts_of(batch, length)
+            for name, run in engines.items():
+                results[batch, length][name].append(run(prompts, new_tokens))
+            reads.append(read_bandwidth(facts["device"]))
+    figures = []
+    for (batch, length), by_engine in results.items():
+        reference, *_ = by_engine.values()
+        traffic = weights + batch * kv * (length + new_tokens / 2)  # bytes of a step in the middle
+        for name, runs in by_engine.items():
+            steps = sorted(run["decode"] / (new_tokens - 1) for run in runs)
+            step, prefill = statistics.median(steps), statistics.median(run["prefill"] for run in runs)
+            same = [
+                a == b
+                for run, expected in zip(runs, reference, strict=True)
+                for got, wanted in zip(run["tokens"], expected["tokens"], strict=True)
+                for a, b in zip(got[:COMPARED], wanted, strict=False)
+            ]
+            figures.append({
+                "engine": name, "batch": batch, "prompt": length, "decode tok/s": round(batch / step, 1),
+                "min": round(batch / steps[-1], 1), "max": round(batch / steps[0], 1),
+                "ms/token": round(step * 1e3, 2), "prefill tok/s": round(batch * length / prefill, 1),
+                "GB/s": round(traffic / step / 1e9, 1), "of memory": round(traffic / step / max(reads), 3),
+                f"first {COMPARED} as Manta": round(statistics.mean(same), 3),
+            })  # fmt: skip
+    return figures
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes a second of reading 1 GiB, far more than any cache holds: torch's sum of it, the best of five."""
+    import torch
+
+    values = torch.ones(2**28, device="cpu" if device == "cpu" else "cuda")
+    seconds = []
+    for _ in range(6):  # the first is for warming up
+        begun = time.perf_counter()
+        values.sum().item()
+        seconds.append(time.perf_counter() - begun)
+    return values.nbytes / min(seconds[1:])
+
+
+def make_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a Qwen3 checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
+
+    Args:
+        folder: is made.
+        shape: what config.json is to say.
+    """
+    import tokenizers
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, dim, vocab_size = (
+        shape[key] for key in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
+    )
+    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
+    layer = {
+        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q), "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    sizes = {"embed_tokens": (vocab_size, hidden), "norm": (hidden,)}
+    for i in range(shape["num_hidden_layers"]):
+        sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for name, size in sizes.items():  # norms around 1, and matrices that keep activations near 1
+        norm = len(size) == 1
+        drawn = torch.rand(size, generator=generator) + 0.5 if norm else torch.randn(size, generator=generator)
+        weights[f"model.{name}.weight"] = (drawn if norm else drawn * size[1] ** -0.5).bfloat16()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+
+
+def engine_figures(args: argparse.Namespace) -> Figures:
+    """`throughput` or `latency`, as the command line asks for it."""
+    options = {"load_format": args.load_format, "dtype": args.dtype, "device": args.device}
+    if args.command == "throughput":
+        return throughput_figures(args.model, args.requests, args.scale, options)
+    if len(args.peer) != len(args.peer_python):
+        raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
+    import torch
+
+    shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
+    arguments = [str(Path(args.model).resolve()), "--cache", str(Path(args.peer_cache).resolve())]
+    arguments += ["--threads", str(torch.get_num_threads())]
+    with contextlib.ExitStack() as stack:
+        peers = []
+        for engine, python in zip(args.peer, args.peer_python, strict=True):
+            peers.append(Peer(engine, python, arguments))
+            stack.callback(peers[-1].close)
+        return latency_figures(args.model, shapes, args.new_tokens, args.repeats, peers, options)
+
+
 def show(figures: Figures) -> None:
     """Print figures as a table."""
     rows = [
@@ -209,13 +444,35 @@ def main() -> None:
     overload = commands.add_parser("overload")
     overload.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
     overload.add_argument("--repeats", type=int, default=3)
+    throughput = commands.add_parser("throughput")
+    throughput.add_argument("--requests", type=int, default=256)
+    throughput.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    latency = commands.add_parser("latency")
+    latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
+    latency.add_argument("--new-tokens", type=int, default=64)
+    latency.add_argument("--repeats", type=int, default=3)
+    latency.add_argument("--peer", action="append", default=[], help="transformers or llama.cpp; may be repeated")
+    latency.add_argument("--peer-python", action="append", default=[], help="the Python that has it; one for each peer")
+    latency.add_argument("--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF")
+    for command in (throughput, latency):
+        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+        command.add_argument("--load-format", default="auto", help="dummy makes up the weights")
+        command.add_argument("--dtype", default="auto")
+        command.add_argument("--device", default="auto")
+    make = commands.add_parser("make-model")
+    make.add_argument("folder", type=Path)
+    make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     args = parser.parse_args()
+    if args.command == "make-model":
+        return make_model(args.folder, SHAPES[args.shape])
     if args.command == "scheduler":
         figures = scheduler_figures()
     elif args.command == "prefix":
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
-    else:
+    elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
+    else:
+        figures = engine_figures(args)
     show(figures)
     if args.command == "prefix" and args.plot:
         plot_prefix(figures, args.plot)

@@ -56,7 +56,7 @@ class EngineConfig:
 
     model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "of weights, activations and KV cache; auto is the checkpoint's own"
+        "auto", "of weights, activations and KV cache; auto is the checkpoint's own, on a CPU the fastest that holds it"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "torch"] = option(
@@ -98,6 +98,7 @@ class EngineConfig:
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
+    threads: int | None = option(None, "of torch on a CPU (default: one a core that the process may run on)", 1, 4096)
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -18,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from config import ModelConfig
+
+Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ class Transformer:
         self.embedding = new(config.vocab_size, config.hidden_size)
         self.layers = [Layer(config, FAMILIES[config.architecture], new) for _ in range(config.num_layers)]
         self.norm = new(config.hidden_size)
-        self.head = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
+        self.head: Weight = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
         self.cos_sin = rope_table(config, max_model_len).to(device)
         self.scale = config.head_dim**-0.5
 
@@ -128,6 +131,7 @@ class Transformer:
         """Every weight by its name in a checkpoint."""
         named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
         if not self.config.tie_word_embeddings:
+            assert isinstance(self.head, torch.Tensor)
             named["lm_head.weight"] = self.head
         for i, layer in enumerate(self.layers):
             named |= {f"model.layers.{i}.{name}": part for name, part in layer.parameters(self.config).items()}
@@ -143,14 +147,14 @@ class Transformer:
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
             kv = pool[:, i]
-            qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+            qkv = linear(x, layer.qkv, layer.qkv_bias)
             q = ops.qk_norm_rope_store(
                 qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping, kv
             )
             x = self.attention(q, kv, batch, self.config.windows[i])
-            x = F.linear(x.flatten(1), layer.o, layer.o_bias)
+            x = linear(x.flatten(1), layer.o, layer.o_bias)
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
-            x = F.linear(ops.silu_mul(F.linear(x, layer.gate_up)), layer.down)
+            x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = ops.rms_norm(x, following, eps, residual)
         return x
@@ -169,7 +173,20 @@ class Transformer:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of hidden states [R, hidden]."""
-        return F.linear(hidden, self.head)
+        return linear(hidden, self.head)
+
+    def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
+        """Replace each matrix by what `pack` makes of it, one after the other; `parameters` is of no use after that."""
+        for layer in self.layers:
+            for name in ("qkv", "o", "gate_up", "down"):
+                setattr(layer, name, pack(getattr(layer, name)))
+        assert isinstance(self.head, torch.Tensor)
+        self.head = pack(self.head)
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + bias, by a plain weight or by one that was packed for its device."""
+    return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight(x, bias)
 
 
 def rope_table(config: ModelConfig, length: int) -> torch.Tensor:

@@ -9,13 +9,14 @@ a padding row, which changes nothing. The pool of keys and values is [num_blocks
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
-GATHER_TOKENS = 1 << 16  # keys that attention_decode gathers at a time: bounds its workspace, loses no speed
+GATHER_TOKENS = 1 << 12  # keys that attention_decode gathers at a time: what it makes of them stays in the cache
 TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row, 15x faster than a sort of 152k
 
 
@@ -56,13 +57,19 @@ def qk_norm_rope_store(
     """
     _, _, kv_heads, block_size, head_dim = kv.shape
     x = qkv.view(len(qkv), -1, head_dim)
-    q, k, v = x.split([x.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-    cos, sin = cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)
-    q, k = (_rope(_normalize(h.float(), w, eps), cos, sin).to(qkv.dtype) for h, w in ((q, q_weight), (k, k_weight)))
-    stored = slot_mapping >= 0
-    slot = slot_mapping[stored]
-    kv[slot // block_size, :, :, slot % block_size] = torch.stack((k, v), dim=1)[stored]
-    return q.contiguous()
+    heads = x.shape[1] - 2 * kv_heads
+    # Both as one: in a small step the operators' number is what takes time.
+    qk = x[:, :-kv_heads].to(torch.float32, copy=True)
+    if q_weight is not None and k_weight is not None:
+        qk *= torch.rsqrt(qk.square().mean(dim=-1, keepdim=True) + eps)
+        qk[:, :heads] *= q_weight.float()
+        qk[:, heads:] *= k_weight.float()
+    qk = _rope(qk, *cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)).to(qkv.dtype)
+    kept = torch.stack((qk[:, heads:], x[:, -kv_heads:]), dim=1)
+    if (slot_mapping < 0).any():
+        kept, slot_mapping = kept[slot_mapping >= 0], slot_mapping[slot_mapping >= 0]
+    kv[slot_mapping // block_size, :, :, slot_mapping % block_size] = kept
+    return qk[:, :heads].contiguous()
 
 
 def silu_mul(x: torch.Tensor) -> torch.Tensor:
@@ -90,17 +97,24 @@ def attention_decode(
     Returns:
         out [B, H, D] in q's dtype; zeros for padding rows.
     """
-    batch, heads, head_dim = q.shape
-    kv_heads = kv.shape[2]
-    out = torch.empty_like(q)
-    longest = max(1, min(int(seq_lens.max()), window or GATHER_TOKENS))
-    for rows in torch.arange(batch, device=q.device).split(max(1, GATHER_TOKENS // longest)):
-        lens = torch.where(slots[rows] >= 0, seq_lens[rows], 0).long()
-        begins = (lens - window).clamp(min=0) if window else None
-        k, v, attend = _gather(kv, block_tables, slots[rows], lens, begins)
-        grouped = q[rows].view(len(rows), kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
-        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend[None, :, None], scale=scale)
-        out[rows] = o.transpose(0, 1).reshape(len(rows), heads, head_dim).masked_fill((lens == 0)[:, None, None], 0)
+    lens = torch.where(slots >= 0, seq_lens, 0).long()
+    if window or not (pages := _pages(kv)):
+        return _attend_safely(q, kv, block_tables, slots, lens, scale, window)
+    (batch, heads, dim), (kv_heads, size) = q.shape, kv.shape[2:4]
+    out, most = torch.empty_like(q), max(1, -(-int(lens.max()) // size))  # blocks of the longest row
+    table = pages.first_key + pages.per_block * block_tables[slots.long().clamp(min=0), :most].long().clamp(min=0)
+    hidden = torch.arange(most * size, device=q.device) >= lens[:, None]
+    for rows in torch.arange(batch, device=q.device).split(max(1, GATHER_TOKENS // (most * size))):
+        keys = table[rows].flatten()
+        k = pages.store.index_select(0, keys).view(-1, size, dim)  # [rows * most * KV, size, D]
+        grouped = q[rows].view(-1, 1, kv_heads, heads // kv_heads, dim).expand(-1, most, -1, -1, -1).flatten(0, 2)
+        scores = torch.bmm(grouped, k.transpose(1, 2)).view(len(rows), most, heads, size).transpose(1, 2).flatten(2)
+        p = scores.float().mul_(scale).masked_fill_(hidden[rows, None], -math.inf).softmax(-1).to(q.dtype)
+        p = p.view(len(rows), kv_heads, heads // kv_heads, most, size).permute(0, 3, 1, 2, 4).flatten(0, 2)
+        v = pages.store.index_select(0, keys + pages.to_value).view(-1, size, dim)
+        out[rows] = torch.bmm(p, v).view(len(rows), most, heads, dim).sum(1, dtype=torch.float32).to(q.dtype)
+    if out.isnan().any():  # 0 * NaN, it may be: of what lies in the blocks beyond a row's context
+        return _attend_safely(q, kv, block_tables, slots, lens, scale, window)
     return out
 
 
@@ -181,7 +195,7 @@ def sample(
     slot = slots.long().clamp(min=0)
     heat = temperature[slot]
     if not bool(((heat > 0) & (slots >= 0)).any()):
-        return logits.argmax(dim=-1).masked_fill(slots < 0, 0)
+        return _likeliest_one(logits).masked_fill(slots < 0, 0)
     # The clamps keep x - peak a number when a tiny temperature overflows x, and when every logit is -inf.
     x = (logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]).clamp_(max=FLOAT_MAX)
     peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
@@ -195,7 +209,7 @@ def sample(
     reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
     goal = _uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
     ids = torch.searchsorted(reached, goal, right=True)[:, 0]
-    ids = torch.where(heat > 0, ids, logits.argmax(dim=-1))
+    ids = torch.where(heat > 0, ids, _likeliest_one(logits))
     return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
 
 
@@ -228,6 +242,11 @@ def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
     order ^= (order >> 31) & 0x7FFFFFFF
     keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
     return -keys.topk(k).values % vocab
+
+
+def _likeliest_one(x: torch.Tensor) -> torch.Tensor:
+    """Index [R] of each row's largest; the first among equals. (Over 32 x 152k in bfloat16 argmax takes 4x as long.)"""
+    return x.max(dim=-1).indices
 
 
 def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -330,6 +349,49 @@ def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+class _Pages(NamedTuple):
+    """A layer of the pool as rows of memory, each the keys or the values of one block."""
+
+    store: torch.Tensor  # [rows, KV * size * D]
+    first_key: int  # row of the keys of block 0
+    per_block: int  # rows from one block to the next
+    to_value: int  # rows from a block's keys to its values
+
+
+def _pages(kv: torch.Tensor) -> _Pages | None:
+    """None where `kv` is not a layer of a contiguous pool."""
+    row = kv[0, 0].numel()
+    steps = (kv.storage_offset(), *kv.stride()[:2])
+    if not kv[0, 0].is_contiguous() or any(step % row for step in steps):
+        return None
+    count = kv.untyped_storage().nbytes() // kv.itemsize // row
+    return _Pages(kv.as_strided((count, row), (row, 1), 0), *(step // row for step in steps))
+
+
+def _attend_safely(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """`attention_decode` with a window, or where stale NaNs lie in the pool; lens [B] int64 are 0 for padding rows."""
+    batch, heads, head_dim = q.shape
+    kv_heads = kv.shape[2]
+    out = torch.empty_like(q)
+    longest = max(1, min(int(lens.max()), window or GATHER_TOKENS))
+    for rows in torch.arange(batch, device=q.device).split(max(1, GATHER_TOKENS // longest)):
+        begins = (lens[rows] - window).clamp(min=0) if window else None
+        k, v, attend = _gather(kv, block_tables, slots[rows], lens[rows], begins)
+        grouped = q[rows].view(len(rows), kv_heads, heads // kv_heads, head_dim).transpose(0, 1)
+        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend[None, :, None], scale=scale)
+        o = o.transpose(0, 1).reshape(len(rows), heads, head_dim)
+        out[rows] = o.masked_fill((lens[rows] == 0)[:, None, None], 0)
+    return out
 
 
 def _gather(

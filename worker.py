@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+import cpu
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
@@ -40,7 +41,7 @@ class Worker:
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
-        self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
+        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.ops = pick_ops(config.backend, self.device)
         if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
             raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
@@ -54,6 +55,10 @@ class Worker:
             fill_dummy(self.model, config.seed)
         else:
             load_weights(self.model, config.model)
+        self.num_parameters = sum(tensor.numel() for tensor in self.model.parameters().values())
+        if self.device == "cpu":
+            cpu.settle(config.threads)
+            self.model.pack(cpu.pack)
         self.cpu_share = int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # bytes
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
@@ -80,7 +85,7 @@ class Worker:
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "backend": self.ops.__name__,
-            "parameters": sum(tensor.numel() for tensor in self.model.parameters().values()),
+            "parameters": self.num_parameters,
             "kv_bytes": self.pool.nbytes,
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
@@ -336,6 +341,15 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda'; torch sees no CUDA device on this machine: use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
+    """What is asked for; `auto` is the checkpoint's, but on a CPU 16 bits are bfloat16, or float32 if it has none."""
+    if asked == "auto":
+        asked = checkpoint
+        if device == "cpu" and checkpoint in ("bfloat16", "float16"):
+            asked = "bfloat16" if cpu.has_bfloat16() else "float32"
+    return getattr(torch, asked)
 
 
 def pick_ops(backend: str, device: str) -> ModuleType:

@@ -1,0 +1,188 @@
+"""Other engines, for `bench.py latency` to take turns with: each runs in a Python of its own, on the same weights.
+
+    python -I peers.py transformers FOLDER
+    python -I peers.py llama.cpp FOLDER --cache FOLDER    needs llama-cpp-python and gguf; Qwen3 checkpoints
+
+A job is a line of JSON on standard input, {"prompts": [[id, ...], ...], "new_tokens": N} with prompts of one length.
+Its answer is a line on standard output: {"prefill": seconds to all first tokens, "decode": seconds from there to the
+last ones, "tokens": [[id, ...], ...]}. The first line out, once the model is loaded, says what runs: {"engine": name
+and version}. Nothing here knows of Manta; `-I` keeps its files out of sight, for transformers imports a `kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Generate = Callable[[list[list[int]], int], dict[str, Any]]
+
+HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+    "key_length": "head_dim",
+    "value_length": "head_dim",
+    "layer_norm_rms_eps": "rms_norm_eps",
+    "vocab_size": "vocab_size",
+}
+
+
+def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
+    """transformers' `generate`, greedy; a streamer sees the first tokens come."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # no end of sequence
+
+    class Clock:
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, _: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())  # of the prompts, then of each step's tokens
+
+        def end(self) -> None:
+            pass
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        clock, ids = Clock(), torch.tensor(prompts)
+        begun = time.perf_counter()
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock)
+        _, first, *_, last = clock.times if new_tokens > 1 else [*clock.times, clock.times[-1]]
+        return {"prefill": first - begun, "decode": last - first, "tokens": out[:, ids.shape[1] :].tolist()}
+
+    return f"transformers {transformers.__version__}", generate
+
+
+def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
+    """llama.cpp's own calls, which decode several sequences at once; the argmax over the logits is NumPy's."""
+    import llama_cpp as llama
+    import numpy as np
+
+    path = cache / f"{folder.resolve().name}.gguf"
+    if not path.exists():
+        write_gguf(folder, path)
+    silent = llama.llama_log_callback(lambda *_: None)  # it tells of every tensor; a reference keeps it alive
+    llama.llama_log_set(silent, None)
+    llama.llama_backend_init()
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    if not model:
+        raise RuntimeError(f"llama.cpp does not load {path}")
+    vocab_size = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
+    contexts: dict[tuple[int, int], Any] = {}
+
+    def context_of(sequences: int, length: int, most: int) -> Any:
+        """A context with a KV cache of `length` for each sequence, and room for `most` tokens in one call."""
+        if (sequences, length) not in contexts:
+            for old in contexts.values():
+                llama.llama_free(old)
+            contexts.clear()
+            params = llama.llama_context_default_params()
+            params.n_ctx, params.n_seq_max, params.n_batch = sequences * length, sequences, most
+            params.n_threads = params.n_threads_batch = threads
+            contexts[sequences, length] = llama.llama_init_from_model(model, params)
+        return contexts[sequences, length]
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        count, length = len(prompts), -(-(len(prompts[0]) + new_tokens) // 256) * 256  # it rounds up to 256 itself
+        context, batch = context_of(count, length, count * length), llama.llama_batch_init(count * length, 0, 1)
+        llama.llama_memory_clear(llama.llama_get_memory(context), False)
+
+        def step(tokens: list[list[int]], position: int) -> list[list[int]]:
+            rows = [(seq, i, token) for seq, ids in enumerate(tokens) for i, token in enumerate(ids)]
+            batch.n_tokens = len(rows)
+            for at, (seq, i, token) in enumerate(rows):
+                batch.token[at], batch.pos[at] = token, position + i
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, seq
+                batch.logits[at] = i == len(tokens[seq]) - 1
+            if code := llama.llama_decode(context, batch):
+                raise RuntimeError(f"llama_decode returns {code}")
+            logits = np.ctypeslib.as_array(llama.llama_get_logits(context), (count, vocab_size))
+            return [[token] for token in logits.argmax(-1).tolist()]
+
+        begun = time.perf_counter()
+        steps = [step(prompts, 0)]
+        first = time.perf_counter()
+        for i in range(new_tokens - 1):
+            steps.append(step(steps[-1], len(prompts[0]) + i))
+        last = time.perf_counter()
+        llama.llama_batch_free(batch)
+        tokens = [[token for (token,) in column] for column in zip(*steps, strict=True)]
+        return {"prefill": first - begun, "decode": last - first, "tokens": tokens}
+
+    return f"llama.cpp (llama-cpp-python {llama.__version__})", generate
+
+
+def write_gguf(folder: Path, path: Path) -> None:
+    """Write a Qwen3 checkpoint as llama.cpp reads it: matrices in BF16 as they are, norms in F32, no vocabulary.
+
+    Raises:
+        ValueError: it is not a Qwen3 checkpoint in bfloat16, in one file.
+    """
+    import gguf
+    import numpy as np
+
+    config = json.loads((folder / "config.json").read_text())
+    if config["architectures"] != ["Qwen3ForCausalLM"]:
+        raise ValueError(f"{folder} is of {config['architectures']}; only Qwen3ForCausalLM becomes a GGUF here")
+    writer = gguf.GGUFWriter(path.with_suffix(".part"), "qwen3")
+    for setter, field in HYPERPARAMETERS.items():
+        getattr(writer, f"add_{setter}")(config[field])
+    rope = config.get("rope_parameters") or config  # transformers 5, transformers 4
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("no_vocab")  # ids go in and come out
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    raw = np.memmap(folder / "model.safetensors", mode="r")
+    begin = 8 + int(raw[:8].view("<u8")[0])  # the header: its length, then names, types, shapes and offsets
+    for name, entry in json.loads(bytes(raw[8:begin])).items():
+        if name == "__metadata__" or (name == "lm_head.weight" and config["tie_word_embeddings"]):
+            continue
+        if entry["dtype"] != "BF16":
+            raise ValueError(f"{name} is in {entry['dtype']}; only BF16 becomes a GGUF here")
+        low, high = entry["data_offsets"]
+        bits = np.array(raw[begin + low : begin + high]).view(np.uint16).reshape(entry["shape"])
+        target = names.get_name(name, try_suffixes=(".weight",))
+        if bits.ndim == 1:
+            writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
+        else:
+            writer.add_tensor(target, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".part").rename(path)
+
+
+def main() -> None:
+    """Load the model, then answer jobs until the input ends."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=("transformers", "llama.cpp"))
+    parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--cache", type=Path, help="folder for the GGUF")
+    args = parser.parse_args()
+    with os.fdopen(os.dup(1), "w", buffering=1) as out:
+        os.dup2(2, 1)  # whatever a library prints is no answer
+        if args.engine == "transformers":
+            name, generate = load_transformers(args.folder, args.threads)
+        else:
+            name, generate = load_llama(args.folder, args.threads, args.cache or args.folder)
+        print(json.dumps({"engine": name}), file=out)
+        for line in sys.stdin:
+            print(json.dumps(generate(**json.loads(line))), file=out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a CPU is helped with gives the same results as plain torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cpu
+from worker import pick_dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (96, 64), (130, 257)], ids=str)
+def test_a_packed_weight_gives_the_plain_product(dtype, shape):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(shape, dtype=dtype), torch.randn(shape[0], dtype=dtype)
+    packed = cpu.pack(weight)
+    assert isinstance(packed, cpu.PackedLinear), "this machine has oneDNN"
+    for rows in (1, 2, 33):
+        x = torch.randn(rows, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
+        for b in (None, bias):
+            wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            torch.testing.assert_close(packed(x, b).double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
+
+
+def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch):
+    weight = torch.randn(4, 4)
+    monkeypatch.setattr(cpu.PackedLinear, "__call__", lambda self, x: torch.ops.mkldnn.there_is_no_such_operator(x))
+    assert cpu.pack(weight) is weight
+
+
+def test_float32_stays_close_after_packing():
+    weight, x = torch.randn(300, 200), torch.randn(5, 200)
+    assert (cpu.pack(weight)(x) - F.linear(x, weight)).abs().max() < 1e-4
+
+
+def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
+    for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
+        monkeypatch.setattr(cpu, "has_bfloat16", lambda native=native: native)
+        assert pick_dtype("auto", "bfloat16", "cpu") == pick_dtype("auto", "float16", "cpu") == wanted
+        assert pick_dtype("auto", "float32", "cpu") == torch.float32
+        assert pick_dtype("float16", "bfloat16", "cpu") == torch.float16
+        assert pick_dtype("auto", "float16", "cuda") == torch.float16
+
+
+def test_threads_are_as_many_as_asked_for_or_as_there_are_cores():
+    code = "import cpu, torch; cpu.settle({}); print(torch.get_num_threads())"
+    root = Path(__file__).parent.parent
+    for asked, wanted in ((3, "3"), (None, "1")):
+        command = [
+            sys.executable,
+            "-c",
+            f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {code.format(asked)}",
+        ]
+        run = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        assert run.stdout.strip() == wanted
