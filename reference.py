@@ -30,7 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         y [T, H] in x's dtype, rounded once from float32.
     """
     h = (x if residual is None else residual.add_(x)).float()
-    return _normalize(h, weight, eps).to(x.dtype)
+    return F.rms_norm(h, weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def qk_norm_rope_store(
@@ -59,9 +59,9 @@ def qk_norm_rope_store(
     x = qkv.view(len(qkv), -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
     # Both as one: in a small step the operators' number is what takes time.
-    qk = x[:, :-kv_heads].to(torch.float32, copy=True)
+    qk = x[:, :-kv_heads].float()
     if q_weight is not None and k_weight is not None:
-        qk *= torch.rsqrt(qk.square().mean(dim=-1, keepdim=True) + eps)
+        qk = F.rms_norm(qk, (head_dim,), None, eps)
         qk[:, :heads] *= q_weight.float()
         qk[:, heads:] *= k_weight.float()
     qk = _rope(qk, *cos_sin[positions.long()].unsqueeze(1).chunk(2, dim=-1)).to(qkv.dtype)
@@ -335,13 +335,6 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks."""
     target[pairs[:, 1]] = source[pairs[:, 0]]
-
-
-def _normalize(h: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    """weight * h * rsqrt(mean(h^2) + eps) over the last dimension of a float32 h; h itself without a weight."""
-    if weight is None:
-        return h
-    return h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + eps) * weight.float()
 
 
 def _rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
