@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import datetime
 import json
+import os
 import platform
 import random
 import statistics
@@ -287,7 +288,8 @@ def latency_figures(
     """Decode and prefill of (batch, prompt length) `shapes`, greedy; the engines take turns on the same prompts.
 
     Decode is what follows the first tokens of all. A step reads all weights that multiply, and the KV of the context:
-    "of memory" is that against what this machine reads, see `read_bandwidth`.
+    "GB/s" is that, and "of memory" is its share of what `read_bandwidth` finds in the same round, for a machine that
+    is shared changes its speed.
     """
     generate, facts = manta(model, shapes, new_tokens, options)
     config, rng = ModelConfig.from_folder(model), random.Random(0)
@@ -300,39 +302,42 @@ def latency_figures(
     def prompts_of(batch: int, length: int) -> list[list[int]]:  # never the same, so no prefix cache helps
         return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]
 
-    results: dict[tuple[int, int], dict[str, Figures]] = {}
-    reads = []
+    figures = []
     for batch, length in shapes:
-        results[batch, length] = {name: [] for name in engines}
-        warm = prompts_of(batch, 8)
+        results: dict[str, Figures] = {name: [] for name in engines}
+        warm, reads = prompts_of(batch, 8), []
         for run in engines.values():
             run(warm, 4)
         for _ in range(repeats):
             prompts = prompts_of(batch, length)
             for name, run in engines.items():
-                results[batch, length][name].append(run(prompts, new_tokens))
+                results[name].append(run(prompts, new_tokens))
             reads.append(read_bandwidth(facts["device"]))
-    figures = []
-    for (batch, length), by_engine in results.items():
-        reference, *_ = by_engine.values()
+        reference, *_ = results.values()
         traffic = weights + batch * kv * (length + new_tokens / 2)  # bytes of a step in the middle
-        for name, runs in by_engine.items():
-            steps = sorted(run["decode"] / (new_tokens - 1) for run in runs)
-            step, prefill = statistics.median(steps), statistics.median(run["prefill"] for run in runs)
-            same = [
-                a == b
-                for run, expected in zip(runs, reference, strict=True)
-                for got, wanted in zip(run["tokens"], expected["tokens"], strict=True)
-                for a, b in zip(got[:COMPARED], wanted, strict=False)
-            ]
+        for name, answers in results.items():
+            steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
+            step, prefill = statistics.median(steps), statistics.median(answer["prefill"] for answer in answers)
+            shares = [traffic / step / read for step, read in zip(steps, reads, strict=True)]
             figures.append({
                 "engine": name, "batch": batch, "prompt": length, "decode tok/s": round(batch / step, 1),
-                "min": round(batch / steps[-1], 1), "max": round(batch / steps[0], 1),
+                "min": round(batch / max(steps), 1), "max": round(batch / min(steps), 1),
                 "ms/token": round(step * 1e3, 2), "prefill tok/s": round(batch * length / prefill, 1),
-                "GB/s": round(traffic / step / 1e9, 1), "of memory": round(traffic / step / max(reads), 3),
-                f"first {COMPARED} as Manta": round(statistics.mean(same), 3),
+                "GB/s": round(traffic / step / 1e9, 1), "of memory": round(statistics.median(shares), 3),
+                f"first {COMPARED} as Manta": round(agreement(answers, reference), 3),
             })  # fmt: skip
     return figures
+
+
+def agreement(answers: Figures, reference: Figures) -> float:
+    """Share of the first `COMPARED` tokens of each sequence that are the same in both engines' answers."""
+    same = [
+        a == b
+        for answer, expected in zip(answers, reference, strict=True)
+        for got, wanted in zip(answer["tokens"], expected["tokens"], strict=True)
+        for a, b in zip(got[:COMPARED], wanted[:COMPARED], strict=True)
+    ]
+    return statistics.mean(same)
 
 
 def read_bandwidth(device: str) -> float:
@@ -387,16 +392,14 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
 def engine_figures(args: argparse.Namespace) -> Figures:
     """`throughput` or `latency`, as the command line asks for it."""
-    options = {"load_format": args.load_format, "dtype": args.dtype, "device": args.device}
+    options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads")}
     if args.command == "throughput":
         return throughput_figures(args.model, args.requests, args.scale, options)
     if len(args.peer) != len(args.peer_python):
         raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
-    import torch
-
     shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
     arguments = [str(Path(args.model).resolve()), "--cache", str(Path(args.peer_cache).resolve())]
-    arguments += ["--threads", str(torch.get_num_threads())]
+    arguments += ["--threads", str(args.threads)]
     with contextlib.ExitStack() as stack:
         peers = []
         for engine, python in zip(args.peer, args.peer_python, strict=True):
@@ -459,6 +462,7 @@ def main() -> None:
         command.add_argument("--load-format", default="auto", help="dummy makes up the weights")
         command.add_argument("--dtype", default="auto")
         command.add_argument("--device", default="auto")
+        command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")

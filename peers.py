@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 import time
@@ -42,7 +43,7 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
     import transformers
 
     torch.set_num_threads(threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # no end of sequence
 
     class Clock:
@@ -73,8 +74,7 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
     path = cache / f"{folder.resolve().name}.gguf"
     if not path.exists():
         write_gguf(folder, path)
-    silent = llama.llama_log_callback(lambda *_: None)  # it tells of every tensor; a reference keeps it alive
-    llama.llama_log_set(silent, None)
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of every tensor
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     if not model:
@@ -181,7 +181,8 @@ def main() -> None:
             name, generate = load_llama(args.folder, args.threads, args.cache or args.folder)
         print(json.dumps({"engine": name}), file=out)
         for line in sys.stdin:
-            print(json.dumps(generate(**json.loads(line))), file=out)
+            job = json.loads(line)
+            print(json.dumps(generate(job["prompts"], job["new_tokens"])), file=out)
 
 
 if __name__ == "__main__":
