@@ -190,26 +190,28 @@ def overload_figures(model: str, repeats: int) -> Figures:
     return figures
 
 
-def throughput_figures(model: str, requests: int, scale: float, options: dict[str, Any]) -> Figures:
-    """nano-vllm's workload, all at once: prompts and outputs of 100 to 1,024 tokens each, `scale` times that.
-
-    `options` are fields of `EngineConfig`.
-    """
-    from engine import LLM
-
-    rng, vocab_size = random.Random(0), ModelConfig.from_folder(model).vocab_size
+def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[list[int], int]]:
+    """nano-vllm's workload: prompts and outputs of 100 to 1,024 tokens each, `scale` times that; its numbers, too."""
+    rng = random.Random(0)
 
     def length() -> int:
         return max(1, round(scale * rng.randint(100, 1024)))
 
     prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(length())] for _ in range(requests)]
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length()) for _ in range(requests)]
-    longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(prompts, params, strict=True))
-    llm = LLM(model, max_model_len=longest, **options)
+    return [(prompt, length()) for prompt in prompts]
+
+
+def throughput_figures(model: str, requests: int, scale: float, options: dict[str, Any]) -> Figures:
+    """Seconds for the whole of `throughput_work`, offered at once; `options` are fields of `EngineConfig`."""
+    from engine import LLM
+
+    work = throughput_work(requests, scale, ModelConfig.from_folder(model).vocab_size)
+    llm = LLM(model, max_model_len=max(len(prompt) + output for prompt, output in work), **options)
+    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output) for _, output in work]
     begun = time.perf_counter()
-    outs = llm.generate(prompts, params, use_tqdm=False)
+    outs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
     seconds = time.perf_counter() - begun
-    read, written = sum(map(len, prompts)), sum(len(out.outputs[0].token_ids) for out in outs)
+    read, written = sum(len(prompt) for prompt, _ in work), sum(len(out.outputs[0].token_ids) for out in outs)
     return [{
         "requests": requests, "prompt tokens": read, "output tokens": written, "seconds": round(seconds, 2),
         "output tok/s": round(written / seconds, 1), "total tok/s": round((read + written) / seconds, 1),

@@ -18,6 +18,7 @@ from bench import (
     prefix_figures,
     scheduler_figures,
     throughput_figures,
+    throughput_work,
 )
 from config import DEMO, SamplingParams
 from engine import LLM
@@ -74,10 +75,11 @@ def test_the_command_line_writes_json(tmp_path):
 
 
 def test_throughput_is_nano_vllms_workload():
-    options = {"load_format": "dummy", "max_num_seqs": 8}
-    (figure,) = throughput_figures(DEMO, 3, 0.01, options)
-    assert figure["requests"] == 3 and 3 <= figure["output tokens"] <= 30 and figure["output tok/s"] > 0
-    assert figure["output tok/s"] < figure["total tok/s"]
+    assert sum(output for _, output in throughput_work(256, 1.0, 151936)) == 133966  # as its README counts
+    work = throughput_work(3, 0.01, 1000)
+    (figure,) = throughput_figures(DEMO, 3, 0.01, {"load_format": "dummy", "max_num_seqs": 8})
+    assert figure["requests"] == 3 and figure["output tokens"] == sum(output for _, output in work)
+    assert 0 < figure["output tok/s"] < figure["total tok/s"]
 
 
 def test_latency_counts_tokens_and_bytes(fake):
