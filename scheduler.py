@@ -474,8 +474,8 @@ class Scheduler:
         """Blocks that `groups` are expected to need beyond those of their tokens.
 
         Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some
-        many times. How much of their allowance outputs use is learned as they end, and raised by each preemption
-        (SGLang's new_token_ratio is the model for it).
+        many times. How much of their allowance outputs use is learned as they end; what part of that growth is kept
+        free rises with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
         """
         tokens = 0.0
         for group in groups:
