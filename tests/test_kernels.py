@@ -63,7 +63,7 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
-        if name.startswith("_"):
+        if name.startswith("_") or op.__module__ != "reference":  # in Python 3.11 NamedTuple is a function
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
         assert (inspect.getdoc(op) or "").splitlines()[0] == (
