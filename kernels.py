@@ -16,6 +16,7 @@ integers that callers slice at any offset are not specialized on alignment.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does unasked, but it warns that it was not asked
 
@@ -102,9 +103,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     return y
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, kv, q, kv_stride, eps,
+    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -137,10 +138,9 @@ def qk_norm_rope_store_kernel(
             b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
             b_x = tl.where(m_k, b_x * b_rstd * b_w[None, :], b_x)
             b_partner = tl.where(m_k, b_partner * b_rstd * b_v[None, :], b_partner)
-    p_angle = cos_sin + tl.load(positions + i_token).to(tl.int64) * ROTARY + o_d % (ROTARY // 2)
-    b_cos = tl.load(p_angle, mask=o_d < ROTARY, other=1.0)
-    b_sin = tl.load(p_angle + ROTARY // 2, mask=o_d < ROTARY, other=0.0)
-    b_sin = tl.where(o_d < ROTARY // 2, -b_sin, b_sin)
+    p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
+    b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
+    b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
     b_y = _cast(b_x * b_cos[None, :] + b_partner * b_sin[None, :], q.dtype.element_ty)
     p_q = q + i_token.to(tl.int64) * (H * D) + (o_h * D)[:, None] + o_d[None, :]
     tl.store(p_q, b_y, mask=m_x & m_q[:, None])
@@ -157,8 +157,7 @@ def qk_norm_rope_store(
     q_weight: torch.Tensor | None,
     k_weight: torch.Tensor | None,
     eps: float,
-    cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    rotation: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
 ) -> torch.Tensor:
@@ -166,18 +165,18 @@ def qk_norm_rope_store(
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
     Args:
-        qkv: [T, (H + 2 KV) D]. q_weight, k_weight: [D], or None for no norm.
-        cos_sin: [max_position, r] float32, cosines then sines; r <= D, and elements from r on are not rotated.
-        positions: [T] int32. slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it. q_weight, k_weight: [D], or None: no norm.
+        rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
+        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
 
     Returns:
         q [T, H, D] in qkv's dtype.
     """
     _, _, kv_heads, block_size, head_dim = kv.shape
-    tokens, rotary = len(qkv), cos_sin.shape[1]
+    tokens, rotary = len(qkv), rotation.shape[2]
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
-    assert qkv.is_contiguous() and cos_sin.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
+    assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
 
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
@@ -186,7 +185,7 @@ def qk_norm_rope_store(
     block_h = min(triton.next_power_of_2(heads + 2 * kv_heads), max(1, 2048 // block_d))
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
-        qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, kv, q, kv.stride(0), eps,
+        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv.stride(0), eps,
         heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, k_weight is not None, block_h, block_d,
     )  # fmt: skip
     return q
@@ -348,29 +347,48 @@ def attention_reduce_kernel(
     tl.store(out + i_row * D + o_d, _cast(b_out, out.dtype.element_ty), mask=o_d < D)
 
 
-def attention_decode(
-    q: torch.Tensor,
+class DecodePlan(NamedTuple):
+    """What the kernel reads for itself: see `plan_decode`."""
+
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+    window: int
+
+
+def plan_decode(
     kv: torch.Tensor,
     block_tables: torch.Tensor,
     slots: torch.Tensor,
     seq_lens: torch.Tensor,
-    scale: float,
+    num_heads: int,
     window: int,
-) -> torch.Tensor:
+) -> DecodePlan:
+    """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
+
+    Args:
+        kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
+        seq_lens: [B] int32, tokens of context including this one. num_heads: H.
+        window: 0 for all keys, else only the last `window` of them: blocks before these are not looked at.
+    """
+    assert num_heads % kv.shape[2] == 0 and block_tables.stride(1) == 1 and window >= 0
+    return DecodePlan(block_tables, slots, seq_lens, window)
+
+
+def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float) -> torch.Tensor:
     """out[b, h] = softmax(scale * q[b, h] K^T) V over the context of row b, one query token per row.
 
     Args:
-        q: [B, H, D]. kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including this one, whose K and V are in the pool already.
-        window: 0 for all keys, else only the last `window` of them.
+        q: [B, H, D]. kv: a layer of the pool, which has the K and V of this token already.
+        plan: of `plan_decode` for these rows.
 
     Returns:
         out [B, H, D] in q's dtype; zeros for padding rows.
     """
+    block_tables, slots, seq_lens, window = plan
     batch, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
-    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
-    assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= 0
+    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == head_dim
 
     context = block_tables.shape[1] * block_size
     context = min(context, window) if window else context

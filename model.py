@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,7 @@ class Transformer:
         self.layers = [Layer(config, FAMILIES[config.architecture], new) for _ in range(config.num_layers)]
         self.norm = new(config.hidden_size)
         self.head: Weight = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
-        self.cos_sin = rope_table(config, max_model_len).to(device)
+        self.rotations = rope_table(config, max_model_len).to(device)
         self.scale = config.head_dim**-0.5
 
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -145,30 +146,29 @@ class Transformer:
         ops, eps = self.ops, self.config.rms_norm_eps
         residual = F.embedding(batch.input_ids, self.embedding)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
+        rotation = self.rotations[batch.positions]
+        rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
+        plans = {w: ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in set(self.config.windows)}
         for i, layer in enumerate(self.layers):
             kv = pool[:, i]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
-            q = ops.qk_norm_rope_store(
-                qkv, layer.q_norm, layer.k_norm, eps, self.cos_sin, batch.positions, batch.slot_mapping, kv
-            )
-            x = self.attention(q, kv, batch, self.config.windows[i])
-            x = linear(x.flatten(1), layer.o, layer.o_bias)
+            q = ops.qk_norm_rope_store(qkv, layer.q_norm, layer.k_norm, eps, rotation, batch.slot_mapping, kv)
+            window = self.config.windows[i]
+            x = linear(self.attention(q, kv, batch, plans[window], window).flatten(1), layer.o, layer.o_bias)
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = ops.rms_norm(x, following, eps, residual)
         return x
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, window: int) -> torch.Tensor:
-        """Attention of q [T, heads, dim] over the paged context: rows of one token, then the longer rows."""
-        n, tables, parts = batch.num_decodes, batch.block_tables, []
+    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, plan: Any, window: int) -> torch.Tensor:
+        """Attention of q [T, heads, dim] over the paged context: rows of one token, by their plan, then longer rows."""
+        n, parts = batch.num_decodes, []
         if n > 0:
-            slots, lens = batch.slots[:n], batch.seq_lens[:n]
-            parts.append(self.ops.attention_decode(q[:n], kv, tables, slots, lens, self.scale, window))
+            parts.append(self.ops.attention_decode(q[:n], kv, plan, self.scale))
         if n < len(q):
-            slots, lens = batch.slots[n:], batch.seq_lens[n:]
-            ragged = batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(q[n:], kv, tables, slots, lens, *ragged, self.scale, window))
+            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            parts.append(self.ops.attention_prefill(q[n:], kv, *rows, self.scale, window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -190,7 +190,7 @@ def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) ->
 
 
 def rope_table(config: ModelConfig, length: int) -> torch.Tensor:
-    """cos | sin of each position's angles, [length, head_dim] float32 (RoFormer, Su et al., 2021)."""
+    """What `qk_norm_rope_store` rotates each position by, [length, 2, head_dim] float32 (RoFormer, Su et al., 2021)."""
     scaling, dim = config.rope_scaling, config.head_dim
     frequencies = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if scaling.get("rope_type") == "linear":
@@ -204,7 +204,8 @@ def rope_table(config: ModelConfig, length: int) -> torch.Tensor:
         blend = ((turns - low) / (high - low)).clamp(0, 1)
         frequencies = blend * frequencies + (1 - blend) * frequencies / scaling["factor"]
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
 
 
 def load_weights(model: Transformer, folder: str) -> None:

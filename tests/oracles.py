@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = Fa
     return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
+def rotation(cos_sin: torch.Tensor) -> torch.Tensor:
+    """cos | sin, [T, r], as the ops want it: [T, 2, r]."""
+    cos, sin = cos_sin.chunk(2, dim=1)
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
+
+
 def rope(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, naive: bool = False) -> torch.Tensor:
     y, half = (x if naive else x.double()).clone(), cos_sin.shape[1] // 2
     for t, position in enumerate(positions.tolist()):
@@ -70,6 +77,20 @@ def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int,
     position, key = torch.arange(length - n, length)[:, None], torch.arange(length)
     hidden = (key > position) | ((key <= position - window) if window else False)
     return torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def decode(
+    ops: ModuleType,
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    lens: torch.Tensor,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """attention_decode of `ops`, which is kernels or reference, with its own plan."""
+    return ops.attention_decode(q, kv, ops.plan_decode(kv, tables, slots, lens, q.shape[1], window), scale)
 
 
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])

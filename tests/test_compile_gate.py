@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+import oracles
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may use, CUDA guide, table 30
 SHARDS = 2
 
@@ -59,7 +61,7 @@ def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], obj
     q, tables, ints = torch.zeros(2, s.heads, s.head_dim, dtype=dtype), torch.zeros(4, 512, dtype=int32), torch.zeros(4)
     ints = ints.to(int32)
     long, scale = ints.long(), 0.1
-    yield lambda ops: ops.attention_decode(q, kv, tables, ints[:2], ints[:2], scale, s.window)
+    yield lambda ops: oracles.decode(ops, q, kv, tables, ints[:2], ints[:2], scale, s.window)
     yield lambda ops: ops.attention_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, s.window)
     if attention_only:
         return
@@ -68,8 +70,8 @@ def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], obj
     yield lambda ops: ops.rms_norm(x, weight, 1e-6, x.clone())
     yield lambda ops: ops.silu_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype))
     norm = torch.zeros(s.head_dim, dtype=dtype) if s.norm else None
-    qkv, angles = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(8, s.head_dim)
-    yield lambda ops: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, angles, ints[:2], long[:2], kv)
+    qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
+    yield lambda ops: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, rotation, long[:2], kv)
     logits, floats = torch.zeros(2, s.vocab, dtype=dtype), torch.zeros(4)
     yield lambda ops: ops.sample(logits, ints[:2], floats, ints, floats, floats, long, ints)
     yield lambda ops: ops.logprobs(logits, long[:2], 0)

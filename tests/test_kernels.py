@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -47,10 +49,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield request.param
 
 
+def call(ops: ModuleType, op: str) -> Callable[..., Any]:
+    return functools.partial(oracles.decode, ops) if op == "attention_decode" else getattr(ops, op)
+
+
 def run(op: str, device: str, *args: Any) -> Any:
     """kernels.<op> on the device; its result comes back to the CPU, and so does what it wrote in place."""
     moved = [x.to(device) if isinstance(x, torch.Tensor) and device != "cpu" else x for x in args]
-    result = getattr(kernels, op)(*moved)
+    result = call(kernels, op)(*moved)
     for x, there in zip(args, moved, strict=True):
         if isinstance(x, torch.Tensor) and x is not there:
             x.copy_(there)
@@ -143,8 +149,9 @@ def test_qk_norm_rope_store(
     places = torch.randperm(32)[:tokens] - 1  # of 2 blocks of 16, and now and then -1
     pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
     twin = pool.clone()
-    args = (qkv, q_weight, k_weight, 1e-6, cos_sin, positions, places)
-    q, q_twin = run("qk_norm_rope_store", device, *args, pool[:, 1]), reference.qk_norm_rope_store(*args, twin[:, 1])
+    args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions]), places)
+    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1])
+    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1])
     x = qkv.view(tokens, -1, d)
     q_want, k_want = (
         oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions)
@@ -237,7 +244,7 @@ def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, o
         want = oracles.attention(q, paged.context[0], 0.2, window)
         naive = oracles.attention(q, paged.context[0], 0.2, window, naive=True)
         oracles.check_error(run(op, device, *args), want, naive)
-        oracles.check_error(getattr(reference, op)(*args), want, naive)
+        oracles.check_error(call(reference, op)(*args), want, naive)
 
 
 def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
@@ -248,8 +255,8 @@ def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
     kv = torch.zeros(3, 2**30, dtype=torch.bfloat16, device=device)[:, :1024].view(3, 2, 1, 16, 32)
     kv[torch.tensor([2, 1, 0])] = paged.kv[paged.tables[0, :3].long()].to(device)
     q = torch.randn(1, 2, 32, dtype=torch.bfloat16)
-    got = kernels.attention_decode(
-        q.to(device), kv, ints(2, 1, 0)[None].to(device), ints(0).to(device), ints(40).to(device), 0.2, 0
+    got = oracles.decode(
+        kernels, q.to(device), kv, ints(2, 1, 0)[None].to(device), ints(0).to(device), ints(40).to(device), 0.2, 0
     )
     args = (q, paged.context[0], 0.2, 0)
     oracles.check_error(got.cpu(), oracles.attention(*args), oracles.attention(*args, naive=True))
@@ -475,7 +482,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         slots, lens = (ints(*x).cuda()[offset : offset + rows] for x in (range(5), (70, 20, 33, 90, 5)))
         starts = torch.arange(rows + 1, dtype=torch.int32).cuda()
         q = torch.randn(rows, 4, 32, dtype=torch.bfloat16).cuda()
-        kernels.attention_decode(q, kv, tables, slots, lens, 0.2, 0)
+        oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
         kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
         ids = torch.arange(8).cuda()[offset : offset + rows]
