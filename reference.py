@@ -162,7 +162,8 @@ def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale:
         out [B, H, D] in q's dtype; zeros for padding rows.
     """
     (_, heads, dim), (kv_heads, size), out = q.shape, kv.shape[2:4], []
-    keys, values = _as_rows(kv, kv_heads * size * dim), _as_rows(kv[:, 1], dim)
+    k, v = kv.unbind(1)
+    keys, values = _as_rows(k, kv_heads * size * dim), _as_rows(v, dim)
     for span in plan.spans:
         # Keys are gathered and multiplied by blocks. Values need no copy: a sum of a table's rows by weights is what
         # embedding_bag computes, and it fetches rows ahead. Together half the time of SDPA over gathered K and V.
@@ -406,8 +407,8 @@ def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _as_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The memory from x's first element on, as rows [.., width]."""
-    count = (x.untyped_storage().nbytes() // x.itemsize - x.storage_offset()) // width
+    """The memory from the first block of x [num_blocks, ..] to its last, and what lies between them, as rows [.., width]."""
+    count = (x.stride(0) * (len(x) - 1) + x.numel() // len(x)) // width
     return x.as_strided((count, width), (width, 1))
 
 
