@@ -407,7 +407,7 @@ def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _as_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The memory from the first block of x [num_blocks, ..] to its last, and what lies between them, as rows [.., width]."""
+    """The memory from the first block of x [num_blocks, ..] to its last, and what is between, as rows [.., width]."""
     count = (x.stride(0) * (len(x) - 1) + x.numel() // len(x)) // width
     return x.as_strided((count, width), (width, 1))
 
