@@ -214,10 +214,12 @@ def attention_prefill(
         if slot < 0 or n == 0:
             continue
         begin = max(0, length - (n - 1) - window) if window else 0  # where the window of the row's first token begins
-        begins = torch.tensor([begin], device=q.device) if window else None
-        k, v, _ = _gather(kv, block_tables, slots[b : b + 1], seq_lens[b : b + 1].long(), begins)
-        passed = begin // block_size * block_size
-        k, v = (h[:, 0, : length - passed].unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in (k, v))
+        first = begin // block_size  # the window may have passed the blocks before it, and these were given back
+        table = block_tables[slot, first : -(-length // block_size)].long()
+        passed = first * block_size
+        # Heads come first, so that SDPA needs no second copy. What is stale in the last block is left out.
+        kept = kv.transpose(0, 2)[:, :, table].flatten(2, 3)[:, :, : length - passed]  # [KV, 2, L, D]
+        k, v = (h.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in kept.unbind(1))
         grouped = q[tokens].view(n, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
         attend = None
         if n < length or window:
@@ -428,37 +430,6 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
         groups[-1].append(row)
         total += count
     return [torch.tensor(sorted(group), device=counts.device) for group in groups]
-
-
-def _gather(
-    kv: torch.Tensor,
-    block_tables: torch.Tensor,
-    slots: torch.Tensor,
-    ends: torch.Tensor,
-    begins: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V of the tokens from `begins` (None: 0) to `ends` of the rows' contexts, [KV, B, L, D], and which of the L
-    places of a row hold them, [B, L]. The first place is a block's first; L is what the longest row needs, in blocks.
-
-    Other blocks are not looked at, for a window that has passed them may have given them back. What else lies in these
-    blocks is replaced by zeros: a stale NaN there would spoil 0 * NaN in attention. Heads come first because then SDPA
-    needs no second copy (4x faster over 32 rows of 512 keys).
-    """
-    slot, size = slots.long().clamp(min=0), kv.shape[3]
-    if begins is None:
-        table = block_tables[slot, : max(1, -(-int(ends.max()) // size))]
-        held = torch.arange(table.shape[1] * size, device=kv.device) < ends[:, None]
-    else:
-        first = begins // size
-        block = first[:, None] + torch.arange(max(1, int(((ends + size - 1) // size - first).max())), device=kv.device)
-        table = block_tables[slot[:, None], block.clamp(max=block_tables.shape[1] - 1)]
-        position = first[:, None] * size + torch.arange(table.shape[1] * size, device=kv.device)
-        held = (position >= begins[:, None]) & (position < ends[:, None])
-    gathered = kv.transpose(0, 2)[:, :, table.long().clamp(min=0)].flatten(3, 4)  # [KV, 2, B, L, D]
-    rows, stale = torch.nonzero(~held, as_tuple=True)
-    gathered[:, :, rows, stale] = 0
-    k, v = gathered.unbind(1)
-    return k, v, held
 
 
 def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
