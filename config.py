@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
-    """A field that is also a command-line flag: its default, its one-line help and, for numbers, its range."""
+    """A field that is also a command-line flag: its default, its help (one line; none: no flag), a number's range."""
     return field(default=default, metadata={"help": help, "low": low, "high": high})
 
 
@@ -98,7 +98,10 @@ class EngineConfig:
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
-    threads: int | None = option(None, "of torch on a CPU (default: one a core that the process may run on)", 1, 4096)
+    threads: int | None = option(
+        None, "of torch on a CPU (default: one a core it may run on, but a small model leaves the server one)", 1, 4096
+    )
+    beside_server: bool = option(False, "")  # whether the server's process shares the cores; `launch_engine` sets it
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     def __post_init__(self) -> None:
@@ -140,12 +143,17 @@ class ServerConfig:
         check_fields(self)
 
 
+def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass of `option`s that are flags."""
+    return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
+
+
 def parser_for(*classes: type) -> argparse.ArgumentParser:
     """A command-line parser with one flag for each field of the given dataclasses."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for cls in classes:
         hints = get_type_hints(cls)
-        for f in dataclasses.fields(cls):
+        for f in flag_fields(cls):
             flag, hint, kwargs = "--" + f.name.replace("_", "-"), hints[f.name], {"help": f.metadata["help"]}
             if get_origin(hint) is Literal:
                 parser.add_argument(flag, choices=get_args(hint), default=f.default, **kwargs)
@@ -161,7 +169,7 @@ def parser_for(*classes: type) -> argparse.ArgumentParser:
 
 def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
     """The instance of `cls` that the parsed flags describe."""
-    values = {f.name: getattr(flags, f.name) for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {f.name: getattr(flags, f.name) for f in flag_fields(cls)}
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 

@@ -475,7 +475,7 @@ def launch_engine(config: EngineConfig) -> EngineProcess:
     engine = EngineProcess(process, folder, {})
     try:
         assert process.stdin and process.stdout
-        options = dataclasses.asdict(config) | {"socket_folder": folder}
+        options = dataclasses.asdict(config) | {"beside_server": True, "socket_folder": folder}
         process.stdin.write(json.dumps(options).encode() + b"\n")
         process.stdin.flush()
         line = process.stdout.readline()

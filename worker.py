@@ -57,7 +57,8 @@ class Worker:
             load_weights(self.model, config.model)
         self.num_parameters = sum(tensor.numel() for tensor in self.model.parameters().values())
         if self.device == "cpu":
-            cpu.settle(config.threads)
+            small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
+            cpu.settle(config.threads, spare=small and config.beside_server)
             self.model.pack(cpu.pack)
         self.cpu_share = int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # bytes
         self.num_blocks = self.count_blocks()
