@@ -50,7 +50,6 @@ class PackedLinear:
     """
 
     def __init__(self, weight: torch.Tensor):
-        self.nbytes = weight.nbytes
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self(weight.new_zeros(1, weight.shape[1]))
 

@@ -107,7 +107,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
@@ -124,20 +124,15 @@ def qk_norm_rope_store_kernel(
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
     b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
-    if Q_NORM or K_NORM:
+    if NORM:  # of v as well, which is then not used
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
         m_d = o_d < D
-        if Q_NORM:
-            b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_v = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_x = tl.where(m_q[:, None], b_x * b_rstd * b_w[None, :], b_x)
-            b_partner = tl.where(m_q[:, None], b_partner * b_rstd * b_v[None, :], b_partner)
-        if K_NORM:
-            m_k = (m_qk & (o_h >= H))[:, None]
-            b_w = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_x = tl.where(m_k, b_x * b_rstd * b_w[None, :], b_x)
-            b_partner = tl.where(m_k, b_partner * b_rstd * b_v[None, :], b_partner)
+        b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
+        b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+        b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+        b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
     p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
     b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
     b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
@@ -165,7 +160,8 @@ def qk_norm_rope_store(
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
     Args:
-        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it. q_weight, k_weight: [D], or None: no norm.
+        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
+        q_weight, k_weight: [D], or both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
@@ -178,6 +174,7 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
+    assert (q_weight is None) == (k_weight is None)
 
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
 
@@ -186,7 +183,7 @@ def qk_norm_rope_store(
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
         qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv.stride(0), eps,
-        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, k_weight is not None, block_h, block_d,
+        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, block_h, block_d,
     )  # fmt: skip
     return q
 

@@ -148,13 +148,14 @@ class Transformer:
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         rotation = self.rotations[batch.positions]
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
-        plans = {w: ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in set(self.config.windows)}
+        windows = set(self.config.windows) if batch.num_decodes else ()
+        plans = {w: ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in windows}
         for i, layer in enumerate(self.layers):
             kv = pool[:, i]
             qkv = linear(x, layer.qkv, layer.qkv_bias)
             q = ops.qk_norm_rope_store(qkv, layer.q_norm, layer.k_norm, eps, rotation, batch.slot_mapping, kv)
             window = self.config.windows[i]
-            x = linear(self.attention(q, kv, batch, plans[window], window).flatten(1), layer.o, layer.o_bias)
+            x = linear(self.attention(q, kv, batch, plans.get(window), window).flatten(1), layer.o, layer.o_bias)
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm

@@ -46,7 +46,8 @@ def qk_norm_rope_store(
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
     Args:
-        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it. q_weight, k_weight: [D], or None: no norm.
+        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
+        q_weight, k_weight: [D], or both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
@@ -57,6 +58,7 @@ def qk_norm_rope_store(
     _, _, kv_heads, block_size, head_dim = kv.shape
     x = qkv.view(len(qkv), -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
+    assert (q_weight is None) == (k_weight is None)
     # q and k as one: in a small step the operators' number is what takes time.
     qk = x[:, :-kv_heads].to(torch.float32, copy=True)
     if q_weight is not None and k_weight is not None:
@@ -120,11 +122,9 @@ def plan_decode(
     begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
     first = begins // size
     counts = (ends + size - 1) // size - first  # blocks
-    head = (
-        torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads) * size
-    )  # from a key's first head to each query head's
-    spans = []
-    groups = _groups(counts, GATHER_TOKENS // size)
+    # From where the first head's values of a block are to those of each query head.
+    head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads) * size
+    groups, spans = _groups(counts, GATHER_TOKENS // size), []
     for rows in groups:
         most = max(1, int(counts[rows].max()))
         held = torch.arange(most, device=kv.device) < counts[rows, None]
@@ -161,9 +161,9 @@ def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale:
     Returns:
         out [B, H, D] in q's dtype; zeros for padding rows.
     """
-    (_, heads, dim), (kv_heads, size), out = q.shape, kv.shape[2:4], []
-    k, v = kv.unbind(1)
-    keys, values = _as_rows(k, kv_heads * size * dim), _as_rows(v, dim)
+    (_, heads, dim), (kv_heads, size) = q.shape, kv.shape[2:4]
+    keys, values = _as_rows(kv[:, 0], kv_heads * size * dim), _as_rows(kv[:, 1], dim)
+    parts = []
     for span in plan.spans:
         # Keys are gathered and multiplied by blocks. Values need no copy: a sum of a table's rows by weights is what
         # embedding_bag computes, and it fetches rows ahead. Together half the time of SDPA over gathered K and V.
@@ -176,9 +176,9 @@ def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale:
         scores = scores.view(rows, width // size, heads, size).transpose(1, 2).flatten(2).float()
         p = scores.masked_fill_(span.hidden, -math.inf).mul_(scale).softmax(-1).to(q.dtype)
         p = p.view(-1).index_select(0, span.attended)
-        out.append(F.embedding_bag(span.values, values, span.bags, mode="sum", per_sample_weights=p))
-    result = out[0] if len(out) == 1 else torch.cat(out)
-    return (result if plan.order is None else result.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
+        parts.append(F.embedding_bag(span.values, values, span.bags, mode="sum", per_sample_weights=p))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
 
 
 def attention_prefill(
