@@ -141,10 +141,11 @@ class EngineCore:
         """Four lines that say what was started and how much fits."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
+        compiled = f", steps of one sequence compiled in {f['compile_seconds']} s" if f["compile_seconds"] else ""
         return (
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
-            f"  device    {f['device']}, {f['backend']}.py\n"
+            f"  device    {f['device']}, {f['backend']}.py{compiled}\n"
             f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
             f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
             f"{f['max_model_len']:,}"

@@ -57,6 +57,16 @@ class Batch:
     max_query_len: int
 
 
+@dataclass(slots=True)
+class Step:
+    """What attention needs beside its layer's weights, while a step runs."""
+
+    batch: Batch
+    pool: torch.Tensor
+    rotation: torch.Tensor  # [T, 2, dim] of `rope_table`
+    plans: dict[int, Any]  # of `plan_decode`, by window
+
+
 class Layer:
     """The weights of one decoder layer; q, k, v are one matrix, and so are gate and up."""
 
@@ -127,6 +137,8 @@ class Transformer:
         self.head: Weight = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
         self.rotations = rope_table(config, max_model_len).to(device)
         self.scale = config.head_dim**-0.5
+        self.step: Step | None = None
+        self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None  # `run` for one token; see cpu.py
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Every weight by its name in a checkpoint."""
@@ -143,34 +155,43 @@ class Transformer:
 
         Returns the hidden states [T, hidden] after the last norm.
         """
-        ops, eps = self.ops, self.config.rms_norm_eps
-        residual = F.embedding(batch.input_ids, self.embedding)
-        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
-        rotation = self.rotations[batch.positions]
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
-        plans = {w: ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in windows}
+        plans = {w: self.ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in windows}
+        self.step = Step(batch, pool, self.rotations[batch.positions], plans)
+        residual = F.embedding(batch.input_ids, self.embedding)
+        if self.compiled and len(residual) == 1:
+            return self.compiled(residual)
+        return self.run(residual, self.attend)
+
+    def run(self, residual: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """The layers and the last norm, over embeddings [T, hidden], which are changed; attention is `attend`."""
+        ops, eps = self.ops, self.config.rms_norm_eps
+        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            kv = pool[:, i]
-            qkv = linear(x, layer.qkv, layer.qkv_bias)
-            q = ops.qk_norm_rope_store(qkv, layer.q_norm, layer.k_norm, eps, rotation, batch.slot_mapping, kv)
-            window = self.config.windows[i]
-            x = linear(self.attention(q, kv, batch, plans.get(window), window).flatten(1), layer.o, layer.o_bias)
+            x = linear(attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias)
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
             x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = ops.rms_norm(x, following, eps, residual)
         return x
 
-    def attention(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, plan: Any, window: int) -> torch.Tensor:
-        """Attention of q [T, heads, dim] over the paged context: rows of one token, by their plan, then longer rows."""
+    def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
+        """Layer i's attention [T, heads * dim] over the paged context, which gets this step's keys and values first.
+
+        The rows of one token go by their plan, then come the longer rows.
+        """
+        assert self.step
+        batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[:, i]
+        norms = layer.q_norm, layer.k_norm, self.config.rms_norm_eps
+        q = self.ops.qk_norm_rope_store(qkv, *norms, self.step.rotation, batch.slot_mapping, kv)
         n, parts = batch.num_decodes, []
         if n > 0:
-            parts.append(self.ops.attention_decode(q[:n], kv, plan, self.scale))
+            parts.append(self.ops.attention_decode(q[:n], kv, self.step.plans[window], self.scale))
         if n < len(q):
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
             parts.append(self.ops.attention_prefill(q[n:], kv, *rows, self.scale, window))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of hidden states [R, hidden]."""

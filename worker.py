@@ -45,6 +45,8 @@ class Worker:
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.ops = pick_ops(config.backend, self.device)
+        if config.compile and (self.device, self.ops.__name__) != ("cpu", "reference"):
+            raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
         if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
             raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
         self.max_model_len = config.max_model_len or model_config.max_position
@@ -61,12 +63,17 @@ class Worker:
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, spare=small and config.beside_server)
-            self.model.pack(cpu.pack)
+            row_product = cpu.compile_rows() if config.compile else None
+            self.model.pack(lambda weight: cpu.pack(weight, row_product))
+            if config.compile:
+                width = model_config.num_heads * model_config.head_dim
+                self.model.compiled = cpu.compile_layers(self.model, width)
         self.cpu_share = int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # bytes
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
         self.state = self.new_state(config.max_num_seqs)
+        self.compile_seconds = 0.0
         token_seconds = self.warm_up()
         measured = config.preemption_mode == "auto" and len(self.host_pool) > 0
         self.swap_cost = float(f"{self.time_swap() / token_seconds:.4g}") if measured else 0.0
@@ -92,6 +99,7 @@ class Worker:
             "kv_bytes": self.pool.nbytes,
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
+            "compile_seconds": round(self.compile_seconds, 1),
         }
 
     def block_shape(self) -> tuple[int, ...]:
@@ -192,7 +200,10 @@ class Worker:
             begun = time.perf_counter()
             self.step(StepPlan(0, rows=[(0, length)], new=[row]))
             seconds = time.perf_counter() - begun
+            begun = time.perf_counter()
             self.step(StepPlan(1, rows=[(0, 1)]))
+            if self.config.compile:
+                self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
         self.step(StepPlan(2, released=[0]))
         return seconds / length
 

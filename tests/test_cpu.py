@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import cpu
+from engine import LLM, SamplingParams
 from worker import pick_dtype
 
 ROOT = Path(__file__).parent.parent
@@ -33,8 +35,42 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape):
 
 def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch):
     weight = torch.randn(4, 4)
-    monkeypatch.setattr(cpu.PackedLinear, "__call__", lambda self, x: torch.ops.mkldnn.there_is_no_such_operator(x))
+    monkeypatch.setattr(cpu.PackedLinear, "multiply", lambda self, x: torch.ops.mkldnn.there_is_no_such_operator(x))
     assert cpu.pack(weight) is weight
+
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_row_product_is_the_packed_one(dtype):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(130, 257, dtype=dtype), torch.randn(130, dtype=dtype)
+    packed = cpu.pack(weight, cpu.compile_rows())
+    for rows in (1, 3):
+        x = torch.randn(rows, 257, dtype=dtype)
+        for b in (None, bias):
+            torch.testing.assert_close(packed(x, b), packed.multiply(x, b), atol=1e-4, rtol=0.02)
+
+
+@needs_compiler
+def test_compiled_steps_give_the_same_tokens():
+    prompts = ["What is 23 + 58?", "Spell apology backwards."]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+    plain, compiled = (LLM("demo", dtype="float32", compile=compile) for compile in (False, True))
+    assert compiled.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
+    answers = [[o.outputs[0].token_ids for o in plain.generate(p, params)] for p in (prompts, prompts[:1], prompts[1:])]
+    for asked, wanted in zip((prompts, prompts[:1], prompts[1:]), answers, strict=True):  # two at once are not compiled
+        assert [o.outputs[0].token_ids for o in compiled.generate(asked, params)] == wanted
+
+
+def test_compile_is_refused_in_one_line_without_a_compiler():
+    env = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": ""}
+    command = [sys.executable, "server.py", "--port", "0", "--compile"]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert run.stderr.strip().splitlines()[-1].startswith("server.py: error: compile is True; it needs a C++ compiler")
 
 
 def test_float32_stays_close_after_packing():
