@@ -4,6 +4,7 @@
     python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
     python bench.py overload                                    four times the work that the KV pool holds, at once
     python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
+    python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
     python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
     python bench.py make-model FOLDER                           random weights of a real shape, to measure with
 
@@ -13,12 +14,14 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import datetime
 import json
 import os
 import platform
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -218,6 +221,66 @@ def throughput_figures(model: str, requests: int, scale: float, options: dict[st
     }]  # fmt: skip
 
 
+def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
+    """Output tokens a second of that many HTTP streams, and of `LLM.generate` over the same prompts, taking turns."""
+    from engine import LLM
+
+    llm = LLM(model)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    figures = []
+    with subprocess.Popen(
+        [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0"],
+        cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True,
+    ) as server:  # fmt: skip
+        assert server.stderr
+        found = next((m for line in server.stderr if (m := re.search(r"http://127\.0\.0\.1:(\d+)", line))), None)
+        if not found:
+            raise RuntimeError(f"server.py ended with status {server.wait()}")
+        try:
+            for count in streams:
+                rates: dict[str, list[float]] = {"generate": [], "streams": []}
+                for repeat in range(repeats + 1):
+                    prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
+                    begun = time.perf_counter()
+                    llm.generate(prompts, params, use_tqdm=False)
+                    generated = time.perf_counter()
+                    asyncio.run(read_streams(int(found[1]), prompts, new_tokens))
+                    if repeat > 0:  # the first warms up
+                        rates["generate"].append(count * new_tokens / (generated - begun))
+                        rates["streams"].append(count * new_tokens / (time.perf_counter() - generated))
+                generate, streamed = (statistics.median(values) for values in rates.values())
+                figures.append({
+                    "concurrent": count, "new tokens": new_tokens, "generate tok/s": round(generate),
+                    "min": round(min(rates["generate"])), "max": round(max(rates["generate"])),
+                    "streams tok/s": round(streamed), "min of streams": round(min(rates["streams"])),
+                    "max of streams": round(max(rates["streams"])), "lost": round(1 - streamed / generate, 2),
+                })  # fmt: skip
+        finally:
+            server.terminate()
+    return figures
+
+
+async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
+    """Complete all `prompts` at once as streams, and read these to their ends.
+
+    Plain sockets, for an HTTP library would take more of the machine than the server does.
+    """
+
+    async def read(prompt: str) -> bytes:
+        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        content = json.dumps(body).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
+        writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
+        reply = await reader.read()
+        writer.close()
+        return reply
+
+    for reply in await asyncio.gather(*map(read, prompts)):
+        if b'"finish_reason":"length"' not in reply:
+            raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
+
+
 class Peer:
     """Another engine in its own Python, by way of `peers.py`; called with a job, it returns the answer.
 
@@ -394,7 +457,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
 def engine_figures(args: argparse.Namespace) -> Figures:
     """`throughput` or `latency`, as the command line asks for it."""
-    options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads")}
+    options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
     if args.command == "throughput":
         return throughput_figures(args.model, args.requests, args.scale, options)
     if len(args.peer) != len(args.peer_python):
@@ -452,6 +515,11 @@ def main() -> None:
     throughput = commands.add_parser("throughput")
     throughput.add_argument("--requests", type=int, default=256)
     throughput.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    streams = commands.add_parser("streams")
+    streams.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+    streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
+    streams.add_argument("--new-tokens", type=int, default=64)
+    streams.add_argument("--repeats", type=int, default=5)
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
@@ -465,6 +533,7 @@ def main() -> None:
         command.add_argument("--dtype", default="auto")
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
+        command.add_argument("--compile", action="store_true", help="Manta's steps of a single sequence, on a CPU")
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -477,6 +546,8 @@ def main() -> None:
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
+    elif args.command == "streams":
+        figures = streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
     else:
         figures = engine_figures(args)
     show(figures)
