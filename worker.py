@@ -22,9 +22,7 @@ from model import Batch, Transformer, fill_dummy, load_weights
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
-# The host pool has at most so many times the device's blocks. Each costs the scheduler 200 bytes; and on a CPU they are
-# the same memory, where more than preempted sequences need would look like a leak while prefixes fill it.
-MAX_HOST_POOLS = {"cuda": 16, "cpu": 1}
+MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 
@@ -117,7 +115,8 @@ class Worker:
     def new_host_pool(self) -> torch.Tensor:
         """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
 
-        Pinned beside a GPU, so that it can reach them. On a CPU it takes memory only as blocks are moved there.
+        Pinned beside a GPU, so that it can reach them. On a CPU it takes memory only as blocks are moved there, and
+        has, as the KV pool, no more blocks than every sequence at full length can use.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
@@ -126,7 +125,9 @@ class Worker:
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
         room = int(config.swap_space * 2**30) if useful else 0
         count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
-        count = min(count, MAX_HOST_POOLS[self.device] * self.num_blocks)
+        count = min(count, MAX_HOST_POOLS * self.num_blocks)
+        if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
+            count = min(count, self.blocks_per_seq() * config.max_num_seqs)
         if config.preemption_mode == "swap" and not count:
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
