@@ -992,4 +992,6 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+TestTraffic.settings = settings(
+    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
