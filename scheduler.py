@@ -393,7 +393,9 @@ class Scheduler:
             self._count_recomputed(child)
         if births:
             group.births = []
+        # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
         together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
+        together = together and tokens >= len(group.seqs)
         goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
         for seq in group.seqs:
             if self.space.window and not group.births:  # they still share what the window would pass

@@ -628,6 +628,24 @@ def test_beam_search_finds_the_same_beams_however_it_is_scheduled(width):
             assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
 
 
+def test_beams_that_come_back_with_too_few_tokens_left_wait_for_the_next_step():
+    """Beams step together or not at all: a prompt that goes first leaves one token of the budget for four of them."""
+    engine = Engine(20, 64, 64, preemption_mode="swap", scheduling_policy="priority")
+    search = engine.add("a", prompt(9, 22), n=4, use_beam_search=True, max_tokens=14, priority=1)
+    for _ in range(4):
+        engine.step()
+    engine.add("large", prompt(60), max_tokens=2, ignore_eos=True)
+    while search.status is not Status.SWAPPED:
+        engine.step()
+    while "large" not in engine.finished:
+        engine.step()
+    engine.add("small", prompt(15, 5), max_tokens=2, ignore_eos=True)
+    plan = engine.step()
+    assert not search.births and plan.swap_in and [count for _, count in plan.rows] == [15]
+    engine.run()
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 22), 14, 64, 4, 4)
+
+
 def test_beams_share_what_they_have_in_common():
     engine = Engine(num_blocks=64, max_model_len=64)
     engine.add("a", prompt(30), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
