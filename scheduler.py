@@ -119,7 +119,7 @@ class Scheduler:
         self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self.preempted: list[tuple[str, str, str]] = []  # in the latest step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
-        self.urgent: SequenceGroup | None = None  # others were preempted for it
+        self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
         self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
         self.caution = 1.0  # share of the growth so expected that admission keeps free
         self.arrivals = self.step = 0
@@ -339,8 +339,11 @@ class Scheduler:
             group = self.running[i]
             i += 1
             to_come -= group.width  # who is still to come keeps a token of the budget: no prompt holds up decodes
+            tokens = budget.tokens - to_come
+            if self.urgent and self.urgent.key[0] < group.key[0]:  # a better one's prompt goes before this one's
+                tokens = max(group.width, tokens - len(self.urgent.seqs[0].tokens))
             if group.beams is not None:
-                if not self._schedule_beams(group, plan, budget, scheduled, budget.tokens - to_come):
+                if not self._schedule_beams(group, plan, budget, scheduled, tokens):
                     return True
                 continue
             seq = group.seqs[0]
@@ -348,7 +351,7 @@ class Scheduler:
                 self.space.pass_window(seq)
             count = len(seq.tokens) - seq.num_computed
             if count > 1:
-                count = min(count, budget.tokens - to_come)
+                count = min(count, tokens)
                 group.timeline.chunk(count)
             missing = -(-(seq.num_computed + count + ahead) // size) - len(seq.blocks)
             if missing > 0:

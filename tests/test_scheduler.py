@@ -478,6 +478,23 @@ def test_priority_inversion_cannot_last():
     assert engine.outputs["low"] == expected(prompt(8), 20, 32, ignore_eos=True)
 
 
+def test_a_long_prompt_of_worse_priority_leaves_room_in_the_step():
+    """Else who waits with a better priority, and could be let in, would wait for all of its chunks."""
+    engine = Engine(num_blocks=64, scheduling_policy="priority")
+    engine.add("long", prompt(60), priority=1, max_tokens=2)
+    engine.step()
+    urgent = engine.add("urgent", prompt(6, 5), priority=0, max_tokens=2, ignore_eos=True)
+    same = engine.add("same", prompt(6, 2), priority=1, max_tokens=2, ignore_eos=True)
+    assert sorted(count for _, count in engine.step().rows) == [6, 10]
+    assert urgent.status is Status.RUNNING and same.status is Status.WAITING
+    search = engine.add("search", prompt(60, 3), priority=2, use_beam_search=True, n=2, max_tokens=2)
+    while search.status is Status.WAITING:
+        engine.step()
+    engine.add("urgent too", prompt(6, 4), priority=0, max_tokens=1)
+    engine.step()
+    assert "urgent too" in engine.finished and search.status is Status.RUNNING
+
+
 def test_priorities_mean_nothing_under_fcfs():
     engine = Engine(max_num_seqs=1)
     engine.add("first", prompt(4), priority=9, max_tokens=1)
