@@ -95,6 +95,11 @@ class EngineConfig:
         0.0,
         10.0,
     )
+    tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
+    distributed_executor_backend: Literal["auto", "uni", "mp"] = option(
+        "auto", "the worker in the engine's process, or each in its own; auto: uni for LLM on one device, else mp"
+    )
+    step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
@@ -105,6 +110,7 @@ class EngineConfig:
         None, "of torch on a CPU (default: one a core it may run on, but a small model leaves the server one)", 1, 4096
     )
     beside_server: bool = option(False, "")  # whether the server's process shares the cores; `launch_engine` sets it
+    num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     def __post_init__(self) -> None:

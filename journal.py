@@ -65,16 +65,20 @@ class Journal:
         """Note that all cached prefixes were forgotten."""
         self.told.append(["reset_prefix_cache", self.now])
 
+    def start_over(self, plan: StepPlan | None, scheduler: Scheduler, lost: bool, refused: str | None) -> None:
+        """Note that a step, or none, brought no result, and that everybody's tokens are computed again."""
+        if plan is None:
+            self.told.append(["start_over", self.now, lost, refused])
+        else:
+            self._decided(plan, scheduler, {"start_over": [lost, refused]})
+
     def step(self, plan: StepPlan, scheduler: Scheduler, result: StepResult) -> None:
         """Note a step: who ran and with how many tokens, who was preempted, why the next in line did not come in."""
-        self._write({
-            "step": plan.step,
-            "told": self.told,
-            "now": self.now,
-            **decisions(scheduler),
-            "tokens": result.token_ids,
-            "logprobs": [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()],
-        })  # fmt: skip
+        logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
+        self._decided(plan, scheduler, {"tokens": result.token_ids, "logprobs": logprobs})
+
+    def _decided(self, plan: StepPlan, scheduler: Scheduler, result: dict[str, Any]) -> None:
+        self._write({"step": plan.step, "told": self.told, "now": self.now, **decisions(scheduler), **result})
         self.told = []
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -116,6 +120,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
                 scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
             elif kind == "abort":
                 scheduler.abort(*rest)
+            elif kind == "start_over":
+                scheduler.start_over(*rest)
             else:
                 scheduler.reset_prefix_cache()
         now = line["now"]
@@ -123,6 +129,9 @@ def replay(lines: Sequence[str]) -> Scheduler:
         for name, decided in decisions(scheduler).items():
             if decided != line[name]:
                 raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
+        if "start_over" in line:
+            scheduler.start_over(*line["start_over"])
+            continue
         logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
         scheduler.update(plan, StepResult(plan.step, line["tokens"], logprobs))
     return scheduler

@@ -8,6 +8,7 @@ Stop strings are found here, where text is made: they end an answer before the e
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
+    error: str | None = None  # why the engine gave it up; answers that it cut have the finish_reason "error"
 
 
 class Generation:
@@ -79,8 +81,9 @@ class Generation:
 
     @property
     def mean_logprob(self) -> float:
-        """Log-probability of a token on average: what `best_of` ranks by."""
-        assert self.cumulative_logprob is not None
+        """Log-probability of a token on average: what `best_of` ranks by. Without tokens it is the worst there is."""
+        if self.cumulative_logprob is None:
+            return -math.inf
         return self.cumulative_logprob / len(self.token_ids)
 
     def push(self, output: EngineOutput) -> str:
@@ -122,6 +125,7 @@ class Choices:
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
         self.num_live = len(self.drawn)
+        self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
 
     @property
@@ -155,6 +159,12 @@ class Choices:
             abort(self.request_id, output.index)
         return text
 
+    def fail(self, error: str) -> None:
+        """The engine gives it up: answers that are not complete stay as they are."""
+        for generation in self.drawn:
+            generation.finish_reason = generation.finish_reason or "error"
+        self.num_live, self.error, self.metrics.finished_time = 0, error, time.monotonic()
+
     def best(self) -> list[Generation]:
         """The `n` answers to return: as they were drawn, or those of the highest mean log-probability, best first."""
         if len(self.drawn) == self.params.n:
@@ -167,4 +177,6 @@ class Choices:
             CompletionOutput(i, g.text, g.token_ids, g.finish_reason, g.stop_reason, g.cumulative_logprob)
             for i, g in enumerate(self.best())
         ]
-        return RequestOutput(self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self.metrics)
+        return RequestOutput(
+            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self.metrics, self.error
+        )

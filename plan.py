@@ -55,6 +55,7 @@ class StepResult:
     step: int
     token_ids: list[int]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
+    error: str | None = None  # why the step failed; then there are no tokens
 
 
 @dataclass(slots=True)

@@ -769,6 +769,41 @@ class Scheduler:
         outputs[-1].finished = True
         return outputs
 
+    def start_over(self, lost: bool, refused: str | None = None) -> list[EngineOutput]:
+        """The steps in flight will bring no results: every sequence computes its tokens again, and gets the same.
+
+        Args:
+            lost: what was in the KV cache and in host memory is gone, too.
+            refused: why the latest to come of those that ran in them is ended, rather than run once more.
+        """
+        outputs, seqs, self.now = [], [seq for _, seqs in self.in_flight for seq in seqs if seq.slot >= 0], self.clock()
+        while self.in_flight:
+            self.space.landed(self.in_flight.popleft()[0].step)
+        if refused and seqs:
+            request = max((seq.group for seq in seqs), key=lambda group: group.key[1]).request
+            self.abort(request.request_id)
+            outputs.append(EngineOutput(request.request_id, [], "error", error=refused, finished=True))
+        running, self.running = self.running, []
+        for group in running:
+            self._forget(group)
+            self._release(group)
+            group.timeline.note(started_over=True)
+            self._wait(group, self.now)
+        while lost and self.swapped:
+            group = self.swapped.pop(Status.WAITING)
+            for seq in group.seqs:
+                self.host.free(seq.host_blocks)
+                seq.host_blocks = []
+            self._forget(group)
+            group.timeline.note(started_over=True)
+            self._wait(group, self.now)
+        if lost:
+            while self.trunks:
+                self._drop_trunk(self.trunks[-1])
+            self.reset_prefix_cache()
+            self.released = []  # new workers know of none of these
+        return outputs
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
         self.space.reset_prefix_cache()

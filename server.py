@@ -32,10 +32,12 @@ import msgspec
 from flask import Flask, Response, g, request
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from client import EngineDeadError, MPClient, Stream
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
-from engine import EngineDeadError, EngineProcess, MPClient, Stream, launch_engine
+from engine_process import EngineProcess
 from outputs import Choices, Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
@@ -197,7 +199,7 @@ def watch(sock: socket.socket, stream: Stream) -> None:
     with contextlib.suppress(OSError):
         if sock.recv(1, socket.MSG_PEEK):  # its next request: then only a write will tell
             return
-    stream.queue.put(ClientGone())
+    stream.put(ClientGone())
 
 
 def ending(generation: Generation) -> dict[str, Any]:
@@ -275,8 +277,8 @@ class Api:
         return reply(self._model(self._name(name)))
 
     def health(self) -> Response:
-        if not self.client.alive:
-            raise ApiError(503, "the engine process has ended")
+        if self.client.trouble:
+            raise ApiError(503, self.client.trouble)
         return reply({"status": "ok"})
 
     def version(self) -> Response:
@@ -495,17 +497,31 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
 
 
 class DrainingArbiter(Arbiter):
-    """Ctrl-C drains, as SIGTERM does; gunicorn cuts every stream. A second Ctrl-C does that here, too."""
+    """Gunicorn's main loop, which looks after the engine process as well.
+
+    Ctrl-C drains, as SIGTERM does; gunicorn cuts every stream. A second Ctrl-C does that here, too.
+    """
+
+    def __init__(self, app: Gunicorn):
+        super().__init__(app)
+        self.engine = app.engine
 
     def handle_int(self) -> None:
         raise StopIteration
+
+    def manage_workers(self) -> None:
+        super().manage_workers()
+        try:
+            self.engine.tend()
+        except ChildProcessError as error:
+            raise HaltServer(str(error), 1) from None
 
 
 class Gunicorn(BaseApplication):
     """Gunicorn with one gevent worker, configured from here and not from its files and flags."""
 
-    def __init__(self, make_app: Callable[[], Flask], options: dict[str, Any]):
-        self.make_app, self.options = make_app, options
+    def __init__(self, make_app: Callable[[], Flask], options: dict[str, Any], engine: EngineProcess):
+        self.make_app, self.options, self.engine = make_app, options, engine
         super().__init__()
 
     def load_config(self) -> None:
@@ -568,7 +584,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     try:
-        engine = launch_engine(engine_config)
+        engine = EngineProcess(engine_config)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -577,7 +593,7 @@ def main(argv: list[str] | None = None) -> None:
 
     main_pid = os.getpid()
     try:
-        Gunicorn(make_app, gunicorn_options(listener, engine, config)).run()
+        Gunicorn(make_app, gunicorn_options(listener, engine, config), engine).run()
     finally:
         if os.getpid() == main_pid:  # gunicorn's worker comes by here, too
             engine.stop()

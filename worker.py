@@ -128,6 +128,8 @@ class Worker:
         count = min(count, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
+        if config.num_host_blocks is not None:
+            count = config.num_host_blocks
         if config.preemption_mode == "swap" and not count:
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
@@ -179,7 +181,7 @@ class Worker:
         self.pool, self.state = self.new_pool(1), self.new_state(1)
         count = min(config.max_num_batched_tokens, self.max_model_len)
         row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
-        self.step(StepPlan(0, rows=[(0, count)], new=[row]))
+        self.run(StepPlan(0, rows=[(0, count)], new=[row]))
         logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots)
@@ -199,13 +201,13 @@ class Worker:
         for temperature, num_logprobs in tqdm(((0.0, 0), (1.0, 1)), desc="Warming up", leave=False, disable=None):
             row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs)
             begun = time.perf_counter()
-            self.step(StepPlan(0, rows=[(0, length)], new=[row]))
+            self.run(StepPlan(0, rows=[(0, length)], new=[row]))
             seconds = time.perf_counter() - begun
             begun = time.perf_counter()
-            self.step(StepPlan(1, rows=[(0, 1)]))
+            self.run(StepPlan(1, rows=[(0, 1)]))
             if self.config.compile:
                 self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
-        self.step(StepPlan(2, released=[0]))
+        self.run(StepPlan(2, released=[0]))
         return seconds / length
 
     @torch.inference_mode()
@@ -215,15 +217,22 @@ class Worker:
         pairs, seconds = [(i, i) for i in range(count)], []
         for _ in range(3):  # the host's memory is touched for the first time in the first one, so the least counts
             begun = time.perf_counter()
-            self.step(StepPlan(0, swap_out=pairs, swap_in=pairs))
+            self.run(StepPlan(0, swap_out=pairs, swap_in=pairs))
             if self.device == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begun)
         return min(seconds) / count
 
-    @torch.inference_mode()
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's differences and run its rows."""
+        """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""
+        try:
+            return self.run(plan)
+        except torch.OutOfMemoryError as error:
+            return StepResult(plan.step, [], error=str(error).partition("\n")[0])
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """`step`, without a net."""
         state, ops = self.state, self.ops
         state.apply(plan)
         self.move_blocks(plan)

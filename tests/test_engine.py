@@ -16,20 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from client import EngineDeadError, MPClient
 from config import DEMO, EngineConfig
-from engine import (
-    LLM,
-    Add,
-    EngineCore,
-    EngineDeadError,
-    EngineServer,
-    MPClient,
-    SamplingParams,
-    read_frames,
-    send_frame,
-)
+from engine import LLM, EngineCore, SamplingParams
+from engine_process import EngineServer
 from outputs import Choices, Generation
 from scheduler import EngineOutput, NewRow, StepPlan
+from wire import Add, Codec, read_frames, send_frame
 from worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -323,7 +316,7 @@ def test_messages_carry_sampling_params_whole():
     params = SamplingParams(temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63))
     one, other = socket.socketpair()
     with one, other:
-        send_frame(one, Add("x", [1, 2], params))
+        send_frame(one, Codec(), Add("x", [1, 2], params))
         assert next(read_frames(other)) == Add("x", [1, 2], params)
 
 

@@ -143,7 +143,8 @@ class Engine:
         self.scheduler = Scheduler(
             self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, window, swap_cost,
             clock=lambda: self.now)  # fmt: skip
-        self.worker = FakeWorker(self.config, num_blocks, num_host_blocks, window)
+        self.worker_args = self.config, num_blocks, num_host_blocks, window
+        self.worker = FakeWorker(*self.worker_args)
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.logprobs: dict[tuple[str, int], float | None] = {}
         self.reasons: dict[str, str] = {}
@@ -175,6 +176,19 @@ class Engine:
         self.scheduler.check_integrity()
         self.plans.append(plan)
         return plan
+
+    def lose(self, lost: bool, refused: str | None = None) -> None:
+        """A step brings no result, because the worker dies in it, or because it fails there."""
+        plan = self.scheduler.schedule()
+        if lost:
+            self.worker = FakeWorker(*self.worker_args)
+        else:
+            self.worker.step(plan)
+        for output in self.scheduler.start_over(lost, refused):
+            assert output.finished and output.error == refused and output.request_id not in self.finished
+            self.reasons[output.request_id] = "error"
+            self.finished.append(output.request_id)
+        self.scheduler.check_integrity()
 
     @property
     def outputs(self) -> dict[str, list[int]]:
@@ -830,6 +844,39 @@ def test_admission_keeps_room_for_growth_once_it_knows_it():
     assert again[1.0] < 0.1 < 0.2 < again[0.0]
 
 
+@pytest.mark.parametrize("lost", [True, False], ids=["workers lost", "a result lost"])
+def test_requests_survive_what_they_ran_on(lost):
+    """Running, swapped, waiting and held ones, samples and beams: all get the tokens that they would have got."""
+    engine = Engine(24, 48, 64, preemption_mode="swap", scheduling_policy="priority", max_num_seqs=10)
+    for i in range(4):
+        engine.add(str(i), prompt(6 + i, i), priority=i, max_tokens=30, ignore_eos=True)
+    engine.add("samples", prompt(9, 7), n=4, max_tokens=12, priority=1)
+    engine.add("search", prompt(9), n=3, use_beam_search=True, max_tokens=14, priority=2)
+    times = 0
+    while engine.scheduler.has_work():
+        engine.step()
+        if engine.scheduler.step % 5 == 0 and engine.scheduler.has_work():
+            times += 1
+            engine.lose(lost)
+    assert times > 10
+    for i in range(4):
+        assert engine.outputs[str(i)] == expected(prompt(6 + i, i), 30, 48, ignore_eos=True)
+    for index, tokens in engine.answers["samples"].items():
+        assert tokens == expected(prompt(9, 7), 12, 48, seed=sample_seed(index))
+    assert list(engine.answers["search"].values()) == expected_beams(prompt(9), 14, 48, 3, 3)
+
+
+def test_the_latest_to_come_is_refused_where_a_step_does_not_fit():
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name, prompt(5), max_tokens=6, ignore_eos=True)
+    engine.step()
+    engine.lose(lost=False, refused="out of memory")
+    assert engine.reasons == {"b": "error"}
+    engine.run()
+    assert engine.outputs["a"] == expected(prompt(5), 6, 64, ignore_eos=True)
+
+
 def test_explain_tells_where_the_time_went():
     engine = Engine(num_blocks=8, max_model_len=32, max_num_seqs=2, preemption_mode="recompute")
     engine.now = 5.0
@@ -944,6 +991,16 @@ class Scenario:
         elif index is not None and not self.asked[name][2].get("use_beam_search"):
             self.engine.answers[name].pop(index, None)
 
+    def lose(self, lost: bool, refuse: bool) -> None:
+        """The workers are lost in a step, or only its result; and the latest to come may be to blame for it."""
+        scheduler, known = self.engine.scheduler, list(self.engine.finished)
+        self.engine.lose(lost, "it will not fit" if refuse else None)
+        for name in set(self.engine.finished) - set(known):
+            del self.asked[name]
+        for request in scheduler.requests.values():
+            ahead = [r for r in scheduler.requests.values() if r.groups[0].key[:2] <= request.groups[0].key[:2]]
+            self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead))
+
     def finish(self) -> None:
         engine = self.engine
         while engine.scheduler.has_work():
@@ -979,6 +1036,8 @@ def test_a_thousand_random_scenarios(part):
             elif scenario.engine.scheduler.has_work():
                 if action < 0.6:
                     scenario.abort(rng.randrange(9), rng.choice((None, 0, 1)))
+                elif action < 0.64:
+                    scenario.lose(rng.random() < 0.7, rng.random() < 0.2)
                 else:
                     for _ in range(rng.randint(1, 5)):
                         if scenario.engine.scheduler.has_work():
@@ -1015,6 +1074,11 @@ class Traffic(RuleBasedStateMachine):
     @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
     def abort(self, place, index):
         self.scenario.abort(place, index)
+
+    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @rule(lost=st.booleans(), refuse=st.booleans())
+    def lose(self, lost, refuse):
+        self.scenario.lose(lost, refuse)
 
     @invariant()
     def books_agree(self):

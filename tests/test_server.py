@@ -29,8 +29,9 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from client import EngineDeadError, Stream
 from config import DEMO, SamplingParams, ServerConfig
-from engine import EngineDeadError, EngineOutput, Stream
+from plan import EngineOutput
 from protocol import FIELDS, GENERATE, NOT_YET
 from server import create_app
 from tokenizer import Tokenizer
@@ -48,7 +49,7 @@ class ScriptedClient:
     """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says."""
 
     def __init__(self) -> None:
-        self.alive = True
+        self.trouble: str | None = None
         self.added: list[tuple[list[int], SamplingParams, str]] = []
         self.open: set[str] = set()
         self.aborted: list[tuple[str, int | None]] = []
@@ -58,14 +59,12 @@ class ScriptedClient:
     def add(
         self, request_id: str, ids: list[int], params: SamplingParams, salt: str, stream: Stream, rank: int
     ) -> Stream:
-        if not self.alive:
-            raise EngineDeadError("the engine process has ended")
+        if self.trouble:
+            raise EngineDeadError(self.trouble)
         self.added.append((ids, params, salt))
         self.open.add(request_id)
         for item in self.answer(params) if self.script is None else self.script:
-            stream.queue.put(
-                dataclasses.replace(item, request_id=request_id) if isinstance(item, EngineOutput) else item
-            )
+            stream.put(dataclasses.replace(item, request_id=request_id) if isinstance(item, EngineOutput) else item)
         return stream
 
     def answer(self, params: SamplingParams) -> list[EngineOutput | Exception]:
@@ -714,7 +713,7 @@ def test_an_error_after_the_first_byte_is_an_event(
 
 
 def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    engine.alive = False
+    engine.trouble = "the engine process has ended"
     for response in (post(http_client, COMPLETIONS), post(http_client, CHAT, stream=True), http_client.get("/health")):
         assert "engine" in refusal(response, 503)["message"]
 
@@ -1128,23 +1127,6 @@ def test_kill_of_the_parent_leaves_nothing(tmp_path: Path) -> None:
         server.process.wait()
         server.assert_gone()
         sock.close()
-
-
-def test_death_of_the_engine_is_503_and_nobody_waits(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
-        streamed = server.connect("POST", COMPLETIONS, LONG | {"stream": True})
-        waiting = server.connect("POST", COMPLETIONS, LONG)
-        eventually(lambda: server.running() == 2)
-        engine = next(pid for pid in server.pids if "engine.py" in Path(f"/proc/{pid}/cmdline").read_text())
-        os.kill(engine, signal.SIGKILL)
-        assert b" 503 " in waiting.recv(1000).partition(b"\r\n")[0] + b" "
-        eventually(lambda: b"[DONE]" in streamed.recv(2**20))
-        assert server.get("/health")[0] == 503 and "engine" in server.get("/health")[1]
-        for sock in (streamed, waiting):
-            sock.close()
-        server.process.terminate()
-        server.process.wait(15)
-        server.assert_gone()
 
 
 def broken(folder: Path, change: str) -> list[str]:

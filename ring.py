@@ -1,0 +1,209 @@
+"""A ring of message chunks in shared memory: one writer, many readers, each of whom gets every message in order.
+
+    chunk i:   written | length | read by 0 | read by 1 | ...        one 64-bit word each
+               payload [chunk_bytes]
+
+Message k (from 1 on) goes into chunk k mod num_chunks. `written` becomes k when its payload is there, and a reader's
+word when that reader has taken it; the writer comes round to the chunk once all have. So no word has two writers and
+there is no lock. The design is vLLM's `shm_broadcast`; the words are sequence numbers instead of flags, so that a
+message lost, repeated or overtaken cannot look like the next one.
+
+A message larger than a chunk goes through a Unix socket, one per reader; the chunk announces it. A reader spins for a
+moment, since a message mostly comes soon, and then sleeps until its bell rings, another socket. Nothing here has a name
+in the file system, and so nothing is left there, whoever is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import reduction
+
+CHUNK_BYTES = 1 << 18  # a step's plan is a few KB; of prompts that enter together, a hundred thousand tokens fit
+NUM_CHUNKS = 8
+SPIN = 100e-6  # seconds; a message that is answered at once comes within 30 us, and a wake-up takes 50
+NAP = 500e-6  # seconds between a writer's looks at a full ring
+BACKSTOP = 1.0  # seconds that a reader sleeps at most: the bell is not supposed to be missed, ever
+WORD = 8  # bytes
+
+
+class RingTimeout(RuntimeError):
+    """A reader does not take messages; `reader` says which."""
+
+    def __init__(self, reader: int, message: int, seconds: float):
+        super().__init__(f"reader {reader} has not taken message {message} within {seconds:g} s")
+        self.reader = reader
+
+
+class RingBuffer:
+    """One end of a ring: made in one process, and handed to others as an argument of theirs when they are started.
+
+    Args:
+        num_readers: processes that read; each has a number from 0 on.
+        chunk_bytes: payload of a chunk; longer messages go through sockets.
+        num_chunks: messages that the writer may be ahead of the slowest reader.
+    """
+
+    def __init__(self, num_readers: int, chunk_bytes: int = CHUNK_BYTES, num_chunks: int = NUM_CHUNKS):
+        self.num_readers, self.chunk_bytes, self.num_chunks = num_readers, chunk_bytes, num_chunks
+        size = self._words() * WORD + num_chunks * chunk_bytes
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("manta-ring")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+        os.ftruncate(self.fd, size)
+        self.bells = [socket.socketpair() for _ in range(num_readers)]  # (writer's end, reader's end)
+        self.sides = [socket.socketpair() for _ in range(num_readers)]
+        self._map()
+
+    def _words(self) -> int:
+        return (self.num_chunks * (2 + self.num_readers) + self.num_readers + 7) // 8 * 8
+
+    def _map(self) -> None:
+        self.memory = mmap.mmap(self.fd, 0)
+        self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
+        self.payloads = memoryview(self.memory)[self._words() * WORD :]
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: does it sleep?
+        self.count = 0  # messages written, or read, at this end
+        self.fence = threading.Lock()
+        for bell, _ in self.bells:
+            bell.setblocking(False)
+        self.poll = select.poll()
+
+    def __getstate__(self) -> dict[str, object]:
+        kept = ("num_readers", "chunk_bytes", "num_chunks", "bells", "sides")
+        return {name: getattr(self, name) for name in kept} | {"fd": reduction.DupFd(self.fd)}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self.fd = state["fd"].detach()  # type: ignore[attr-defined]
+        self._map()
+
+    def _order(self) -> None:
+        """No store or load of this thread passes here: a lock's atomic instruction is a fence on x86 and on Arm."""
+        with self.fence:
+            pass
+
+    # --- the writer's end
+
+    def be_writer(self) -> None:
+        """Be the writer's end from now on, so that a reader's death is seen in its sockets."""
+        for _, theirs in (*self.bells, *self.sides):
+            theirs.close()
+
+    def write(self, message: bytes, timeout: float) -> None:
+        """Put a message in; waits while the ring is full.
+
+        Raises:
+            RingTimeout: a reader has not made room within `timeout` seconds; nothing was written for the others either,
+                but for a message larger than a chunk, which those before it may have.
+        """
+        chunk = self.count % self.num_chunks
+        at, begin, length = chunk * (2 + self.num_readers), chunk * self.chunk_bytes, len(message)
+        deadline = time.monotonic() + timeout
+        for reader in range(self.num_readers):
+            while self.words[at + 2 + reader] + self.num_chunks <= self.count:
+                if time.monotonic() > deadline:
+                    raise RingTimeout(reader, self.count - self.num_chunks + 1, timeout)
+                time.sleep(NAP)
+        if length <= self.chunk_bytes:
+            self.payloads[begin : begin + length] = message
+        self.words[at + 1] = length
+        self._order()  # the payload is there before its number
+        self.count += 1
+        self.words[at] = self.count
+        self._order()  # the number is there before we look who sleeps
+        for reader, (bell, _) in enumerate(self.bells):
+            if self.words[self.asleep + reader]:
+                with contextlib.suppress(BlockingIOError, ConnectionError):  # it rings already, or nobody hears it
+                    bell.send(b"\0")
+        if length > self.chunk_bytes:
+            for reader, (side, _) in enumerate(self.sides):
+                side.settimeout(max(0.001, deadline - time.monotonic()))
+                try:
+                    side.sendall(message)
+                except OSError:
+                    raise RingTimeout(reader, self.count, timeout) from None
+
+    # --- a reader's end
+
+    def be_reader(self, reader: int, sentinels: Sequence[int] = ()) -> None:
+        """Be this reader's end from now on; `sentinels` are file descriptors whose end or news also ends a `read`."""
+        self.reader = reader
+        for i, (theirs, mine) in enumerate((*self.bells, *self.sides)):
+            theirs.close()
+            if i % self.num_readers != reader:
+                mine.close()
+        for fd in (self.bells[reader][1].fileno(), *sentinels):
+            self.poll.register(fd, select.POLLIN)
+
+    def read(self, timeout: float) -> bytes | None:
+        """The next message; None if none came within `timeout` seconds, or before a sentinel had news.
+
+        Raises:
+            RingTimeout: a message was announced, and not sent in full.
+        """
+        chunk = self.count % self.num_chunks
+        at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
+        if not self._wait(at, timeout):
+            return None
+        self._order()  # the number was there before the payload is read
+        length = self.words[at + 1]
+        if length <= self.chunk_bytes:
+            message = bytes(self.payloads[begin : begin + length])
+        else:
+            message = self._receive(length, timeout)
+        self.count += 1
+        assert self.words[at] == self.count, "the writer overtook a reader"
+        self._order()  # the payload was read before the chunk is given back
+        self.words[at + 2 + self.reader] = self.count
+        return message
+
+    def _wait(self, at: int, timeout: float) -> bool:
+        words, wanted, begun = self.words, self.count + 1, time.monotonic()
+        while words[at] != wanted:
+            if (waited := time.monotonic() - begun) < SPIN:
+                continue
+            if waited > timeout:
+                return False
+            asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
+            words[asleep] = 1
+            self._order()  # the writer sees that we sleep, or we see its message
+            rung = self.poll.poll(min(timeout - waited, BACKSTOP) * 1e3) if words[at] != wanted else []
+            words[asleep] = 0
+            for fd, _ in rung:
+                if fd != bell.fileno():
+                    return words[at] == wanted
+                bell.recv(4096)
+        return True
+
+    def _receive(self, length: int, timeout: float) -> bytes:
+        message, got, side = bytearray(length), 0, self.sides[self.reader][1]
+        side.settimeout(timeout)
+        while got < length:
+            try:
+                count = side.recv_into(memoryview(message)[got:])
+            except TimeoutError:
+                count = 0
+            if not count:
+                raise RingTimeout(self.reader, self.count + 1, timeout)
+            got += count
+        return bytes(message)
+
+    def close(self) -> None:
+        """Give the memory and the sockets back; the other ends keep theirs."""
+        self.words.release()
+        self.payloads.release()
+        self.memory.close()
+        os.close(self.fd)
+        for pair in (*self.bells, *self.sides):
+            for end in pair:
+                end.close()

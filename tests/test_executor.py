@@ -1,0 +1,222 @@
+"""Workers in processes of their own: the same tokens, also when they are killed, stopped or out of memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from executor import MpExecutor, UniExecutor, WorkerError, is_stopped
+from journal import replay
+from plan import StepPlan
+from test_server import alive, eventually
+
+ROOT = Path(__file__).parent.parent
+STORY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+PROMPTS = ["ROMEO:\n", "Enter the KING", "To be, or not to be", "What is 23 + 58?"]
+
+
+def tokens(outputs) -> list[list[list[int]]]:
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def mp_llm(make_llm):
+    """One worker process, whose death costs two seconds."""
+    made = make_llm(distributed_executor_backend="mp", step_timeout=1.5, threads=1)
+    assert isinstance(made.core.executor, MpExecutor)
+    yield made
+    made.core.close()
+
+
+def worker(llm: LLM) -> int:
+    return llm.core.executor.processes[0].pid
+
+
+def when(llm: LLM, steps: list[int], act) -> None:
+    """Let `act` happen right after the plans of these steps, counted from now, have gone out."""
+    core, count = llm.core, 0
+    submit = core.executor.submit
+
+    def submit_and_act(plan: StepPlan) -> None:
+        nonlocal count
+        submit(plan)
+        count += 1
+        if count in steps:
+            act()
+
+    core.executor.submit = submit_and_act
+
+
+@pytest.fixture
+def undisturbed(mp_llm):
+    """The executor as it was, after the test."""
+    yield
+    vars(mp_llm.core.executor).pop("submit", None)
+
+
+MIXED = [STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=40, ignore_eos=True),
+         SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=20), STORY]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(llm):
+    return tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False))
+
+
+def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert mp_llm.core.metrics()["num_worker_restarts_total"] == 0
+    assert mp_llm.core.collective_rpc("block_bytes") == [
+        mp_llm.core.facts["kv_bytes"] // mp_llm.core.facts["num_blocks"]
+    ]
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, capfd, with_signal):
+    said: list[str | None] = []
+    mp_llm.core.on_trouble = said.append
+    before = mp_llm.core.metrics()["num_worker_restarts_total"]
+    when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
+    first = worker(mp_llm)
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    mp_llm.core.check_integrity()
+    assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
+    what = "has died (SIGKILL)" if with_signal == signal.SIGKILL else "is stopped"
+    assert [bool(text) for text in said] == [True, False] * 2 and f"rank 0 {what} in step " in str(said[0])
+    assert "new workers after " in capfd.readouterr().err
+
+
+def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
+    os.kill(worker(mp_llm), signal.SIGKILL)
+    eventually(lambda: not mp_llm.core.executor.processes[0].is_alive())
+    with pytest.raises(WorkerError, match=r"rank 0 has died \(SIGKILL\) while idle"):
+        mp_llm.core.executor.check()
+    mp_llm.core.check_workers()
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_llm, answers, undisturbed):
+    when(mp_llm, [2, 3, 4], lambda: os.kill(worker(mp_llm), signal.SIGKILL))
+    outputs = mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    assert tokens(outputs)[:3] == answers[:3]
+    assert outputs[3].outputs[0].finish_reason == "error"
+    assert "died (SIGKILL)" in outputs[3].error and "3 times in a row" in outputs[3].error
+
+
+def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch):
+    llm = make_llm()
+    model, count = llm.core.executor.worker.model, 0
+    forward = model.forward
+
+    def scarce(*args):
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nAnd more that nobody reads")
+        return forward(*args)
+
+    monkeypatch.setattr(model, "forward", scarce)
+    outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    assert tokens(outputs)[:3] == answers[:3] and outputs[3].outputs[0].finish_reason == "error"
+    assert outputs[3].error == "CUDA out of memory. Tried to allocate 2 GiB."
+    assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    llm.core.check_integrity()
+
+
+@pytest.mark.parametrize("backend", ["uni", "mp"])
+def test_ctrl_c_leaves_nothing_behind(make_llm, mp_llm, answers, backend, undisturbed):
+    llm = mp_llm if backend == "mp" else make_llm()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    when(llm, [4], interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    assert not llm.core.has_work()
+    del llm.core.executor.submit
+    assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
+    path = tmp_path / "journal"
+    llm = make_llm(distributed_executor_backend="mp", threads=1, log_scheduler=str(path))
+    when(llm, [5], lambda: os.kill(worker(llm), signal.SIGKILL))
+    llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    os.kill(worker(llm), signal.SIGKILL)
+    eventually(lambda: not llm.core.executor.processes[0].is_alive())
+    llm.core.check_workers()
+    llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    llm.core.close()
+    lines = path.read_text().splitlines()
+    assert sum("start_over" in json.loads(line) for line in lines) == 1
+    assert replay(lines).step == len(lines) - 1
+
+
+def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
+    with pytest.raises(ValueError, match="max_model_len is 4096"):
+        make_llm(distributed_executor_backend="mp", max_model_len=4096)
+    with pytest.raises(ValueError, match="no_such_method"):
+        mp_llm.core.collective_rpc("no_such_method")
+
+
+def test_an_llm_that_is_gone_has_no_processes(make_llm):
+    llm = make_llm(distributed_executor_backend="mp")
+    pid = worker(llm)
+    assert alive(pid) and not is_stopped(pid)
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: is_stopped(pid))
+    del llm
+    gc.collect()
+    assert not alive(pid)
+
+
+def test_an_idle_worker_process_takes_no_time(mp_llm):
+    def seconds(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    mp_llm.core.collective_rpc("block_bytes")
+    time.sleep(0.1)
+    before = seconds(worker(mp_llm))
+    time.sleep(3)
+    assert seconds(worker(mp_llm)) - before <= 0.03
+
+
+SCRIPT = """
+from engine import LLM
+{guard}
+    llm = LLM(device="cpu", tensor_parallel_size=2, max_model_len=64)
+    print("it runs")
+"""
+
+
+def run_script(folder: Path, guard: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT.format(guard=guard))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "script.py"]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path):
+    done = run_script(tmp_path, "if True:")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines()[-1] == (
+        "ValueError: tensor_parallel_size is 2, so LLM starts processes, which import your script: put what it does "
+        "under `if __name__ == '__main__':`"
+    )
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_one_device_needs_no_process(llm):
+    assert isinstance(llm.core.executor, UniExecutor)

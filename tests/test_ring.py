@@ -1,0 +1,150 @@
+"""The ring: every reader gets every message, whole and in order, however large it is and however slow the reader."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from typing import Any
+
+import pytest
+
+from ring import RingBuffer, RingTimeout
+
+SPAWN = multiprocessing.get_context("spawn")
+CHUNK = 4096
+
+
+def messages(count: int, seed: int = 0) -> Any:
+    """Messages of mixed sizes, some of them larger than a chunk; each begins with its number."""
+    rng, noise = random.Random(seed), random.Random(seed + 1).randbytes(5 * CHUNK)
+    for number in range(count):
+        size = rng.choice((0, 8, 200, CHUNK - 8)) if rng.random() < 0.999 else 4 * CHUNK
+        begin = rng.randrange(CHUNK)
+        yield number.to_bytes(8, "little") + noise[begin : begin + size]
+
+
+def listen(ring: RingBuffer, reader: int, count: int, slow: bool, answer: RingBuffer) -> None:
+    """Read `count` messages, and answer with a hash of what they should have been if they were that."""
+    ring.be_reader(reader)
+    answer.be_writer()
+    rng, wanted = random.Random(reader), messages(count)
+    for number in range(count):
+        got = ring.read(60)
+        if got != next(wanted):
+            answer.write(f"message {number} is wrong".encode(), 60)
+            return
+        if slow and rng.random() < 0.0005:
+            time.sleep(0.005)
+    answer.write(b"all right", 60)
+
+
+def send(count: int, readers: int, slow: bool) -> list[bytes]:
+    """Send `count` messages to `readers` processes; returns their answers."""
+    ring, answers = RingBuffer(readers, CHUNK), [RingBuffer(1) for _ in range(readers)]
+    processes = []
+    for i, answer in enumerate(answers):
+        process = SPAWN.Process(target=listen, args=(ring, i, count, slow and i == 0, answer))
+        process.start()
+        answer.be_reader(0, [process.sentinel])
+        processes.append(process)
+    ring.be_writer()
+    for message in messages(count):
+        ring.write(message, 60)
+    said = [answer.read(60) for answer in answers]
+    for process in processes:
+        process.join(10)
+    for used in (ring, *answers):
+        used.close()
+    return said
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_nothing_is_lost_torn_or_reordered(readers):
+    assert send(20_000, readers, slow=True) == [b"all right"] * readers
+
+
+def pair(chunks: int = 8) -> tuple[RingBuffer, RingBuffer]:
+    """Both ends of a ring in one process: the reader's shares the writer's memory and sockets."""
+    ring = RingBuffer(1, CHUNK, chunks)
+    other = object.__new__(RingBuffer)
+    other.__dict__.update({name: getattr(ring, name) for name in ("num_readers", "chunk_bytes", "num_chunks")})
+    other.fd = os.dup(ring.fd)
+    other.bells, other.sides = ([(a.dup(), b.dup()) for a, b in ends] for ends in (ring.bells, ring.sides))
+    other._map()
+    other.be_reader(0)
+    ring.be_writer()
+    return ring, other
+
+
+def test_a_full_ring_names_who_does_not_read():
+    writer, reader = pair(chunks=4)
+    for _ in range(4):
+        writer.write(b"x", 1)
+    with pytest.raises(RingTimeout, match=r"reader 0 has not taken message 1 within 0.05 s") as caught:
+        writer.write(b"x", 0.05)
+    assert caught.value.reader == 0
+    assert reader.read(1) == b"x"
+    writer.write(b"y", 1)
+    assert [reader.read(1) for _ in range(4)] == [b"x"] * 3 + [b"y"]
+    writer.close()
+    reader.close()
+
+
+def test_nothing_comes():
+    writer, reader = pair()
+    begun = time.monotonic()
+    assert reader.read(0.05) is None
+    assert 0.05 <= time.monotonic() - begun < 0.5
+    writer.write(b"late", 1)
+    assert reader.read(0.05) == b"late"
+    writer.close()
+    reader.close()
+
+
+def test_a_large_message_that_is_broken_off_is_an_error():
+    writer, reader = pair()
+    with pytest.raises(RingTimeout):
+        writer.write(bytes(10**7), 0.1)  # nobody reads: it does not fit the socket
+    for theirs, _ in writer.sides:
+        theirs.close()
+    with pytest.raises(RingTimeout, match="message 1"):
+        reader.read(0.1)
+    writer.close()
+    reader.close()
+
+
+def die(ring: RingBuffer) -> None:
+    ring.be_writer()
+    ring.write(b"last words", 1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_reader_hears_of_the_writers_death():
+    ring = RingBuffer(1)
+    process = SPAWN.Process(target=die, args=(ring,))
+    process.start()
+    ring.be_reader(0, [process.sentinel])
+    assert ring.read(60) == b"last words"
+    begun = time.monotonic()
+    assert ring.read(60) is None and time.monotonic() - begun < 30
+    process.join(10)
+    ring.close()
+
+
+def test_a_sleeping_reader_takes_no_time():
+    writer, reader = pair()
+    begun = time.process_time()
+    assert reader.read(1.0) is None
+    assert time.process_time() - begun < 0.02
+    writer.close()
+    reader.close()
+
+
+def test_the_messages_of_these_tests_are_what_they_say():
+    sizes = [len(message) for message in messages(5000)]
+    assert min(sizes) == 8 and max(sizes) > CHUNK
+    assert len({hashlib.sha256(message).digest() for message in messages(5000)}) == 5000
