@@ -146,7 +146,8 @@ class ServerConfig:
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
-    shutdown_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
+    drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
+    api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
     def __post_init__(self) -> None:
         check_fields(self)

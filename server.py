@@ -19,22 +19,19 @@ import os
 import queue
 import re
 import reprlib
-import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
-from gunicorn.app.base import BaseApplication
-from gunicorn.arbiter import Arbiter
-from gunicorn.errors import HaltServer
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
+from api_process import Board, Gunicorn, listen
 from client import EngineDeadError, MPClient, Stream
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
 from engine_process import EngineProcess
@@ -42,7 +39,6 @@ from outputs import Choices, Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
 
-KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -234,14 +230,21 @@ class Api:
         facts: `max_model_len` and `vocab_size`, as the engine reports them.
         config: the caps and keys.
         names: of the model, the first is what replies say.
+        board: shared with the other API processes.
     """
 
     def __init__(
-        self, client: MPClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig, names: Sequence[str]
+        self,
+        client: MPClient,
+        tokenizer: Tokenizer,
+        facts: dict[str, Any],
+        config: ServerConfig,
+        names: Sequence[str],
+        board: Board,
     ):
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
+        self.board = board
         self.started = int(time.time())
-        self.in_flight = 0
 
     def completions(self) -> Response:
         fields = self._fields(COMPLETIONS)
@@ -344,13 +347,13 @@ class Api:
             raise ApiError(400, f"priority is {fields['priority']}; under the policy fcfs it must be 0", "priority")
         params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
         answers = len(prompts) * params[0].num_sequences
-        if self.in_flight + answers > self.config.max_queue:
+        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
             cap = f"{self.config.max_queue} (max_queue)"
-            raise ApiError(429, f"{self.in_flight} answers are in flight and {answers} would come; at most {cap}")
+            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
         run = Run(g.name, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._counted(answers))
+            stack.enter_context(self.board.counted(answers))
             stack.callback(news.close)
             first = next(news)  # what the engine refuses is a 400 in a stream, too
             if not fields["stream"]:
@@ -362,14 +365,6 @@ class Api:
             response.headers["Cache-Control"] = "no-cache"
             response.call_on_close(stack.pop_all().close)  # also where the body is never begun
             return response
-
-    @contextlib.contextmanager
-    def _counted(self, answers: int) -> Iterator[None]:
-        self.in_flight += answers
-        try:
-            yield
-        finally:
-            self.in_flight -= answers
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths, with what is left of the context as the bound of output."""
@@ -427,10 +422,15 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
 
 
 def create_app(
-    client: MPClient, tokenizer: Tokenizer, facts: dict[str, Any], config: ServerConfig, names: Sequence[str]
+    client: MPClient,
+    tokenizer: Tokenizer,
+    facts: dict[str, Any],
+    config: ServerConfig,
+    names: Sequence[str],
+    board: Board,
 ) -> Flask:
     """The Flask app; the arguments are those of `Api`."""
-    app, api = Flask("manta", static_folder=None), Api(client, tokenizer, facts, config, names)
+    app, api = Flask("manta", static_folder=None), Api(client, tokenizer, facts, config, names, board)
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     for rule, method, view in (
@@ -460,6 +460,11 @@ def create_app(
         given += [bearer.encode()] if scheme.lower() == "bearer" else []
         if not any([hmac.compare_digest(mine, theirs) for mine in keys for theirs in given]):  # a list: all, always
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
+
+    @app.before_request
+    def refuse_when_draining() -> None:
+        if board.draining and (request.method == "POST" or request.path == "/health"):
+            raise ApiError(503, "the server is shutting down")
 
     @app.after_request
     def name_request(response: Response) -> Response:
@@ -493,82 +498,7 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
     return error.description or error.name
 
 
-# --- the process -----------------------------------------------------------------------------------------------------
-
-
-class DrainingArbiter(Arbiter):
-    """Gunicorn's main loop, which looks after the engine process as well.
-
-    Ctrl-C drains, as SIGTERM does; gunicorn cuts every stream. A second Ctrl-C does that here, too.
-    """
-
-    def __init__(self, app: Gunicorn):
-        super().__init__(app)
-        self.engine = app.engine
-
-    def handle_int(self) -> None:
-        raise StopIteration
-
-    def manage_workers(self) -> None:
-        super().manage_workers()
-        try:
-            self.engine.tend()
-        except ChildProcessError as error:
-            raise HaltServer(str(error), 1) from None
-
-
-class Gunicorn(BaseApplication):
-    """Gunicorn with one gevent worker, configured from here and not from its files and flags."""
-
-    def __init__(self, make_app: Callable[[], Flask], options: dict[str, Any], engine: EngineProcess):
-        self.make_app, self.options, self.engine = make_app, options, engine
-        super().__init__()
-
-    def load_config(self) -> None:
-        for name, value in self.options.items():
-            self.cfg.set(name, value)
-
-    def load(self) -> Flask:
-        return self.make_app()
-
-    def run(self) -> None:
-        DrainingArbiter(self).run()
-
-
-def gunicorn_options(listener: socket.socket, engine: EngineProcess, config: ServerConfig) -> dict[str, Any]:
-    """Settings and hooks; gunicorn's own log speaks of errors only."""
-
-    def post_fork(arbiter: Arbiter, worker: Any) -> None:
-        engine.forget()
-
-    def post_worker_init(worker: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to all; the arbiter says what it means
-        if worker.age == 1:
-            host, port = worker.sockets[0].getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            print(f"  server    {url}", file=sys.stderr, flush=True)
-
-    return {
-        "bind": f"fd://{listener.detach()}", "workers": 1, "worker_class": "gevent", "worker_connections": 65536,
-        "keepalive": KEEP_ALIVE, "timeout": 120, "graceful_timeout": config.shutdown_timeout, "loglevel": "error",
-        "control_socket_disable": True, "post_fork": post_fork, "post_worker_init": post_worker_init,
-    }  # fmt: skip
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, taken before the engine loads, so that a port in use is told at once.
-
-    Raises:
-        ValueError: it cannot be had.
-    """
-    try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
+# --- the command line -----------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -589,11 +519,11 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
 
     def make_app() -> Flask:
-        return create_app(MPClient(engine.path), tokenizer, engine.facts, config, names)
+        return create_app(MPClient(engine.path), tokenizer, engine.facts, config, names, board)
 
-    main_pid = os.getpid()
+    main_pid, board = os.getpid(), Board()
     try:
-        Gunicorn(make_app, gunicorn_options(listener, engine, config), engine).run()
+        Gunicorn(make_app, listener, engine, board, config).run()
     finally:
         if os.getpid() == main_pid:  # gunicorn's worker comes by here, too
             engine.stop()

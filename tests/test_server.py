@@ -29,6 +29,7 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from api_process import Board
 from client import EngineDeadError, Stream
 from config import DEMO, SamplingParams, ServerConfig
 from plan import EngineOutput
@@ -113,7 +114,8 @@ def http_client(engine: ScriptedClient) -> FlaskClient:
 
 
 def client_of(engine: ScriptedClient, **config: Any) -> FlaskClient:
-    return create_app(engine, TOKENIZER, FACTS, ServerConfig(**config), ["manta", "org/other"]).test_client()
+    names = ["manta", "org/other"]
+    return create_app(engine, TOKENIZER, FACTS, ServerConfig(**config), names, Board()).test_client()
 
 
 def post(http_client: FlaskClient, route: str, **fields: Any) -> TestResponse:
@@ -452,7 +454,7 @@ def test_messages_become_a_prompt(
 def test_tool_calls_reach_the_template_as_objects(engine: ScriptedClient, tmp_path: Path) -> None:
     shutil.copy(Path(DEMO) / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].tool_calls[0].function.arguments.city }}")
-    app = create_app(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"])
+    app = create_app(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"], Board())
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
     post(app.test_client(), CHAT, messages=[{"role": "assistant", "tool_calls": [call]}])
     assert TOKENIZER.decode(engine.added[0][0]) == "Bern"
@@ -813,7 +815,7 @@ class Server:
         except BaseException:
             self.process.kill()
             raise
-        self.pids = self._family(self.process.pid)
+        self.pids = self.family()
 
     def _wait_for(self, pattern: str) -> str:
         deadline = time.monotonic() + 60
@@ -823,10 +825,14 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(self.log.read_text())
 
-    @staticmethod
-    def _family(pid: int) -> list[int]:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return [pid, *(below for child in children for below in Server._family(int(child)))]
+    def family(self) -> list[int]:
+        """Its processes, the main one first."""
+
+        def below(pid: int) -> list[int]:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return [pid, *(found for child in children for found in below(int(child)))]
+
+        return below(self.process.pid)
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)

@@ -1,0 +1,220 @@
+"""Whatever process of the server dies or stops: nobody waits for ever, others go on, and nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import DEMO
+from test_server import COMPLETIONS, Server, alive, eventually, serving
+
+LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
+
+
+class Reader(threading.Thread):
+    """A streamed request in a thread: its text as it grows, and how it ended."""
+
+    def __init__(self, server: Server, **fields: Any):
+        super().__init__(daemon=True)
+        self.text, self.error, self.ended = "", None, False
+        self.sock = server.connect("POST", COMPLETIONS, LONG | fields)
+        self.start()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError), self.sock.makefile("rb") as file:
+            for line in file:
+                if line == b"data: [DONE]\n":
+                    self.ended = True
+                elif line.startswith(b"data: "):
+                    event = json.loads(line[6:])
+                    self.error = event.get("error", self.error)
+                    for choice in event.get("choices", ()):
+                        self.text += choice["text"]
+        self.sock.close()
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+
+
+def engine_of(server: Server) -> int:
+    return next(pid for pid in server.family() if "engine_process.py" in command(pid))
+
+
+def worker_of(server: Server) -> int:
+    """The process that holds the model."""
+    return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+
+
+def api_of(server: Server) -> list[int]:
+    return [pid for pid in server.family()[1:] if "server.py" in command(pid)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with two API processes, whose worker may take two seconds for a step."""
+    flags = ("--api-server-count", "2", "--step-timeout", "2", "--threads", "1")
+    with serving(tmp_path_factory.mktemp("two"), *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    return [f"Enter the {i}th SERVANT, with a torch.\n\n" for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def texts(two: Server, prompts: list[str]) -> list[str]:
+    """What the streams say when nobody dies."""
+    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    for reader in readers:
+        reader.join(120)
+        assert reader.ended and not reader.error
+    return [reader.text for reader in readers]
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_streams_go_on_when_the_worker_is_gone(
+    two: Server, prompts: list[str], texts: list[str], with_signal: signal.Signals
+) -> None:
+    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    for _ in range(2):
+        begun = [len(reader.text) for reader in readers]
+        eventually(lambda: all(len(r.text) > n for r, n in zip(readers, begun, strict=True)), 60)  # noqa: B023
+        lost = worker_of(two)
+        os.kill(lost, with_signal)
+        eventually(lambda: two.get("/health")[0] == 503, 20)
+        trouble = two.get("/health")[1]
+        assert ("rank 0 has died (SIGKILL)" if with_signal == signal.SIGKILL else "rank 0 is stopped") in trouble
+        assert " in step " in trouble
+        eventually(lambda: two.get("/health")[0] == 200, 60)
+        assert not alive(lost)
+    for reader in readers:
+        reader.join(120)
+    assert [reader.text for reader in readers] == texts
+    assert all(reader.ended and not reader.error for reader in readers)
+    assert two.log.read_text().count("new workers after ") >= 2
+
+
+def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], texts: list[str]) -> None:
+    readers = [Reader(two, prompt=prompt) for prompt in prompts[:4]]
+    eventually(lambda: all(reader.text for reader in readers), 60)
+    engine = engine_of(two)
+    os.kill(engine, signal.SIGKILL)
+    eventually(lambda: two.get("/health")[0] == 503, 10)
+    for reader in readers:
+        reader.join(30)
+        assert reader.error and reader.error["code"] == 503 and "engine process has ended" in reader.error["message"]
+    eventually(lambda: two.get("/health")[0] == 200, 60)
+    assert engine_of(two) != engine and two.get("/metrics")[0] == 200
+    reader = Reader(two, prompt=prompts[0])
+    reader.join(60)
+    assert reader.text == texts[0]
+
+
+def test_a_dead_api_process_takes_its_own_requests_along(two: Server, prompts: list[str], texts: list[str]) -> None:
+    first, second = api_of(two)
+    eventually(lambda: two.running() == 0)
+    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    eventually(lambda: all(reader.text for reader in readers), 60)
+    os.kill(first, signal.SIGKILL)
+    for reader in readers:
+        reader.join(120)
+    cut = [reader for reader in readers if not reader.ended]
+    assert 0 < len(cut) < len(readers)
+    for reader, text in zip(readers, texts, strict=True):
+        assert reader.text == text if reader.ended else text.startswith(reader.text)
+    eventually(lambda: two.running() == 0)
+    eventually(lambda: len(api_of(two)) == 2)
+    assert second in api_of(two) and first not in api_of(two)
+    assert two.get("/health")[0] == 200
+
+
+def test_both_api_processes_work(two: Server) -> None:
+    """Whoever accepts a connection keeps it: so many connections find both."""
+    seconds = {pid: cpu_ticks(pid) for pid in api_of(two)}
+    eventually(lambda: bool([two.get("/version") for _ in range(50)]) and all(
+        cpu_ticks(pid) > before for pid, before in seconds.items()), 30)  # fmt: skip
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> None:
+    """Its worker is stopped, and then its main process killed: nobody is there who could tidy up."""
+    with serving(tmp_path, "--threads", "1") as server:
+        os.kill(worker_of(server), signal.SIGKILL)
+        eventually(lambda: "new workers after" in server.log.read_text(), 60)
+        os.kill(engine_of(server), signal.SIGKILL)
+        eventually(lambda: "is ready after" in server.log.read_text(), 60)
+        eventually(lambda: server.get("/health")[0] == 200)
+        server.pids = server.family()
+        os.kill(worker_of(server), signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        server.assert_gone()
+
+
+def test_draining_refuses_new_requests_by_503(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "60", "--threads", "1") as server:
+        reader = Reader(server, prompt="Once", max_tokens=900)
+        eventually(lambda: bool(reader.text))
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: server.get("/health")[0] == 503)
+        assert "shutting down" in server.get("/health")[1]
+        late = server.connect("POST", COMPLETIONS, LONG | {"prompt": "a"})
+        assert b" 503 " in late.recv(1000).partition(b"\r\n")[0]
+        late.close()
+        assert not reader.ended
+        reader.join(60)
+        assert reader.ended and not reader.error
+        assert server.process.wait(20) == 0
+        server.assert_gone()
+
+
+def test_draining_has_an_end(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "1", "--threads", "1") as server:
+        readers = [Reader(server, prompt="Once", max_tokens=900, n=8) for _ in range(8)]
+        eventually(lambda: all(reader.text for reader in readers))
+        server.process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        assert server.process.wait(20) == 0 and time.monotonic() - begun < 12
+        for reader in readers:
+            reader.join(10)
+            assert not reader.ended
+        server.assert_gone()
+
+
+def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    with serving(tmp_path, "--threads", "1", "--model", str(model)) as server:
+        (model / "model.safetensors").unlink()
+        os.kill(engine_of(server), signal.SIGKILL)
+        assert server.process.wait(60) == 1
+        server.assert_gone()
+        log = server.log.read_text()
+        assert "has no model.safetensors" in log and "failed to start 3 times in a row" in log
+
+
+def test_a_port_is_free_again_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--threads", "1") as server:
+        server.process.kill()
+        server.process.wait()
+        server.assert_gone()
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(("127.0.0.1", server.port))
