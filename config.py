@@ -68,6 +68,7 @@ class EngineConfig:
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
+    tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
@@ -102,7 +103,10 @@ class EngineConfig:
         False, "on a CPU: compile the step of a single sequence, for a minute at start and a second copy of the weights"
     )
     threads: int | None = option(
-        None, "of torch on a CPU (default: one a core it may run on, but a small model leaves the server one)", 1, 4096
+        None,
+        "of torch on a CPU, in each rank (default: one a core it may run on, but a small model leaves the server one)",
+        1,
+        4096,
     )
     beside_server: bool = option(False, "")  # whether the server's process shares the cores; `launch_engine` sets it
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
