@@ -107,7 +107,10 @@ class EngineConfig:
         False, "on a CPU: compile the step of a single sequence, for a minute at start and a second copy of the weights"
     )
     threads: int | None = option(
-        None, "of torch on a CPU (default: one a core it may run on, but a small model leaves the server one)", 1, 4096
+        None,
+        "of torch on a CPU, in each rank (default: one a core it may run on, but a small model leaves the server one)",
+        1,
+        4096,
     )
     beside_server: bool = option(False, "")  # whether the server's process shares the cores; `launch_engine` sets it
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew

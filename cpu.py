@@ -23,18 +23,18 @@ RowProduct = Callable[..., torch.Tensor]
 numbers = itertools.count()  # of compiled models, whose operators have names of their own
 
 
-def settle(threads: int | None, spare: bool = False) -> None:
+def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads, and let malloc keep its memory.
 
     None is one a core that this process may run on, or with `spare` one less: two threads that wait for each other at
     every product lose more to a third than the second brings. With a core of its own for the server's process, 64
-    streams of the demo got 5,250 tokens a second instead of 4,800, on two cores.
+    streams of the demo got 5,250 tokens a second instead of 4,800, on two cores. `ranks` processes share the cores.
 
     By default glibc maps every large tensor afresh and unmaps it after use, so that each of a step's intermediates is
     zeroed by the kernel, page by page: gathering the keys and values of 32 contexts of 200 tokens took 13.5 ms of which
     11.6 were page faults (two cores of an AMD EPYC, torch 2.13).
     """
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - spare))
+    torch.set_num_threads(threads or max(1, (len(os.sched_getaffinity(0)) - spare) // ranks))
     with contextlib.suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEEP)

@@ -16,6 +16,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 import traceback
 import weakref
 from collections import deque
@@ -31,6 +32,7 @@ from wire import Call, Codec, Reply
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
+TURN = 0.05  # seconds of waiting for one rank's reply, before the next rank's is looked at
 KILL_TIMEOUT = 10  # seconds in which the kernel ends a process that was killed
 
 
@@ -121,7 +123,7 @@ class MpExecutor:
                 process.start()
                 ring.be_reader(0, [process.sentinel])
             self.plans.be_writer()
-            self.all_facts = [self._reply(rank, 0, NEVER) for rank in range(size)]
+            self.all_facts = self._replies(0, NEVER)
 
     def facts(self) -> dict[str, Any]:
         """What rank 0 measured and chose; see `Worker.facts`."""
@@ -159,7 +161,7 @@ class MpExecutor:
         """
         call_id = next(self.call_ids)
         self._send(Call(call_id, method, list(args)))
-        return [self._reply(rank, call_id, self.config.step_timeout) for rank in range(len(self.results))]
+        return self._replies(call_id, self.config.step_timeout)
 
     def check(self) -> None:
         """See whether all workers live.
@@ -193,30 +195,45 @@ class MpExecutor:
 
     def _result(self, rank: int, step: int) -> StepResult:
         while True:
-            result = self._receive(rank, self.config.step_timeout)
+            result = self._read(rank, self.config.step_timeout)
+            if result is None:
+                raise self._stuck(rank, self.config.step_timeout)
             assert isinstance(result, StepResult) and result.step <= step
             if result.step == step:  # and not of one that was given up
                 return result
 
-    def _reply(self, rank: int, call_id: int, timeout: float) -> Any:
-        reply = self._receive(rank, timeout)
-        assert isinstance(reply, Reply) and reply.call_id == call_id
-        if reply.error:
-            raise ValueError(reply.error)
-        return reply.value
+    def _replies(self, call_id: int, timeout: float) -> list[Any]:
+        """What all ranks reply, whoever is first: one that fails may keep the others waiting for it."""
+        replies: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout
+        while late := [rank for rank in range(len(self.results)) if rank not in replies]:
+            if time.monotonic() > deadline:
+                raise self._stuck(late[0], timeout)
+            for rank in late:
+                if reply := self._read(rank, TURN):
+                    assert isinstance(reply, Reply) and reply.call_id == call_id
+                    if reply.error:
+                        raise ValueError(reply.error)
+                    replies[rank] = reply.value
+        return [replies[rank] for rank in range(len(self.results))]
 
-    def _receive(self, rank: int, timeout: float) -> StepResult | Reply:
+    def _read(self, rank: int, timeout: float) -> StepResult | Reply | None:
         try:
             message = self.results[rank].read(timeout)
         except RingTimeout as error:
             raise WorkerError(f"rank {rank} broke off in a message{self._where()}") from error
-        if message is None:
-            raise self._died(rank) if wait([self.processes[rank].sentinel], 0) else self._stuck(rank, timeout)
-        return self.codec.decode(message)
+        if message is not None:
+            return self.codec.decode(message)
+        if wait([self.processes[rank].sentinel], 0):
+            raise self._died(rank)
+        return None
 
     def _died(self, rank: int) -> Exception:
+        self.processes[rank].join(KILL_TIMEOUT)
+        # A rank whose partner was killed fails soon after: the one that was killed is to be named.
+        killed = [r for r, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
+        rank = killed[0] if killed else rank
         process = self.processes[rank]
-        process.join(KILL_TIMEOUT)
         if (code := process.exitcode) == UNGUARDED:
             size = self.config.tensor_parallel_size
             return ValueError(
@@ -267,7 +284,7 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages for large tensors, 5-10% more bandwidth
     from worker import Worker
 
-    return Worker(config, model_config)
+    return Worker(config, model_config, rank, rendezvous)
 
 
 def worker_main(

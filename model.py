@@ -1,7 +1,8 @@
 """One transformer, driven by a table of families, and the loader that fills it from safetensors.
 
 A family is a row of `FAMILIES`: it says where it departs from Llama. The compute-heavy steps are the `ops` that the
-worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's.
+worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's. Each rank of a group holds a
+share of every weight, which one word a weight describes: see `Transformer.part`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from config import ModelConfig
+from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -67,11 +69,22 @@ class Step:
     plans: dict[int, Any]  # of `plan_decode`, by window
 
 
-class Layer:
-    """The weights of one decoder layer; q, k, v are one matrix, and so are gate and up."""
+class Part(NamedTuple):
+    """What a rank takes of a tensor of the checkpoint, and where it goes."""
 
-    def __init__(self, c: ModelConfig, family: Family, new):
-        q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    target: torch.Tensor  # the part of our weights that is filled
+    shape: tuple[int, ...]  # of the whole tensor
+    share: tuple[slice, ...]  # of it, what the target takes
+
+
+class Layer:
+    """A rank's weights of one decoder layer: so many heads, and so much of the MLP; the layer's own with one rank.
+
+    q, k, v are one matrix, and so are gate and up.
+    """
+
+    def __init__(self, c: ModelConfig, family: Family, heads: int, kv_heads: int, intermediate_size: int, new):
+        q_size, kv_size = heads * c.head_dim, kv_heads * c.head_dim
         qkv_bias = c.attention_bias if family.qkv_bias is None else family.qkv_bias
         o_bias = c.attention_bias if family.o_bias is None else family.o_bias
         self.input_norm = new(c.hidden_size)
@@ -82,30 +95,33 @@ class Layer:
         self.o = new(c.hidden_size, q_size)
         self.o_bias = new(c.hidden_size) if o_bias else None
         self.post_norm = new(c.hidden_size)
-        self.gate_up = new(2 * c.intermediate_size, c.hidden_size)
-        self.down = new(c.hidden_size, c.intermediate_size)
+        self.gate_up = new(2 * intermediate_size, c.hidden_size)
+        self.down = new(c.hidden_size, intermediate_size)
         self.sizes = (q_size, kv_size, kv_size)
 
-    def parameters(self, c: ModelConfig) -> dict[str, torch.Tensor]:
-        """Each of the checkpoint's names within the layer, with the part of our weights that it fills."""
-        qkv = zip("qkv", self.qkv.split(self.sizes), strict=True)
-        gate, up = self.gate_up.split(c.intermediate_size)
+    def parameters(self) -> dict[str, tuple[torch.Tensor, str]]:
+        """Each of the checkpoint's names within the layer: the part of our weights that it fills, and its word."""
+        q, k, v = self.qkv.split(self.sizes)
+        gate, up = self.gate_up.chunk(2)
+        q_bias, k_bias, v_bias = (None,) * 3 if self.qkv_bias is None else self.qkv_bias.split(self.sizes)
         named = {
-            "input_layernorm.weight": self.input_norm,
-            **{f"self_attn.{name}_proj.weight": part for name, part in qkv},
-            "self_attn.q_norm.weight": self.q_norm,
-            "self_attn.k_norm.weight": self.k_norm,
-            "self_attn.o_proj.weight": self.o,
-            "self_attn.o_proj.bias": self.o_bias,
-            "post_attention_layernorm.weight": self.post_norm,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": self.down,
+            "input_layernorm.weight": (self.input_norm, "all"),
+            "self_attn.q_proj.weight": (q, "col"),
+            "self_attn.k_proj.weight": (k, "kv"),
+            "self_attn.v_proj.weight": (v, "kv"),
+            "self_attn.q_norm.weight": (self.q_norm, "all"),
+            "self_attn.k_norm.weight": (self.k_norm, "all"),
+            "self_attn.o_proj.weight": (self.o, "row"),
+            "self_attn.o_proj.bias": (self.o_bias, "first"),
+            "post_attention_layernorm.weight": (self.post_norm, "all"),
+            "mlp.gate_proj.weight": (gate, "col"),
+            "mlp.up_proj.weight": (up, "col"),
+            "mlp.down_proj.weight": (self.down, "row"),
+            "self_attn.q_proj.bias": (q_bias, "col"),
+            "self_attn.k_proj.bias": (k_bias, "kv"),
+            "self_attn.v_proj.bias": (v_bias, "kv"),
         }
-        if self.qkv_bias is not None:
-            biases = zip("qkv", self.qkv_bias.split(self.sizes), strict=True)
-            named |= {f"self_attn.{name}_proj.bias": part for name, part in biases}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+        return {name: (tensor, word) for name, (tensor, word) in named.items() if tensor is not None}
 
 
 class Transformer:
@@ -117,38 +133,70 @@ class Transformer:
         device: where the weights go.
         dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
         max_model_len: positions that RoPE is tabulated for.
+        group: the ranks that hold the weights, this process among them.
 
     Raises:
-        ValueError: the architecture is not a row of `FAMILIES`.
+        ValueError: the architecture is not a row of `FAMILIES`, or the weights cannot be divided among the ranks.
     """
 
-    def __init__(self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int):
+    def __init__(
+        self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
+    ):
         if config.architecture not in FAMILIES:
             known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
             raise ValueError(f"config.json is of a {config.architecture}; Manta runs {known} (…ForCausalLM)")
-        self.config, self.ops = config, ops
+        check_division(config, group.size)
+        self.config, self.ops, self.group = config, ops, group
+        # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
+        self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
+        vocab, intermediate_size = -(-config.vocab_size // group.size), config.intermediate_size // group.size
 
         def new(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+            # Not every rank fills all of it (see "first" and "vocab" of `part`): what is left counts as zero.
+            return (torch.empty if group.size == 1 else torch.zeros)(shape, dtype=dtype, device=device)
 
-        self.embedding = new(config.vocab_size, config.hidden_size)
-        self.layers = [Layer(config, FAMILIES[config.architecture], new) for _ in range(config.num_layers)]
+        sizes = self.num_heads, self.num_kv_heads, intermediate_size
+        self.embedding = new(vocab, config.hidden_size)
+        self.layers = [Layer(config, FAMILIES[config.architecture], *sizes, new) for _ in range(config.num_layers)]
         self.norm = new(config.hidden_size)
-        self.head: Weight = self.embedding if config.tie_word_embeddings else new(config.vocab_size, config.hidden_size)
+        self.head: Weight = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
         self.rotations = rope_table(config, max_model_len).to(device)
         self.scale = config.head_dim**-0.5
         self.step: Step | None = None
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None  # `run` for one token; see cpu.py
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """Every weight by its name in a checkpoint."""
-        named = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm}
+    def parameters(self) -> dict[str, Part]:
+        """What this rank takes of each tensor of a checkpoint."""
+        named = {"model.embed_tokens.weight": (self.embedding, "vocab"), "model.norm.weight": (self.norm, "all")}
         if not self.config.tie_word_embeddings:
             assert isinstance(self.head, torch.Tensor)
-            named["lm_head.weight"] = self.head
+            named["lm_head.weight"] = (self.head, "vocab")
         for i, layer in enumerate(self.layers):
-            named |= {f"model.layers.{i}.{name}": part for name, part in layer.parameters(self.config).items()}
-        return named
+            named |= {f"model.layers.{i}.{name}": entry for name, entry in layer.parameters().items()}
+        return {name: self.part(*entry) for name, entry in named.items()}
+
+    def part(self, target: torch.Tensor, word: str) -> Part:
+        """What this rank takes of the tensor that fills `target`, whose word says how ranks divide it.
+
+        Sums over ranks are only needed after "row" weights and after the embedding, for a "row" weight multiplies just
+        what the "col" weight before it gave on the same rank (Megatron-LM, Shoeybi et al., 2019).
+        """
+        rank, size = self.group.rank, self.group.size
+        sharers = max(1, size // self.config.num_kv_heads)  # ranks that hold the same KV head
+        dim = 1 if word == "row" else 0
+        n = target.shape[dim]
+        length, begin = {
+            "all": (n, 0),
+            "first": (n, n * (rank > 0)),  # what is added before a sum over ranks, hence once
+            "col": (n * size, n * rank),  # outputs, by whole heads
+            "row": (n * size, n * rank),  # inputs
+            "kv": (n * size // sharers, n * (rank // sharers)),  # as "col"
+            "vocab": (self.config.vocab_size, n * rank),
+        }[word]
+        taken = slice(min(begin, length), min(begin + n, length))
+        shape, share = list(target.shape), [slice(None)] * target.ndim
+        shape[dim], share[dim] = length, taken
+        return Part(target.narrow(dim, 0, taken.stop - taken.start), tuple(shape), tuple(share))
 
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
@@ -157,21 +205,30 @@ class Transformer:
         """
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
-        plans = {w: self.ops.plan_decode(pool[:, 0], *rows, self.config.num_heads, w) for w in windows}
+        plans = {w: self.ops.plan_decode(pool[:, 0], *rows, self.num_heads, w) for w in windows}
         self.step = Step(batch, pool, self.rotations[batch.positions], plans)
-        residual = F.embedding(batch.input_ids, self.embedding)
+        residual = self.embed(batch.input_ids)
         if self.compiled and len(residual) == 1:
             return self.compiled(residual)
         return self.run(residual, self.attend)
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, hidden] of ids [T]: each is zero on all ranks but the one that holds it, and then summed."""
+        if self.group.size == 1:
+            return F.embedding(ids, self.embedding)
+        local = ids - self.group.rank * len(self.embedding)
+        elsewhere = (local < 0) | (local >= len(self.embedding))
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
+        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+
     def run(self, residual: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """The layers and the last norm, over embeddings [T, hidden], which are changed; attention is `attend`."""
-        ops, eps = self.ops, self.config.rms_norm_eps
+        ops, eps, add_up = self.ops, self.config.rms_norm_eps, self.group.all_reduce
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            x = linear(attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias)
+            x = add_up(linear(attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
-            x = linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down)
+            x = add_up(linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down))
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = ops.rms_norm(x, following, eps, residual)
         return x
@@ -179,7 +236,7 @@ class Transformer:
     def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
         """Layer i's attention [T, heads * dim] over the paged context, which gets this step's keys and values first.
 
-        The rows of one token go by their plan, then come the longer rows.
+        The heads are this rank's. The rows of one token go by their plan, then come the longer rows.
         """
         assert self.step
         batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[:, i]
@@ -194,8 +251,8 @@ class Transformer:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab] of hidden states [R, hidden]."""
-        return linear(hidden, self.head)
+        """Logits [R, vocab] of hidden states [R, hidden], on every rank."""
+        return self.group.all_gather(linear(hidden, self.head), self.config.vocab_size)
 
     def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
         """Replace each matrix by what `pack` makes of it, one after the other; `parameters` is of no use after that."""
@@ -204,6 +261,22 @@ class Transformer:
                 setattr(layer, name, pack(getattr(layer, name)))
         assert isinstance(self.head, torch.Tensor)
         self.head = pack(self.head)
+
+
+def check_division(config: ModelConfig, size: int) -> None:
+    """Check that `size` ranks can each hold a share of every weight.
+
+    Raises:
+        ValueError: names what cannot be divided.
+    """
+    for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+        if count % size:
+            raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {config.num_kv_heads}, "
+            "or be a multiple of it"
+        )
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -233,6 +306,8 @@ def rope_table(config: ModelConfig, length: int) -> torch.Tensor:
 def load_weights(model: Transformer, folder: str) -> None:
     """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
 
+    Of each tensor only what this rank takes is read.
+
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
     """
@@ -247,12 +322,13 @@ def load_weights(model: Transformer, folder: str) -> None:
                             continue
                         if name not in wanted:
                             raise ValueError(f"{path} has a tensor {name} that {model.config.architecture} has not")
-                        shape, target = file.get_slice(name).get_shape(), wanted[name]
-                        if list(target.shape) != shape:
+                        tensor, part = file.get_slice(name), wanted[name]
+                        if tensor.get_shape() != list(part.shape):
                             raise ValueError(
-                                f"{path}: tensor {name} has shape {shape}; config.json asks for {list(target.shape)}"
+                                f"{path}: tensor {name} has shape {tensor.get_shape()}; "
+                                f"config.json asks for {list(part.shape)}"
                             )
-                        target.copy_(file.get_tensor(name))
+                        part.target.copy_(tensor[part.share])
                         missing.discard(name)
                         bar.update()
             except SafetensorError as error:
@@ -280,10 +356,16 @@ def checkpoint_files(folder: str) -> list[str]:
 
 
 def fill_dummy(model: Transformer, seed: int) -> None:
-    """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1."""
+    """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1.
+
+    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
+    """
     generator = torch.Generator(device=model.embedding.device).manual_seed(seed % 2**63)
-    for name, tensor in model.parameters().items():
-        if tensor.ndim == 2:
-            tensor.normal_(0, tensor.shape[1] ** -0.5, generator=generator)
-        else:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+    for name, (target, shape, share) in model.parameters().items():
+        if len(shape) == 1:
+            target.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        whole = target if target.shape == shape else target.new_empty(shape)
+        whole.normal_(0, shape[1] ** -0.5, generator=generator)
+        if whole is not target:
+            target.copy_(whole[share])

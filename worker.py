@@ -7,6 +7,7 @@ sampled tokens back, so a decoding sequence's next token never travels through t
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from types import ModuleType
@@ -19,6 +20,7 @@ from tqdm import tqdm
 import cpu
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
+from parallel import Group
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
@@ -27,24 +29,28 @@ CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
 
 class Worker:
-    """Runs the model on one device.
+    """Runs the model on one device, or this rank's share of it: all ranks get the same plans and give the same results.
 
     Args:
         config: the engine's options.
         model_config: the model's shape.
+        rank: which of `tensor_parallel_size` workers this is.
+        rendezvous: where several meet; see `Group.connect`.
 
     Raises:
-        ValueError: the device is not there, the backend does not run on it, the checkpoint is bad, or the KV pool
-            cannot hold a request of `max_model_len`.
+        ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
+            ranks, the checkpoint is bad, or the KV pool cannot hold a request of `max_model_len`.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = ""):
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.ops = pick_ops(config.backend, self.device)
         if config.compile and (self.device, self.ops.__name__) != ("cpu", "reference"):
             raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
+        if config.compile and config.tensor_parallel_size > 1:
+            raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; with compile it must be 1")
         if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
             raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
         self.max_model_len = config.max_model_len or model_config.max_position
@@ -52,21 +58,23 @@ class Worker:
             raise ValueError(
                 f"max_model_len is {self.max_model_len}; the model was made for at most {model_config.max_position}"
             )
-        self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len)
+        self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
+        self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
         if config.load_format == "dummy":
             fill_dummy(self.model, config.seed)
         else:
             load_weights(self.model, config.model)
-        self.num_parameters = sum(tensor.numel() for tensor in self.model.parameters().values())
+        self.num_parameters = sum(math.prod(part.shape) for part in self.model.parameters().values())
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
-            cpu.settle(config.threads, spare=small and config.beside_server)
+            cpu.settle(config.threads, small and config.beside_server, self.group.size)
             row_product = cpu.compile_rows() if config.compile else None
             self.model.pack(lambda weight: cpu.pack(weight, row_product))
             if config.compile:
                 width = model_config.num_heads * model_config.head_dim
                 self.model.compiled = cpu.compile_layers(self.model, width)
-        self.cpu_share = int(CPU_KV_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))  # bytes
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self.cpu_share = int(CPU_KV_SHARE * free / self.group.size)  # bytes
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
@@ -94,7 +102,7 @@ class Worker:
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "backend": self.ops.__name__,
             "parameters": self.num_parameters,
-            "kv_bytes": self.pool.nbytes,
+            "kv_bytes": self.pool.nbytes * self.group.size,
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
             "compile_seconds": round(self.compile_seconds, 1),
@@ -103,10 +111,10 @@ class Worker:
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
         c = self.model_config
-        return (c.num_layers, 2, c.num_kv_heads, self.config.block_size, c.head_dim)
+        return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
 
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers, on this rank."""
         return int(np.prod(self.block_shape())) * self.dtype.itemsize
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
@@ -116,22 +124,24 @@ class Worker:
         """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
 
         Pinned beside a GPU, so that it can reach them. On a CPU it takes memory only as blocks are moved there, and
-        has, as the KV pool, no more blocks than every sequence at full length can use.
+        has, as the KV pool, no more blocks than every sequence at full length can use. Ranks share the swap space.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
         """
         config, cuda = self.config, self.device == "cuda"
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
-        room = int(config.swap_space * 2**30) if useful else 0
+        room = int(config.swap_space * 2**30 / self.group.size) if useful else 0
         count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
         count = min(count, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
         if config.num_host_blocks is not None:
             count = config.num_host_blocks
+        count = self.group.min(count)
         if config.preemption_mode == "swap" and not count:
-            raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {self.block_bytes()} bytes")
+            size = self.block_bytes() * self.group.size
+            raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {size} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 
     def new_state(self, slots: int) -> BatchState:
@@ -142,7 +152,7 @@ class Worker:
         return -(-(self.max_model_len + self.config.num_lookahead_slots) // self.config.block_size)
 
     def count_blocks(self) -> int:
-        """Blocks in the KV pool: what memory allows, and no more than every sequence at full length can use.
+        """Blocks in the KV pool: what all ranks' memory allows, and no more than every sequence at full length can use.
 
         Raises:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
@@ -150,7 +160,7 @@ class Worker:
         size, ahead = self.config.block_size, self.config.num_lookahead_slots
         per_seq = self.blocks_per_seq()
         if (count := self.config.num_gpu_blocks_override) is None:
-            count = min(self.free_bytes() // self.block_bytes(), per_seq * self.config.max_num_seqs)
+            count = min(self.group.min(self.free_bytes() // self.block_bytes()), per_seq * self.config.max_num_seqs)
         if count < per_seq:
             held = count * size - ahead
             if self.config.max_model_len or held < 2:

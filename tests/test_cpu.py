@@ -87,14 +87,17 @@ def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
         assert pick_dtype("auto", "float16", "cuda") == torch.float16
 
 
-@pytest.mark.parametrize("asked, cores, spare, wanted", [(3, 1, True, 3), (None, 1, True, 1), (None, 2, False, 2),
-                                                         (None, 2, True, 1)])  # fmt: skip
-def test_threads_are_as_many_as_asked_for_or_as_there_are_cores(asked, cores, spare, wanted):
+@pytest.mark.parametrize(
+    "asked, cores, spare, ranks, wanted",
+    [(3, 1, True, 1, 3), (None, 1, True, 1, 1), (None, 2, False, 1, 2), (None, 2, True, 1, 1), (None, 2, False, 2, 1),
+     (None, 2, True, 4, 1), (3, 2, False, 4, 3)],
+)  # fmt: skip
+def test_threads_are_as_many_as_asked_for_or_as_there_are_cores(asked, cores, spare, ranks, wanted):
     if len(os.sched_getaffinity(0)) < cores:
         pytest.skip(f"needs {cores} cores")
     code = f"""import os, cpu, torch
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
-cpu.settle({asked}, {spare})
+cpu.settle({asked}, {spare}, {ranks})
 print(torch.get_num_threads())"""
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(wanted)

@@ -1,0 +1,222 @@
+"""Tensor parallelism: every family on two and four ranks (gloo) against one rank, and what cannot be divided."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import reference
+from config import EngineConfig, ModelConfig
+from model import FAMILIES, Transformer, fill_dummy, load_weights
+from parallel import Group
+from scheduler import NewRow, StepPlan
+from worker import Worker
+
+SIZES = (2, 4)
+LENGTHS, NEW = (1, 7, 41), 20  # of the prompts, and tokens that each gets
+BLOCK_SIZE, PER_SEQ = 16, 6
+
+
+def shape(family: str, vocab: int, heads: int, kv_heads: int, **more) -> dict:
+    return {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "vocab_size": vocab,
+            "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "max_position_embeddings": 96, **more}  # fmt: skip
+
+
+CASES = {
+    "llama-biases": shape("Llama", 97, 8, 2, attention_bias=True),  # on four ranks two hold the same KV head
+    "llama-tiny-vocabulary": shape("Llama", 5, 4, 2),  # of which the last of four ranks holds nothing
+    "mistral-window": shape("Mistral", 64, 4, 4, sliding_window=9, head_dim=8),
+    "qwen2-tied": shape("Qwen2", 101, 4, 2, tie_word_embeddings=True),
+    "qwen3-one-kv-head": shape("Qwen3", 131, 8, 1, head_dim=32),
+    "qwen3-biases-tied": shape("Qwen3", 67, 4, 4, attention_bias=True, tie_word_embeddings=True),
+}
+
+
+def build(folder: Path, group: Group | None = None) -> Transformer:
+    """The model of `folder` without its weights; a `group` that never met is enough for that."""
+    config = ModelConfig.from_folder(str(folder))
+    return Transformer(config, reference, "cpu", torch.float32, 8, group or Group())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder of checkpoints, whose weights are wide enough that every one of them matters."""
+    folder, generator = tmp_path_factory.mktemp("checkpoints"), torch.Generator().manual_seed(0)
+    for name, raw in CASES.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(raw))
+        tensors = {key: torch.empty(part.shape).normal_(float(key.endswith("norm.weight")), 0.15, generator=generator)
+                   for key, part in build(folder / name).parameters().items()}  # fmt: skip
+        save_file(tensors, folder / name / "model.safetensors")
+    return folder
+
+
+def make_worker(folder: Path, rank: int = 0, rendezvous: str = "", **fields) -> Worker:
+    options = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "max_num_seqs": 8, "swap_space": 0.01}
+    return Worker(EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)), rank, rendezvous)
+
+
+def answers(worker: Worker) -> dict:
+    """Logits of all positions of a step of two prompts and a part of the third, and the tokens that follow.
+
+    The second prompt's are drawn, the others' the likeliest.
+    """
+    seen, forward = [], worker.model.forward
+    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    vocab = worker.model_config.vocab_size
+    new = [NewRow(slot, [(3 * i * i + slot) % vocab for i in range(n)], 0,
+                  list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ)), float(slot == 1), 0, 1.0, 0.0, 7)
+           for slot, n in enumerate(LENGTHS)]  # fmt: skip
+    results = [worker.step(StepPlan(0, rows=[(0, 1), (1, 7), (2, 25)], new=new))]
+    logits = worker.model.logits(seen[0])
+    results.append(worker.step(StepPlan(1, rows=[(0, 1), (1, 1), (2, 16)])))
+    results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1), (2, 1)])) for i in range(2, NEW + 1)]
+    return {"logits": logits, "tokens": [result.token_ids for result in results], "facts": worker.facts()}
+
+
+def exchange(group: Group) -> None:
+    """What a group gives, as exactly as it can be said."""
+    rank, size = group.rank, group.size
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.full((3, 5), rank + 1.0, dtype=dtype)
+        assert group.all_reduce(x) is x and (x == size * (size + 1) // 2).all()
+        ids = torch.arange(size * 3.0, dtype=dtype)
+        wide = group.all_gather(ids.expand(2, -1)[:, 3 * rank : 3 * rank + 3].contiguous(), size * 3 - 2)
+        assert torch.equal(wide, ids[:-2].expand(2, -1)) and wide.is_contiguous()
+    assert group.min(10 - rank) == 10 - (size - 1)
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """What each process runs: all that needs a group which has met; its findings go to a file."""
+    found = {}
+    for name in CASES:
+        worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", tensor_parallel_size=size)
+        found[name] = answers(worker) | {"threads": torch.get_num_threads()}
+        exchange(worker.group)
+        worker.group.close()
+    # Of one block's size and so many of them: ranks with less and less memory that is free.
+    pages = {"SC_PAGE_SIZE": 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size), "SC_AVPHYS_PAGES": 4 * size * (20 - rank)}
+    os.sysconf = lambda name: pages[name]
+    fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
+    worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
+    found["memory"] = worker.facts()
+    torch.save(found, folder / f"{size}.{rank}.pt")
+    worker.group.close()
+
+
+@pytest.fixture(scope="module")
+def ranks(checkpoints) -> dict[int, list[dict]]:
+    """What each rank of each size found; where one fails, its traceback is the error."""
+    found = {}
+    for size in SIZES:
+        torch.multiprocessing.spawn(run_rank, (size, checkpoints), nprocs=size)
+        found[size] = [torch.load(checkpoints / f"{size}.{rank}.pt") for rank in range(size)]
+    return found
+
+
+def test_every_family_is_a_case():
+    assert {case["architectures"][0] for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_give_what_one_gives(checkpoints, ranks, name):
+    one = answers(make_worker(checkpoints / name))
+    assert len({tuple(tokens) for tokens in one["tokens"]}) > 3, "the tokens tell nothing"
+    for size in SIZES:
+        for rank in ranks[size]:
+            assert (rank[name]["logits"] - one["logits"]).abs().max() <= 1e-4
+            assert torch.equal(rank[name]["logits"], ranks[size][0][name]["logits"])
+            assert rank[name]["tokens"] == one["tokens"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_facts_are_of_the_whole(checkpoints, ranks, name):
+    one = make_worker(checkpoints / name)
+    for size in SIZES:
+        copies = max(1, size // one.model_config.num_kv_heads)
+        for rank in ranks[size]:
+            facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "window")
+            assert [facts[key] for key in same] == [one.facts()[key] for key in same]
+            assert facts["kv_bytes"] == one.facts()["kv_bytes"] * copies
+            assert rank[name]["threads"] == max(1, len(os.sched_getaffinity(0)) // size)
+
+
+def test_blocks_are_those_of_the_rank_with_the_least_memory(ranks):
+    for size in SIZES:
+        counts = {(f["num_blocks"], f["num_host_blocks"]) for f in (rank["memory"] for rank in ranks[size])}
+        assert counts == {(20 - (size - 1),) * 2}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dummy", [False, True], ids=["checkpoint", "dummy"])
+def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
+    def load(group: Group) -> Transformer:
+        model = build(checkpoints / name, group)
+        if dummy:
+            fill_dummy(model, 3)
+        else:
+            load_weights(model, str(checkpoints / name))
+        return model
+
+    one = load(Group())
+    shares = [load(Group(rank, size)).parameters() for rank in range(size)]
+    for key, (target, shape, _) in one.parameters().items():
+        whole = torch.full(shape, torch.nan)
+        for part in (share[key] for share in shares):
+            assert part.shape == shape
+            whole[part.share] = part.target
+        assert torch.equal(whole, target)
+        if not dummy:
+            assert torch.equal(whole, load_file(checkpoints / name / "model.safetensors")[key])
+        held, fits = sum(share[key].target.numel() for share in shares), math.prod(shape)
+        copies = (
+            size if "norm" in key else max(1, size // one.config.num_kv_heads) if "k_p" in key or "v_p" in key else 1
+        )
+        assert held == fits * copies
+
+
+@pytest.mark.parametrize(
+    ("change", "size", "message"),
+    [
+        ({}, 3, "tensor_parallel_size is 3; it must divide the model's num_attention_heads, 8"),
+        ({}, 16, "tensor_parallel_size is 16; it must divide the model's num_attention_heads, 8"),
+        ({"intermediate_size": 81}, 2, "tensor_parallel_size is 2; it must divide the model's intermediate_size, 81"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            4,
+            "tensor_parallel_size is 4; it must divide the model's num_key_value_heads, 6, or be a multiple of it",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(tmp_path, change, size, message):
+    (tmp_path / "config.json").write_text(json.dumps(CASES["llama-biases"] | change))
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, Group(0, size))
+
+
+def test_a_misshapen_tensor_is_told_by_its_whole_shape(checkpoints, tmp_path):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors = load_file(checkpoints / "llama-biases" / "model.safetensors")
+    save_file(tensors | {name: tensors[name][:8].clone()}, tmp_path / "model.safetensors")  # a rank's share of it
+    model = build(checkpoints / "llama-biases", Group(1, 2))
+    with pytest.raises(ValueError, match=rf"{name} has shape \[8, 64\]; config.json asks for \[16, 64\]"):
+        load_weights(model, str(tmp_path))
+
+
+def test_compiled_steps_are_for_one_rank(checkpoints):
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2; with compile it must be 1"):
+        make_worker(checkpoints / "qwen2-tied", tensor_parallel_size=2, compile=True)
+
+
+def test_a_rank_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 4; torch sees 3 CUDA devices on this machine"):
+        Group.connect(3, 4, "env://", "cuda")
