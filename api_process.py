@@ -1,6 +1,6 @@
 """The API processes: gunicorn's gevent workers with the Flask app in them, and how they start, drain and end.
 
-Their parent holds the engine process as well. It never speaks HTTP and never imports torch.
+Their parent holds the engine processes as well. It never speaks HTTP and never imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flask import Flask
@@ -20,8 +20,8 @@ from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
+from child import Child
 from config import ServerConfig
-from engine_process import EngineProcess
 
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
@@ -75,7 +75,7 @@ class Board:
 
 
 class DrainingArbiter(Arbiter):
-    """Gunicorn's main loop, which looks after the engine process as well.
+    """Gunicorn's main loop, which looks after the server's other children as well.
 
     After SIGTERM or Ctrl-C the server drains: it goes on to listen, and answers new requests with 503, until those that
     run have ended (gunicorn's own way is to refuse connections). A second signal cuts them, and so does the end of
@@ -84,7 +84,7 @@ class DrainingArbiter(Arbiter):
 
     def __init__(self, app: Gunicorn):
         super().__init__(app)
-        self.engine, self.board, self.drain_timeout = app.engine, app.board, app.config.drain_timeout
+        self.children, self.board, self.drain_timeout = app.children, app.board, app.config.drain_timeout
         self.deadline = math.inf
 
     def handle_term(self) -> None:
@@ -106,7 +106,8 @@ class DrainingArbiter(Arbiter):
             self._cut()
         super().manage_workers()
         try:
-            self.engine.tend()
+            for child in self.children:
+                child.tend()
         except ChildProcessError as error:
             raise HaltServer(str(error), 1) from None
 
@@ -117,7 +118,7 @@ class Gunicorn(BaseApplication):
     Args:
         make_app: called in each API process, for its Flask app.
         listener: a bound socket.
-        engine: to look after.
+        children: to look after.
         board: that the apps use.
         config: the server's options.
     """
@@ -126,12 +127,12 @@ class Gunicorn(BaseApplication):
         self,
         make_app: Callable[[], Flask],
         listener: socket.socket,
-        engine: EngineProcess,
+        children: Sequence[Child],
         board: Board,
         config: ServerConfig,
     ):
-        self.make_app, self.engine, self.board, self.config = make_app, engine, board, config
-        self.options = gunicorn_options(listener, engine, board, config)
+        self.make_app, self.children, self.board, self.config = make_app, children, board, config
+        self.options = gunicorn_options(listener, children, board, config)
         super().__init__()
 
     def load_config(self) -> None:
@@ -146,12 +147,13 @@ class Gunicorn(BaseApplication):
 
 
 def gunicorn_options(
-    listener: socket.socket, engine: EngineProcess, board: Board, config: ServerConfig
+    listener: socket.socket, children: Sequence[Child], board: Board, config: ServerConfig
 ) -> dict[str, Any]:
     """Settings and hooks; gunicorn's own log speaks of errors only."""
 
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
-        engine.forget()
+        for child in children:
+            child.forget()
         board.claim(worker.age)
 
     def child_exit(arbiter: Arbiter, worker: Any) -> None:

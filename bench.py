@@ -2,6 +2,10 @@
 
     python bench.py scheduler                                   microseconds of planning a decode step, per sequence
     python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
+    python bench.py routing --trace mooncake_conversation.jsonl hits of several engines, by how requests are routed
+    python bench.py ring                                        the shared-memory ring: round trips, a million messages
+    python bench.py executor                                    a worker process against a worker in the caller's
+    python bench.py survival                                    streams while their worker is killed, again and again
     python bench.py overload                                    four times the work that the KV pool holds, at once
     python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
     python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
@@ -31,6 +35,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bench_process
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from scheduler import Request, Scheduler, StepResult
 
@@ -509,6 +514,21 @@ def main() -> None:
     prefix.add_argument("--pools", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="in pages")
     prefix.add_argument("--host-factor", type=int, default=4, help="size of the host pool, in pools")
     prefix.add_argument("--plot", type=Path, help="draw the curves to this file (needs matplotlib)")
+    routing = commands.add_parser("routing")
+    routing.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as Mooncake's traces")
+    routing.add_argument("--engines", type=int, default=2)
+    routing.add_argument("--pools", type=int, nargs="*", default=[2048, 4096, 8192], help="of each engine, in pages")
+    ring = commands.add_parser("ring")
+    ring.add_argument("--messages", type=int, default=1_000_000)
+    executor = commands.add_parser("executor")
+    executor.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    survival = commands.add_parser("survival")
+    survival.add_argument("--streams", type=int, default=200)
+    survival.add_argument("--kills", type=int, default=10)
+    for command, new_tokens in ((executor, 64), (survival, 500)):
+        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+        command.add_argument("--new-tokens", type=int, default=new_tokens)
+    executor.add_argument("--repeats", type=int, default=7)
     overload = commands.add_parser("overload")
     overload.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
     overload.add_argument("--repeats", type=int, default=3)
@@ -544,6 +564,14 @@ def main() -> None:
         figures = scheduler_figures()
     elif args.command == "prefix":
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
+    elif args.command == "routing":
+        figures = bench_process.routing_figures(args.trace, args.engines, args.pools)
+    elif args.command == "ring":
+        figures = bench_process.ring_figures(args.messages)
+    elif args.command == "executor":
+        figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
+    elif args.command == "survival":
+        figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens)
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":

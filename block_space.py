@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence as Ints
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockManager
+from kv_cache import AllocStatus, BlockManager, chain
 from plan import StepPlan
 from sequence import Sequence
 
@@ -87,7 +87,7 @@ class BlockSpaceManager:
         found: list[int] = []
         fetched: dict[int, int] = {}
         if self.device.enable_prefix_caching:
-            self.device.chain(seq.hashes, seq.tokens, salt)
+            chain(seq.hashes, seq.tokens, self.block_size, salt)
             found = self.device.lookup(seq.hashes)
             while hosts := self.host.lookup(seq.hashes[len(found) :]):
                 fetched |= dict(enumerate(hosts, len(found)))
@@ -128,7 +128,7 @@ class BlockSpaceManager:
         if self.device.enable_prefix_caching:
             full = seq.num_computed // self.block_size
             if len(seq.hashes) < full:
-                self.device.chain(seq.hashes, seq.tokens, salt)
+                chain(seq.hashes, seq.tokens, self.block_size, salt)
             for i in range(seq.num_published, full):
                 if seq.blocks[i] >= 0:
                     self.device.publish(seq.blocks[i], seq.hashes[i])

@@ -1,7 +1,4 @@
-"""An API process's end of the engine: `MPClient`, with a blocking face and one for asyncio.
-
-Plain sockets, threads and queues, so that gevent's patching turns it into greenlets where the server wants that.
-"""
+"""An API process's end of the engine: `MPClient`, with a blocking face and one for asyncio."""
 
 from __future__ import annotations
 
@@ -9,16 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import queue
-import socket
-import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from config import SamplingParams
 from plan import EngineOutput
-from wire import Abort, Add, Call, Codec, Health, Message, Reply, read_frames, send_frame
+from wire import Abort, Add, Call, Connection, Health, Message, Outputs, Reply
 
-RECONNECT = 0.2  # seconds between attempts to reach an engine process that has ended, until there is another
 GONE = "the engine process has ended"
 
 
@@ -70,74 +64,49 @@ class AsyncStream(Stream):
 
 
 class MPClient:
-    """A connection to the engine process, made anew whenever there is a new one.
+    """A connection to an engine process, or to its successor.
 
     Args:
         path: of the engine's Unix socket.
     """
 
     def __init__(self, path: str):
-        self.path, self.closed = path, False
-        self.lock, self.codec = threading.Lock(), Codec()
         self.streams: dict[str, Stream] = {}
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
-        self.trouble: str | None = GONE  # why the engine cannot run requests now; None: it can
-        self.socket: socket.socket | None = None
-        self._connect()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _connect(self) -> bool:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(self.path)
-        except OSError:
-            sock.close()
-            return False
-        self.socket, self.trouble = sock, None
-        return True
-
-    def _run(self) -> None:
-        pause = threading.Event()
-        while not self.closed:
-            if self.socket or self._connect():
-                self._read()
-            else:
-                pause.wait(RECONNECT)
-
-    def _read(self) -> None:
-        """Hand out what the engine sends, until it is gone."""
-        assert self.socket
-        for message in read_frames(self.socket):
-            if isinstance(message, Health):
-                self.trouble = message.trouble
-            elif isinstance(message, Reply):
-                if waiter := self.calls.get(message.call_id):
-                    waiter.put(message)
-            else:
-                for output in message.outputs:
-                    stream = self.streams.get(output.request_id)
-                    if output.finished:
-                        self.streams.pop(output.request_id, None)
-                    if stream:
-                        stream.put(output)
-        with self.lock:
+        self.trouble: str | None = None  # why the engine cannot run requests now; None: it can
+        self.connection = Connection(path, self._hear, self._met, self._lost)
+        if self.connection.socket is None:
             self.trouble = GONE
-            self.socket.close()
-            self.socket = None
-            streams, self.streams = self.streams, {}
+
+    def _met(self) -> None:
+        self.trouble = None
+
+    def _hear(self, message: Health | Reply | Outputs) -> None:
+        if isinstance(message, Health):
+            self.trouble = message.trouble
+        elif isinstance(message, Reply):
+            if waiter := self.calls.get(message.call_id):
+                waiter.put(message)
+        else:
+            for output in message.outputs:
+                stream = self.streams.get(output.request_id)
+                if output.finished:
+                    self.streams.pop(output.request_id, None)
+                if stream:
+                    stream.put(output)
+
+    def _lost(self) -> None:
+        self.trouble = GONE
+        streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.put(EngineDeadError(GONE))
         for waiter in list(self.calls.values()):
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
-        with self.lock:
-            if self.socket is None:
-                raise EngineDeadError(GONE)
-            register()
-            with contextlib.suppress(OSError):  # a broken socket: the reader tells everyone
-                send_frame(self.socket, self.codec, message)
+        if not self.connection.send(message, register):
+            raise EngineDeadError(GONE)
 
     def add(
         self,
@@ -189,12 +158,13 @@ class MPClient:
             raise ValueError(reply.error)
         return reply.value
 
+    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """What `call` returns on each engine, by its rank; here it is one."""
+        return {0: self.call(method, *args)}
+
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
-        self.closed = True
-        with self.lock, contextlib.suppress(OSError):
-            if self.socket:
-                self.socket.shutdown(socket.SHUT_RDWR)  # its reader closes it
+        self.connection.close()
 
     async def generate(
         self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, salt: str = "", priority: int = 0

@@ -96,6 +96,11 @@ class EngineConfig:
         10.0,
     )
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
+    data_parallel_size: int = option(
+        1, "engines, each with the whole model; the server divides requests among them", 1, 64
+    )
+    data_parallel_rank: int = option(0, "")  # which of them this is
+    lockstep: bool = option(False, "")  # they step together in waves, as those of a model with experts must
     distributed_executor_backend: Literal["auto", "uni", "mp"] = option(
         "auto", "the worker in the engine's process, or each in its own; auto: uni for LLM on one device, else mp"
     )

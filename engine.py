@@ -46,12 +46,14 @@ class EngineCore:
             "model": config.model,
             "architecture": self.model_config.architecture,
             "scheduling_policy": config.scheduling_policy,
+            "data_parallel_size": config.data_parallel_size,
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
         self.scheduler, self.journal = Scheduler(config, **sizes), None
-        if config.log_scheduler:
-            self.journal = Journal(config.log_scheduler, config, sizes)
+        if path := config.log_scheduler:
+            path += f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""
+            self.journal = Journal(path, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
         self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
@@ -153,6 +155,10 @@ class EngineCore:
         """End the workers."""
         self.executor.close()
 
+    def load(self) -> tuple[int, int]:
+        """How many groups of sequences wait, or are swapped, and how many run."""
+        return len(self.scheduler.waiting) + len(self.scheduler.swapped), len(self.scheduler.running)
+
     def metrics(self) -> dict[str, float]:
         """Gauges and counters, by vLLM's names."""
         return self.scheduler.metrics() | {"num_worker_restarts_total": self.num_restarts}
@@ -209,6 +215,9 @@ class LLM:
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
         self.config = EngineConfig(model=model, **fields)
+        if self.config.data_parallel_size > 1:
+            size = self.config.data_parallel_size
+            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
         self.tokenizer = Tokenizer(model)
         self.core = EngineCore(self.config)
         self.ids = itertools.count()

@@ -1,66 +1,61 @@
 """The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is the server's hold.
 
-The process reads its options from standard input, and that pipe is also its leash: when the other end closes, because
-the server ended or was killed, the engine leaves, and its workers with it. Clients (`client.py`) talk to it over a Unix
-socket in a private folder. torch is not imported here as long as the workers have processes of their own, so that an
-engine process that was killed is soon replaced.
+Clients (`client.py`) talk to it over a Unix socket in a private folder. torch is not imported here as long as the
+workers have processes of their own, so that an engine process that was killed is soon replaced.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import multiprocessing
 import os
 import queue
-import select
-import shutil
 import socket
-import struct
-import subprocess
 import sys
-import tempfile
-import threading
-import time
 import traceback
-from typing import Any
 
+from child import Child, begin
 from config import EngineConfig
 from engine import EngineCore
 from executor import WorkerError
 from plan import EngineOutput
-from wire import Abort, Add, Call, Codec, Health, Message, Outputs, Reply, read_frames, send_frame
+from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Message, Outputs, Reply, Wave
 
-SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
-STOP_TIMEOUT = 10  # seconds that the engine process has to leave before it is killed
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
-MAX_FAILURES = 3  # of a new engine process to start, in a row, before the server gives up
 UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
 
 
 class EngineServer:
-    """The loop of the engine process: reads its clients' messages between steps and sends each its outputs."""
+    """The loop of the engine process: reads its clients' messages between steps and sends each its outputs.
 
-    def __init__(self, core: EngineCore, listener: socket.socket):
-        self.core, self.listener, self.codec = core, listener, Codec()
-        self.inbox: queue.SimpleQueue[tuple[socket.socket, Message | None]] = queue.SimpleQueue()
-        self.clients: set[socket.socket] = set()
+    Args:
+        core: the engine.
+        path: of the Unix socket to listen on.
+        coordinator: path of the coordinator's socket, if there are other engines.
+    """
+
+    def __init__(self, core: EngineCore, path: str, coordinator: str = ""):
+        self.core, self.frames = core, FrameServer(path)
         self.owners: dict[str, socket.socket] = {}
-        core.on_trouble = self._publish
-        threading.Thread(target=self._accept, daemon=True).start()
+        core.on_trouble = lambda trouble: self.frames.publish(Health(trouble))
+        self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
+        self.in_wave = False  # all engines step together, whether they have work or not
+        self.coordinator: Connection | None = None
+        if coordinator:
+            self.coordinator = Connection(coordinator, self._hear, self._tell_load)
+            self._tell_load()
 
-    def _accept(self) -> None:
-        while True:
-            client, _ = self.listener.accept()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT, 0))
-            self.clients.add(client)
-            threading.Thread(target=self._read, args=(client,), daemon=True).start()
+    def _hear(self, message: Wave) -> None:
+        self.frames.inbox.put((self.frames.listener, message))
 
-    def _read(self, client: socket.socket) -> None:
-        for message in read_frames(client):
-            self.inbox.put((client, message))
-        self.inbox.put((client, None))
+    def _tell_load(self) -> None:
+        if self.coordinator:
+            self.coordinator.send(self.load)
+
+    def _note_load(self) -> None:
+        waiting, running = self.core.load()
+        if (waiting, running) != (self.load.waiting, self.load.running):
+            self.load = Load(self.load.rank, waiting, running)
+            self._tell_load()
 
     def run(self) -> None:
         """Serve for ever; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
@@ -68,30 +63,22 @@ class EngineServer:
         Raises:
             ValueError, WorkerError: the workers do not start any more.
         """
+        inbox = self.frames.inbox
         while True:
-            while not self.core.has_work() or not self.inbox.empty():
+            while not (self.core.has_work() or self.in_wave) or not inbox.empty():
+                self._note_load()
                 try:
-                    self._handle(*self.inbox.get(timeout=CHECK))
+                    self._handle(*inbox.get(timeout=CHECK))
                 except queue.Empty:
                     self.core.check_workers()
+            self._note_load()
             news: dict[socket.socket, list[EngineOutput]] = {}
             for output in self.core.step():
                 news.setdefault(self.owners[output.request_id], []).append(output)
                 if output.finished:
                     del self.owners[output.request_id]
             for client, outputs in news.items():
-                self._send(client, Outputs(outputs))
-
-    def _publish(self, trouble: str | None) -> None:
-        for client in list(self.clients):
-            self._send(client, Health(trouble))
-
-    def _send(self, client: socket.socket, message: Message) -> None:
-        try:
-            send_frame(client, self.codec, message)
-        except OSError:  # gone, or stuck for SEND_TIMEOUT: its reader thread reports the end
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+                self.frames.send(client, Outputs(outputs))
 
     def _handle(self, client: socket.socket, message: Message | None) -> None:
         if isinstance(message, Add):
@@ -102,20 +89,21 @@ class EngineServer:
                 self.owners[message.request_id] = client
             except ValueError as error:
                 refused = EngineOutput(message.request_id, [], "error", error=str(error), finished=True)
-                self._send(client, Outputs([refused]))
+                self.frames.send(client, Outputs([refused]))
         elif isinstance(message, Abort):
             if message.request_id in self.owners:
                 self.core.abort(message.request_id, message.index)
                 if message.index is None:
                     del self.owners[message.request_id]
+        elif isinstance(message, Wave):
+            self.in_wave = message.running and self.core.config.lockstep
         elif isinstance(message, Call):
-            self._send(client, self._call(message))
+            self.frames.send(client, self._call(message))
         else:
             for request_id in [id for id, owner in self.owners.items() if owner is client]:
                 del self.owners[request_id]
                 self.core.abort(request_id)
-            self.clients.discard(client)
-            client.close()
+            self.frames.drop(client)
 
     def _call(self, call: Call) -> Reply:
         if call.method not in UTILITIES:
@@ -127,132 +115,52 @@ class EngineServer:
 
 
 def engine_main() -> None:
-    """What the engine process runs: options from standard input, the facts to standard output, then the loop."""
-    options = json.loads(sys.stdin.buffer.readline())
-    folder = options.pop("socket_folder")
-    ready = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that a library prints may reach the handshake
-
-    def leash() -> None:
-        while os.read(0, 1):  # ends when the last process that holds the other end is gone; unbuffered, because
-            pass  # a lock held here would abort the interpreter when it exits
-        for worker in multiprocessing.active_children():  # also one that is stopped and cannot see us leave
-            worker.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    threading.Thread(target=leash, daemon=True).start()
+    """What the engine process runs."""
+    options, ready = begin()
+    path, coordinator = options.pop("path"), options.pop("coordinator")
     try:
         core = EngineCore(EngineConfig(**options))
     except (ValueError, WorkerError) as error:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(core.start_log(), file=sys.stderr, flush=True)
-    path = os.path.join(folder, "engine")
-    with contextlib.suppress(FileNotFoundError):  # of the process before
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen()
-    with ready:
-        ready.write(json.dumps(core.facts) + "\n")
+    if core.config.data_parallel_rank == 0:
+        print(core.start_log(), file=sys.stderr, flush=True)
+    server = EngineServer(core, path, coordinator)
+    ready(core.facts)
     try:
-        EngineServer(core, listener).run()
+        server.run()
     except BaseException:
         traceback.print_exc()
         core.close()
         os._exit(1)
 
 
-class EngineProcess:
-    """The server's hold on its engine process: starts it, replaces it when it has died, and ends it.
-
-    A session of its own keeps the terminal's Ctrl-C from it: the server drains first, then lets go of the leash.
+class EngineProcess(Child):
+    """An engine in a process of its own.
 
     Args:
-        config: the engine's options.
-
-    Raises:
-        SystemExit: it could not start, and has said why in one line.
+        config: its options.
+        folder: for its socket.
+        coordinator: path of the coordinator's socket, where there are several engines.
     """
 
-    def __init__(self, config: EngineConfig):
-        self.config, self.failures = config, 0
-        self.folder = tempfile.mkdtemp(prefix="manta-")
-        self.path = os.path.join(self.folder, "engine")
-        self.facts: dict[str, Any] = {}
-        try:
-            self._launch()
-            if not self._ready():
-                raise SystemExit(self.process.wait() or 1)
-        except BaseException:
-            self.stop()
-            raise
+    def __init__(self, config: EngineConfig, folder: str, coordinator: str = ""):
+        rank = config.data_parallel_rank
+        self.path = os.path.join(folder, f"engine-{rank}")
+        options = {"beside_server": True, "folder": folder, "path": self.path, "coordinator": coordinator}
+        environment = {}
+        if several := config.data_parallel_size > 1:  # each has GPUs of its own
+            first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + count))))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + count])
+        name = f"engine process {rank}" if several else "the engine process"
+        super().__init__(name, __file__, dataclasses.asdict(config) | options, environment)
 
-    def _launch(self) -> None:
-        command = [sys.executable, os.path.abspath(__file__)]
-        self.begun, self.starting = time.monotonic(), True
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        assert self.process.stdin
-        options = dataclasses.asdict(self.config) | {"beside_server": True, "socket_folder": self.folder}
-        with contextlib.suppress(BrokenPipeError):  # dead already: what it should print will be missed
-            self.process.stdin.write(json.dumps(options).encode() + b"\n")
-            self.process.stdin.flush()
-
-    def _ready(self) -> bool:
-        """Wait for the process's facts; False if it ends without them."""
-        assert self.process.stdout
-        with self.process.stdout as stdout:
-            line = stdout.readline()
-        self.starting = False
-        if line:
-            self.facts = json.loads(line)
-            # Clients have been told how much fits: the next process must not measure anew and come to less.
-            names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
-            fixed = {field: self.facts[fact] for field, fact in names.items()}
-            self.config = dataclasses.replace(self.config, num_host_blocks=self.facts["num_host_blocks"], **fixed)
-        return bool(line)
-
-    def tend(self) -> None:
-        """Replace the process if it has died; never waits, so call it every second or so.
-
-        Raises:
-            ChildProcessError: it does not start any more.
-        """
-        if not self.starting:
-            if self.process.poll() is not None:
-                print(f"engine process {self.process.pid} has ended; starting another", file=sys.stderr, flush=True)
-                assert self.process.stdin
-                with contextlib.suppress(BrokenPipeError):
-                    self.process.stdin.close()
-                self._launch()
-        elif self.process.stdout and select.select([self.process.stdout], [], [], 0)[0]:
-            if self._ready():
-                self.failures = 0
-                seconds = time.monotonic() - self.begun
-                print(f"engine process {self.process.pid} is ready after {seconds:.1f} s", file=sys.stderr, flush=True)
-            else:
-                self.failures += 1
-                if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(f"the engine process has failed to start {self.failures} times in a row")
-
-    def forget(self) -> None:
-        """In a forked child: let go of the leash, so that it hangs on the parent alone."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.returncode = 0  # not our child: there is nothing to wait for
-
-    def stop(self) -> None:
-        """End the process and remove its socket."""
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def fix(self) -> None:
+        """Clients have been told how much fits: the next process must not measure anew and come to less."""
+        names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
+        for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
+            self.options[field] = self.facts[fact]
 
 
 if __name__ == "__main__":

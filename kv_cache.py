@@ -29,6 +29,14 @@ class AllocStatus(enum.Enum):
     NEVER = enum.auto()
 
 
+def chain(hashes: list[bytes], tokens: Sequence[int], size: int, salt: str = "") -> None:
+    """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too."""
+    for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+        parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+        data = array("q", tokens[start : start + size]).tobytes()
+        hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
+
+
 class BlockManager:
     """Hands out the blocks of one pool: the device's, or the host's for what the device has no room for.
 
@@ -112,14 +120,6 @@ class BlockManager:
                 self.idle[block] = None
                 if self.hashes[block] is None:
                     self.idle.move_to_end(block, last=False)
-
-    def chain(self, hashes: list[bytes], tokens: Sequence[int], salt: str = "") -> None:
-        """Extend `hashes`, one 128-bit hash a full block of `tokens`; each covers everything before it too."""
-        size = self.block_size
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-            data = array("q", tokens[start : start + size]).tobytes()
-            hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
 
     def lookup(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest cached beginning of the chain `hashes`."""

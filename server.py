@@ -11,6 +11,7 @@ of the reply and answered with 400; streams and whole replies come out of the sa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hmac
 import itertools
@@ -19,8 +20,10 @@ import os
 import queue
 import re
 import reprlib
+import shutil
 import socket
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Generator, Iterator, Sequence
@@ -32,13 +35,17 @@ from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from api_process import Board, Gunicorn, listen
+from child import Child
 from client import EngineDeadError, MPClient, Stream
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
+from coordinator import CoordinatorProcess
+from data_parallel import DPClient
 from engine_process import EngineProcess
 from outputs import Choices, Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
 
+Client = MPClient | DPClient
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -96,7 +103,7 @@ class Run:
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
 
-    def news(self, client: MPClient, sock: socket.socket | None, timeout: float) -> News:
+    def news(self, client: Client, sock: socket.socket | None, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done.
 
         Args:
@@ -225,7 +232,7 @@ class Api:
     """The views, and what they share.
 
     Args:
-        client: of the engine (`engine.MPClient`).
+        client: of the engine, or of several.
         tokenizer: of the model.
         facts: `max_model_len` and `vocab_size`, as the engine reports them.
         config: the caps and keys.
@@ -235,7 +242,7 @@ class Api:
 
     def __init__(
         self,
-        client: MPClient,
+        client: Client,
         tokenizer: Tokenizer,
         facts: dict[str, Any],
         config: ServerConfig,
@@ -288,14 +295,18 @@ class Api:
         return reply({"version": VERSION})
 
     def metrics(self) -> Response:
-        lines = []
-        for name, value in self.client.call("metrics").items():
-            kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [f"# TYPE manta_{name} {kind}", f"manta_{name} {value}"]
+        lines: list[str] = []
+        engines = self.client.call_all("metrics")
+        for name in next(iter(engines.values())):
+            lines.append(f"# TYPE manta_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            for rank, metrics in engines.items():
+                label = f'{{engine="{rank}"}}' if self.facts["data_parallel_size"] > 1 else ""
+                lines.append(f"manta_{name}{label} {metrics[name]}")
         return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
 
     def explain(self, id: str) -> Response:
-        prompts = self.client.call("explain_prompts", id, self.config.max_prompts)
+        told = self.client.call_all("explain_prompts", id, self.config.max_prompts)
+        prompts = sorted(itertools.chain(*told.values()), key=lambda story: int(story["request_id"].rpartition("-")[2]))
         if not prompts:
             known = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
@@ -422,7 +433,7 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
 
 
 def create_app(
-    client: MPClient,
+    client: Client,
     tokenizer: Tokenizer,
     facts: dict[str, Any],
     config: ServerConfig,
@@ -513,20 +524,47 @@ def main(argv: list[str] | None = None) -> None:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    main_pid, board, folder = os.getpid(), Board(), tempfile.mkdtemp(prefix="manta-")
+    children: list[Child] = []
     try:
-        engine = EngineProcess(engine_config)
+        engines, coordinator = launch(engine_config, folder, children)
+        facts = engines[0].facts
+
+        def make_app() -> Flask:
+            client: Client = MPClient(engines[0].path)
+            if coordinator:
+                client = DPClient([engine.path for engine in engines], coordinator.path, facts["block_size"])
+            return create_app(client, tokenizer, facts, config, names, board)
+
+        Gunicorn(make_app, listener, children, board, config).run()
     except KeyboardInterrupt:
         sys.exit(130)
-
-    def make_app() -> Flask:
-        return create_app(MPClient(engine.path), tokenizer, engine.facts, config, names, board)
-
-    main_pid, board = os.getpid(), Board()
-    try:
-        Gunicorn(make_app, listener, engine, board, config).run()
     finally:
-        if os.getpid() == main_pid:  # gunicorn's worker comes by here, too
-            engine.stop()
+        if os.getpid() == main_pid:  # gunicorn's workers come by here, too
+            for child in children:
+                child.stop()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def launch(
+    config: EngineConfig, folder: str, children: list[Child]
+) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
+    """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
+    coordinator = None
+    if config.data_parallel_size > 1:
+        coordinator = CoordinatorProcess(config.data_parallel_size, folder)
+        children.append(coordinator)
+        coordinator.wait()
+    engines = []
+    for rank in range(config.data_parallel_size):
+        engine = EngineProcess(
+            dataclasses.replace(config, data_parallel_rank=rank), folder, coordinator.path if coordinator else ""
+        )
+        engines.append(engine)
+        children.append(engine)
+    for engine in engines:
+        engine.wait()
+    return engines, coordinator
 
 
 if __name__ == "__main__":

@@ -67,14 +67,14 @@ class Worker:
         self.num_parameters = sum(math.prod(part.shape) for part in self.model.parameters().values())
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
-            cpu.settle(config.threads, small and config.beside_server, self.group.size)
+            cpu.settle(config.threads, small and config.beside_server, self.group.size * config.data_parallel_size)
             row_product = cpu.compile_rows() if config.compile else None
             self.model.pack(lambda weight: cpu.pack(weight, row_product))
             if config.compile:
                 width = model_config.num_heads * model_config.head_dim
                 self.model.compiled = cpu.compile_layers(self.model, width)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.cpu_share = int(CPU_KV_SHARE * free / self.group.size)  # bytes
+        self.cpu_share = int(CPU_KV_SHARE * free / (self.group.size * config.data_parallel_size))  # bytes
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()

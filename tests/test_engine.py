@@ -225,13 +225,9 @@ def test_a_pool_smaller_than_the_context_shortens_it(make_llm):
 @pytest.fixture
 def served(make_llm, tmp_path):
     """An engine's server loop in a thread of this process, and its socket's path."""
-    core = make_llm(num_gpu_blocks_override=64, block_size=16).core
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(str(tmp_path / "engine"))
-    listener.listen()
-    threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
-    yield core, str(tmp_path / "engine")
-    listener.close()
+    core, path = make_llm(num_gpu_blocks_override=64, block_size=16).core, str(tmp_path / "engine")
+    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
+    return core, path
 
 
 def collect(stream) -> list[int]:

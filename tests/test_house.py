@@ -31,20 +31,26 @@ MAY_IMPORT = {  # our own modules that each file may import
     "wire": {"config", "plan"},
     "executor": {"config", "ring", "scheduler", "wire", "worker"},
     "tokenizer": set(),
-    "bench": {"config", "engine", "scheduler"},
+    "bench": {"bench_process", "config", "engine", "scheduler"},
+    "bench_process": {"config", "data_parallel", "engine", "ring", "scheduler"},
     "peers": set(),
     "journal": {"config", "scheduler"},
     "outputs": {"config", "scheduler", "tokenizer"},
     "engine": {"config", "scheduler", "executor", "journal", "outputs", "tokenizer"},
-    "engine_process": {"config", "engine", "executor", "plan", "wire"},
+    "child": set(),
+    "engine_process": {"child", "config", "engine", "executor", "plan", "wire"},
+    "coordinator": {"child", "wire"},
     "client": {"config", "plan", "wire"},
+    "data_parallel": {"client", "config", "kv_cache", "wire"},
     "protocol": {"config", "tokenizer"},
-    "api_process": {"config", "engine_process"},
-    "server": {"api_process", "client", "engine_process", "config", "outputs", "protocol", "tokenizer"},
-}
+    "api_process": {"child", "config"},
+    "server": {
+        "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "outputs",
+        "protocol", "tokenizer"},
+}  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
-TORCH_FREE |= {"api_process", "server", "tokenizer", "wire"}
+TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "wire"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 
 

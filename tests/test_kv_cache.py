@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kv_cache import AllocStatus, BlockManager
+from kv_cache import AllocStatus, BlockManager, chain
 
 
 def test_blocks_for_rounds_up():
@@ -24,27 +24,26 @@ def test_can_allocate_knows_now_later_and_never():
 
 
 def test_chain_covers_everything_before_a_block():
-    manager = BlockManager(4, 2)
     one, other, same = [], [], []
-    manager.chain(one, [1, 2, 3, 4, 5])
-    manager.chain(other, [9, 2, 3, 4])
-    manager.chain(same, [1, 2])
-    manager.chain(same, [1, 2, 3, 4])
+    chain(one, [1, 2, 3, 4, 5], 2)
+    chain(other, [9, 2, 3, 4], 2)
+    chain(same, [1, 2], 2)
+    chain(same, [1, 2, 3, 4], 2)
     assert len(one) == 2 and all(len(digest) == 16 for digest in one)
     assert one == same
     assert not set(one) & set(other)  # the second blocks hold equal tokens after unequal ones
 
 
 def test_chain_depends_on_the_salt():
-    manager, plain, salted = BlockManager(4, 2), [], []
-    manager.chain(plain, [1, 2])
-    manager.chain(salted, [1, 2], "tenant")
+    plain, salted = [], []
+    chain(plain, [1, 2], 2)
+    chain(salted, [1, 2], 2, "tenant")
     assert plain != salted
 
 
 def test_freed_blocks_are_found_until_they_are_reused():
     manager, hashes = BlockManager(3, 2), []
-    manager.chain(hashes, [1, 2, 3, 4])
+    chain(hashes, [1, 2, 3, 4], 2)
     blocks = manager.allocate(2)
     for block, digest in zip(blocks, hashes, strict=True):
         manager.publish(block, digest)

@@ -38,7 +38,7 @@ from server import create_app
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
-FACTS = {"max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs"}
+FACTS = {"max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1}
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
@@ -86,12 +86,12 @@ class ScriptedClient:
             self.open.discard(request_id)
         self.aborted.append((request_id, index))
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         if method == "explain_prompts":
             name, most = args
-            return [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]
+            return {0: [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]}
         assert method == "metrics"
-        return {"num_requests_running": 3, "prompt_tokens_total": 70}
+        return {0: {"num_requests_running": 3, "prompt_tokens_total": 70}}
 
 
 def told(

@@ -1,0 +1,250 @@
+"""The benchmarks of processes, for `bench.py`: the ring, the executors, routing among engines, and survival."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+from config import EngineConfig, SamplingParams
+from data_parallel import Router
+from ring import RingBuffer
+from scheduler import Request, Scheduler, StepResult
+
+Figures = list[dict[str, Any]]
+
+SPAWN = multiprocessing.get_context("spawn")
+SIZES = (0, 100, 1000, 4000, 16_000, 70_000)  # bytes of the ring's messages; the last does not fit a chunk of 64 KB
+WEIGHTS = (20, 40, 30, 8, 2, 0.1)
+
+
+def messages(count: int) -> Any:
+    """`count` messages of mixed sizes; each begins with its number."""
+    rng, noise = random.Random(0), random.Random(1).randbytes(2 * SIZES[-1])
+    sizes = rng.choices(SIZES, WEIGHTS, k=count)
+    for number, size in enumerate(sizes):
+        begin = number % SIZES[-1]
+        yield number.to_bytes(8, "little") + noise[begin : begin + size]
+
+
+def ring_reader(ring: RingBuffer, reader: int, answer: RingBuffer, count: int, slow: bool) -> None:
+    """Echo what comes until an empty message; then check `count` messages, and answer with how many were right."""
+    ring.be_reader(reader)
+    answer.be_writer()
+    while message := ring.read(60):
+        answer.write(message, 60)
+    rng, right = random.Random(reader), 0
+    for wanted in messages(count):
+        right += ring.read(60) == wanted
+        if slow and rng.random() < 1e-5:
+            time.sleep(0.02)
+    answer.write(right.to_bytes(8, "little"), 60)
+
+
+def ring_figures(count: int, trips: int = 5000) -> Figures:
+    """Round trips of 1 KB, then `count` messages to 1, 2 and 4 readers, of which one falls asleep at random."""
+    figures = []
+    for readers in (1, 2, 4):
+        ring, answers = RingBuffer(readers, 1 << 16), [RingBuffer(1, 1 << 16) for _ in range(readers)]
+        processes = []
+        for i, answer in enumerate(answers):
+            process = SPAWN.Process(target=ring_reader, args=(ring, i, answer, count, i == 0))
+            process.start()
+            answer.be_reader(0, [process.sentinel])
+            processes.append(process)
+        ring.be_writer()
+        seconds = []
+        for _ in range(trips):
+            begun = time.perf_counter()
+            ring.write(bytes(1024), 60)
+            for answer in answers:
+                answer.read(60)
+            seconds.append(time.perf_counter() - begun)
+        ring.write(b"", 60)
+        begun = time.perf_counter()
+        for message in messages(count):
+            ring.write(message, 60)
+        right = [int.from_bytes(answer.read(600) or b"", "little") for answer in answers]
+        for process in processes:
+            process.join()
+        for used in (ring, *answers):
+            used.close()
+        seconds.sort()
+        figures.append({
+            "readers": readers, "round trip p50 us": round(seconds[trips // 2] * 1e6, 1),
+            "p99 us": round(seconds[trips * 99 // 100] * 1e6, 1), "messages": count,
+            "right at each reader": min(right), "messages/s": round(count / (time.perf_counter() - begun)),
+        })  # fmt: skip
+    return figures
+
+
+def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: int) -> Figures:
+    """`LLM.generate` with the worker in a process of its own against one in the caller's, taking turns."""
+    from engine import LLM
+
+    backends = ("uni", "mp")
+    engines = {backend: LLM(model, distributed_executor_backend=backend) for backend in backends}
+    params, figures = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True), []
+    for batch in batches:
+        rates: dict[str, list[float]] = {backend: [] for backend in backends}
+        rng, vocab = random.Random(0), engines["uni"].core.facts["vocab_size"]
+        for repeat in range(repeats + 1):
+            prompts = [[rng.randrange(5, vocab) for _ in range(32)] for _ in range(batch)]
+            answers = []
+            for backend in backends:
+                begun = time.perf_counter()
+                outputs = engines[backend].generate(prompts, params, use_tqdm=False)
+                if repeat:  # the first warms up
+                    rates[backend].append(batch * new_tokens / (time.perf_counter() - begun))
+                answers.append([output.outputs[0].token_ids for output in outputs])
+            assert answers[0] == answers[1]
+        uni, mp = (statistics.median(rates[backend]) for backend in backends)
+        figures.append({
+            "sequences": batch, "uni tok/s": round(uni), "mp tok/s": round(mp), "mp of uni": round(mp / uni, 3),
+            "pair by pair": round(statistics.median(b / a for a, b in zip(*rates.values(), strict=True)), 3),
+        })  # fmt: skip
+    return figures
+
+
+def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int = 32) -> Figures:
+    """Prefix-cache hits of several engines on a trace (see `prefix_figures` of bench.py), by how requests are routed.
+
+    The loads that the router sees are of the latest `in_flight` requests.
+    """
+    prompts = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
+    longest, vocab, total = max(map(len, prompts)), max(map(max, prompts)) + 1, sum(map(len, prompts))
+    figures = []
+    for pool in pools:
+        rates = {}
+        for affinity in (False, True):
+            config = EngineConfig(block_size=1, max_num_batched_tokens=2**18)
+            schedulers = [Scheduler(config, pool, longest + 2, vocab, []) for _ in range(engines)]
+            router, latest = Router(engines, 1, affinity), deque[int](maxlen=in_flight)
+            counts = [0] * engines
+            for i, pages in enumerate(prompts):
+                router.update([(0, latest.count(rank)) for rank in range(engines)])
+                rank = router.choose(pages, "", 1, range(engines))
+                latest.append(rank)
+                counts[rank] += 1
+                scheduler = schedulers[rank]
+                try:
+                    scheduler.add(Request(str(i), pages, SamplingParams(max_tokens=1)))
+                except ValueError:  # longer than the whole pool
+                    continue
+                while scheduler.has_work():
+                    plan = scheduler.schedule()
+                    scheduler.update(plan, StepResult(plan.step, [0] * len(plan.rows)))
+            rates[affinity] = sum(s.counters["prefix_cache_hits_total"] for s in schedulers) / total
+            shares = " / ".join(f"{count / len(prompts):.0%}" for count in counts)
+        figures.append({
+            "engines": engines, "pool tokens of each": pool * 512, "round robin": round(rates[False], 4),
+            "by prefix": round(rates[True], 4), "requests of each": shares,
+        })  # fmt: skip
+    return figures
+
+
+# --- survival ---------------------------------------------------------------------------------------------------------
+
+
+def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> Figures:
+    """Streams of a server whose worker is killed (or stopped) at random moments, against the same without that."""
+    figures = []
+    for name in ("SIGKILL", "SIGSTOP"):
+        with tempfile.TemporaryFile("w+") as log:
+            command = [sys.executable, "server.py", "--model", model, "--port", "0", "--step-timeout", "2"]
+            folder = Path(__file__).parent
+            server = subprocess.Popen([*command, "--dtype", "float32"], cwd=folder, stderr=log)
+            try:
+                port = int(_said(server, log, "http://127.0.0.1:").strip("\n"))
+                wanted = _texts(port, streams, new_tokens)
+                texts: list[str] = []
+                reading = threading.Thread(target=lambda: texts.extend(_texts(port, streams, new_tokens)))  # noqa: B023
+                reading.start()
+                rng, done, begun = random.Random(0), 0, time.monotonic()
+                while done < kills and reading.is_alive():
+                    time.sleep(rng.uniform(0.5, 2.0))
+                    restarts = _restarts(port)
+                    os.kill(_worker(server.pid), getattr(signal, name))
+                    done += 1
+                    while _restarts(port) == restarts:
+                        time.sleep(0.05)
+                reading.join()
+                seconds = time.monotonic() - begun
+            finally:
+                server.terminate()
+                server.wait()
+            log.seek(0)
+            took = [float(line.rpartition(" after ")[2].split()[0]) for line in log if "new workers after" in line]
+        figures.append({
+            "signal": name, "streams": streams, "times": done, "texts as without": f"{_same(texts, wanted)}/{streams}",
+            "recovery median s": round(statistics.median(took), 2), "most s": max(took), "in all s": round(seconds, 1),
+        })  # fmt: skip
+    return figures
+
+
+def _same(texts: list[str], wanted: list[str]) -> int:
+    return sum(text == other for text, other in zip(texts, wanted, strict=True))
+
+
+def _said(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+    while server.poll() is None:
+        log.seek(0)
+        if what in (text := log.read()):
+            return text.rpartition(what)[2]
+        time.sleep(0.1)
+    raise SystemExit("the server has not started")
+
+
+def _texts(port: int, streams: int, new_tokens: int) -> list[str]:
+    """What so many streams say."""
+    texts = [""] * streams
+
+    def read(i: int) -> None:
+        fields = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
+        body = json.dumps({"prompt": f"Enter the {i}th SERVANT.\n\n"} | fields).encode()
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        for line in connection.getresponse():
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                texts[i] += event["choices"][0]["text"] if "choices" in event else f"error: {event['error']}"
+        connection.close()
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(streams)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+def _restarts(port: int) -> float:
+    connection = HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", "/metrics")
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    lines = [line for line in text.splitlines() if line.startswith("manta_num_worker_restarts_total")]
+    return float(lines[0].split()[1]) if lines else -1.0
+
+
+def _worker(pid: int) -> int:
+    """The one below `pid` that holds the model."""
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        if "libtorch" in Path(f"/proc/{child}/maps").read_text():
+            return int(child)
+        if found := _worker(int(child)):
+            return found
+    return 0
