@@ -575,7 +575,7 @@ class Scheduler:
         plan.new.append(
             NewRow(seq.slot, list(seq.tokens), seq.num_computed, list(seq.blocks),
                    0.0 if group.beams is not None else params.temperature, params.top_k, params.top_p, params.min_p,
-                   group.seed, num_logprobs))  # fmt: skip
+                   group.seed, num_logprobs, group.name if self.config.sanitize_kv else ""))  # fmt: skip
 
     def _count_recomputed(self, seq: Sequence) -> None:
         if (again := seq.lost - seq.num_computed) > 0:
