@@ -398,7 +398,8 @@ class Scheduler:
         together = together and tokens >= len(group.seqs)
         goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
         for seq in group.seqs:
-            if self.space.window and not group.births:  # they still share what the window would pass
+            # Who is to branch off still shares what the window would pass, and what this plan moves must stay.
+            if self.space.window and not (just_entered or births or group.births):
                 self.space.pass_window(seq)
             if seq.stale:
                 self.released.append(seq.slot)
