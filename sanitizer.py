@@ -114,6 +114,7 @@ class KVSanitizer:
         for row in plan.new:
             self._clear(row.slot)
             self.names[row.slot], self.computed[row.slot] = row.name, row.num_computed
+            self.hashes[row.slot] = 0
             self._grow(row.slot, row.blocks)
             known = self.token_ids[row.slot, : len(row.token_ids)]
             mixed = mix(known, torch.arange(len(known), device=known.device))
