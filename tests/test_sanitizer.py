@@ -306,7 +306,7 @@ def test_no_false_alarm_on_a_random_model(make_core, window, mode):
 def test_no_false_alarm_on_the_demo(llm, make_llm, conversations, fields):
     prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:5]]
     work = prompts * 2, [GREEDY] * 5 + [replace(STORY, max_tokens=40)] * 5
-    checked = make_llm(sanitize_kv=True, **{"max_num_seqs": 32} | fields)
+    checked = make_llm(sanitize_kv=True, threads=1, **{"max_num_seqs": 32} | fields)
     wanted = tokens(llm.generate(*work, use_tqdm=False))
     for _ in range(2):
         assert tokens(checked.generate(*work, use_tqdm=False)) == wanted
@@ -329,7 +329,7 @@ def test_it_costs_at_most_as_much_as_the_engine(make_llm):
     prompts, params = [f"Enter the {i}th SERVANT.\n" for i in range(32)], SamplingParams(max_tokens=64, seed=1)
     seconds = {}
     for checked in (False, True):
-        llm = make_llm(sanitize_kv=checked, max_num_seqs=32)
+        llm = make_llm(sanitize_kv=checked, max_num_seqs=32, threads=1)
         for _ in range(3):
             llm.core.reset_prefix_cache()
             begun = time.process_time()
