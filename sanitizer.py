@@ -198,7 +198,7 @@ class KVSanitizer:
             name = self.names[np.repeat(slots, counts)[int(wrong.nonzero()[0])]]
             raise SanitizerError(
                 f"KV sanitizer: step {plan.step}, request {name!r}: its hidden state is NaN, though its block table is "
-                "right: attention has read a freed block, or a slot of its own that is not written yet"
+                "right: attention has read a freed block or an unwritten slot, or the model itself makes NaN"
             )
 
     def _check_generations(self, step: int, slots: np.ndarray, read: np.ndarray) -> None:

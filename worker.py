@@ -78,7 +78,10 @@ class Worker:
         measured = config.preemption_mode == "auto" and len(self.host_pool) > 0
         self.swap_cost = float(f"{self.time_swap() / token_seconds:.4g}") if measured else 0.0
         if config.sanitize_kv:
-            self.sanitizer = self.new_sanitizer()
+            state, window = self.state, self.facts()["window"]
+            self.sanitizer = KVSanitizer(
+                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, window
+            )
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know.
@@ -138,13 +141,6 @@ class Worker:
 
     def new_state(self, slots: int) -> BatchState:
         return BatchState(slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, self.device)
-
-    def new_sanitizer(self) -> KVSanitizer:
-        windows, state = self.model_config.windows, self.state
-        window = max(windows) if all(windows) else 0
-        return KVSanitizer(
-            self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, window
-        )
 
     def blocks_per_seq(self) -> int:
         """Blocks of a sequence at full length, those of its lookahead slots among them."""

@@ -208,7 +208,7 @@ def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
         run(core)
     assert str(violation.value) == (
         "KV sanitizer: step 1, request 'a#1': its hidden state is NaN, though its block table is right: attention has "
-        "read a freed block, or a slot of its own that is not written yet"
+        "read a freed block or an unwritten slot, or the model itself makes NaN"
     )
 
 
