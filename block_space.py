@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence as Ints
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockManager, chain
+from kv_cache import AllocStatus, BlockManager, WatchedBlockManager, chain
 from plan import StepPlan
 from sequence import Sequence
 
@@ -21,7 +21,7 @@ class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
     Args:
-        config: block size, prefix caching and look-ahead.
+        config: block size, prefix caching, look-ahead, and whether plans tell a KV sanitizer which blocks are freed.
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         window: where attention sees no more than this many tokens in every layer, blocks behind them are given back.
@@ -30,7 +30,7 @@ class BlockSpaceManager:
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
         self.block_size, self.window, caching = config.block_size, window, config.enable_prefix_caching
         ahead = config.num_lookahead_slots
-        self.device = BlockManager(
+        self.device = (WatchedBlockManager if config.sanitize_kv else BlockManager)(
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
@@ -195,6 +195,8 @@ class BlockSpaceManager:
                 self.host.publish(kept[-1], digest)
                 plan.swap_out.append((block, kept[-1]))
         self.device.evicted.clear()
+        if self.device.freed:  # before what is pinned is freed: this plan's copies still read it
+            plan.freed, self.device.freed = self.device.freed, []
         self.host.free(kept + self.host_pinned)
         self.device.free(self.pinned)
         self.pinned, self.host_pinned = [], []

@@ -107,6 +107,7 @@ class EngineConfig:
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
+    sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False, "on a CPU: compile the step of a single sequence, for a minute at start and a second copy of the weights"

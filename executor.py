@@ -198,7 +198,9 @@ class MpExecutor:
             result = self._read(rank, self.config.step_timeout)
             if result is None:
                 raise self._stuck(rank, self.config.step_timeout)
-            assert isinstance(result, StepResult) and result.step <= step
+            if isinstance(result, Reply):
+                raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
+            assert result.step <= step
             if result.step == step:  # and not of one that was given up
                 return result
 
@@ -312,7 +314,11 @@ def worker_main(
             continue
         message = codec.decode(data)
         if isinstance(message, StepPlan):
-            send(worker.step(message))
+            try:
+                send(worker.step(message))
+            except Exception as error:
+                send(Reply(message.step, error=f"{type(error).__name__}: {error}"))
+                raise
             continue
         try:
             send(Reply(message.call_id, getattr(worker, message.method)(*message.args)))

@@ -19,6 +19,7 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 
 class AllocStatus(enum.Enum):
@@ -63,6 +64,7 @@ class BlockManager:
         self.enable_prefix_caching, self.num_lookahead_slots = enable_prefix_caching, num_lookahead_slots
         self.keep_evicted = keep_evicted
         self.evicted: list[tuple[int, bytes]] = []  # (block, hash of what it held); who reads it empties it
+        self.freed: list[tuple[int, bool]] = []  # (block, whether it can be found): for `WatchedBlockManager`
         self.watermark_blocks = int(watermark * num_blocks)
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
@@ -151,3 +153,26 @@ class BlockManager:
         for digest, block in self.block_of.items():
             assert self.hashes[block] == digest, f"block {block} is found by a hash that is not its own"
         assert len(self.block_of) == sum(digest is not None for digest in self.hashes)
+
+
+class WatchedBlockManager(BlockManager):
+    """Notes in `freed`, for the KV sanitizer, which blocks lose their last reference or what they hold."""
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """As `BlockManager.allocate`; cached blocks that it takes lose what they hold."""
+        self._drop(islice(self.idle, num_blocks))
+        return super().allocate(num_blocks)
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """As `BlockManager.free`."""
+        super().free(blocks)
+        idle = (block for block in blocks if block >= 0 and self.ref_counts[block] == 0)
+        self.freed += [(block, self.hashes[block] is not None) for block in idle]
+
+    def reset_prefix_cache(self) -> None:
+        """As `BlockManager.reset_prefix_cache`; all cached blocks lose what they hold."""
+        self._drop(self.idle)
+        super().reset_prefix_cache()
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]

@@ -22,6 +22,7 @@ class NewRow:
     min_p: float
     seed: int
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
+    name: str = ""  # of the request and sample, for the KV sanitizer
 
 
 @dataclass(slots=True)
@@ -37,6 +38,8 @@ class StepPlan:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
+    freed: list[tuple[int, bool]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -401,7 +401,8 @@ class Scheduler:
         together = together and tokens >= len(group.seqs)
         goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
         for seq in group.seqs:
-            if self.space.window and not group.births:  # they still share what the window would pass
+            # Who is to branch off still shares what the window would pass, and what this plan moves must stay.
+            if self.space.window and not (just_entered or births or group.births):
                 self.space.pass_window(seq)
             if seq.stale:
                 self.released.append(seq.slot)
@@ -578,7 +579,7 @@ class Scheduler:
         plan.new.append(
             NewRow(seq.slot, list(seq.tokens), seq.num_computed, list(seq.blocks),
                    0.0 if group.beams is not None else params.temperature, params.top_k, params.top_p, params.min_p,
-                   group.seed, num_logprobs))  # fmt: skip
+                   group.seed, num_logprobs, group.name if self.config.sanitize_kv else ""))  # fmt: skip
 
     def _count_recomputed(self, seq: Sequence) -> None:
         if (again := seq.lost - seq.num_computed) > 0:

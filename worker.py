@@ -21,6 +21,7 @@ import cpu
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
 from parallel import Group
+from sanitizer import KVSanitizer
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
@@ -75,6 +76,7 @@ class Worker:
                 self.model.compiled = cpu.compile_layers(self.model, width)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / (self.group.size * config.data_parallel_size))  # bytes
+        self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
@@ -83,6 +85,11 @@ class Worker:
         token_seconds = self.warm_up()
         measured = config.preemption_mode == "auto" and len(self.host_pool) > 0
         self.swap_cost = float(f"{self.time_swap() / token_seconds:.4g}") if measured else 0.0
+        if config.sanitize_kv:
+            state, window = self.state, self.facts()["window"]
+            self.sanitizer = KVSanitizer(
+                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, window
+            )
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know.
@@ -246,6 +253,8 @@ class Worker:
         state, ops = self.state, self.ops
         state.apply(plan)
         self.move_blocks(plan)
+        if self.sanitizer:
+            self.sanitizer.follow(plan)
         if not plan.rows:
             return StepResult(plan.step, [])
         rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
@@ -267,10 +276,14 @@ class Worker:
             int(starts[-1]),
             state.block_size,
         )
+        if self.sanitizer:
+            self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
         batch = Batch(
             input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, num_decodes,
             query_starts[num_decodes:] - num_decodes, int(counts.max()))  # fmt: skip
         hidden = self.model.forward(batch, self.pool)
+        if self.sanitizer:
+            self.sanitizer.check_hidden(plan, hidden)
         sampled = torch.empty(0, dtype=torch.int64, device=self.device)
         if samples.any():
             last = self.to_device(starts[1:][samples] - 1)  # the head is only for rows that sample

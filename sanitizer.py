@@ -1,0 +1,277 @@
+"""A sanitizer for the paged KV cache: what attention is about to read must be the sequence's own, and nobody else's.
+
+The idea is AddressSanitizer's (Serebryany et al., 2012): memory has a shadow that tells what each place holds, and what
+is freed is poisoned. Every step is checked twice, before the model runs:
+
+    books   on the host: a block's generation goes up whenever its last reference goes, and an entry of a block table
+            keeps the generation that it was made with (as a pointer and its tag do in Arm's memory tagging); an entry
+            of an old generation is a block freed too early
+    shadow  on the device: each KV slot's hash of the tokens up to and including the one whose key it holds; a context
+            that does not hash to the sequence's own tokens is a stale prefix, a wrong slot or another's overwrite
+
+The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, which goes on with each token (AdHash: Bellare and Micciancio,
+"Incrementality at reduced cost", 1997). Freed blocks are filled with NaN as well, so that a kernel which reads where no
+table points shows, too: in the hidden states.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from plan import StepPlan
+
+POISON = -0x5A5A5A5A5A5A5A5B  # no sequence hashes to it, but for one in 2^64
+FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, from splitmix64, the sign bit cleared
+
+
+class SanitizerError(AssertionError):
+    """A sequence's context holds what is not its own: an invariant of the engine is broken."""
+
+
+def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """64 bits, int64, that depend on token and position: the finalizer of splitmix64 (Steele et al., 2014), or nearly.
+
+    Args:
+        token_ids, positions: integers of one shape.
+    """
+    x = (token_ids.long() + 1) * FACTORS[0] + positions.long() * FACTORS[1]
+    x = (x ^ (x >> 30)) * FACTORS[1]
+    x = (x ^ (x >> 27)) * FACTORS[2]
+    return x ^ (x >> 31)
+
+
+class Shadow:
+    """What the blocks of one pool hold, and who wrote it. One block more is for -1: nothing is ever read there."""
+
+    def __init__(self, num_blocks: int, block_size: int, device: str):
+        self.hashes = torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
+        self.writers = np.full(num_blocks + 1, "", dtype=object)  # the latest request that wrote to each block
+        self.steps = np.full(num_blocks + 1, -1)  # and when
+
+    def move(self, pairs: list[tuple[int, int]], target: Shadow) -> None:
+        """Copy blocks, (from, to) each, to `target`, as `copy_blocks` and `swap_blocks` do with the pools."""
+        if pairs:
+            source_ids, target_ids = torch.tensor(pairs, device=self.hashes.device).unbind(1)
+            target.hashes[target_ids] = self.hashes[source_ids]
+            froms, to = np.array(pairs).T
+            target.writers[to], target.steps[to] = self.writers[froms], self.steps[froms]
+
+
+class KVSanitizer:
+    """Follows a worker's plans. Nothing may be in its pools yet that a plan refers to.
+
+    Args:
+        pool: the KV pool, [num_blocks, ..], filled with NaN here.
+        num_host_blocks: size of the host pool.
+        token_ids: [slots, max_model_len + 1] int32, the worker's own: the tokens of each sequence.
+        block_tables: [slots, max_blocks] int32, the worker's own: what attention goes by.
+        block_size: tokens in a block.
+        window: where attention sees no more than this many tokens in every layer; 0: all.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        num_host_blocks: int,
+        token_ids: torch.Tensor,
+        block_tables: torch.Tensor,
+        block_size: int,
+        window: int,
+    ):
+        (slots, columns), device = block_tables.shape, str(pool.device)
+        self.pool, self.token_ids, self.block_tables = pool, token_ids, block_tables
+        self.block_size, self.window = block_size, window
+        self.shadow = Shadow(len(pool), block_size, device)
+        self.host_shadow = Shadow(num_host_blocks, block_size, device)
+        self.generations = np.zeros(len(pool) + 1, dtype=np.int64)
+        self.freed_in = np.full(len(pool) + 1, -1)  # step whose plan told it
+        self.names = np.full(slots, "", dtype=object)
+        self.computed = np.zeros(slots, dtype=np.int64)
+        self.lengths = np.zeros(slots, dtype=np.int64)  # of the tables
+        self.tables, self.tags = (np.full((slots, columns), -1, dtype=np.int64) for _ in range(2))
+        # [slot, i]: hash of the sequence's first i tokens. The last row is for padding.
+        self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
+        pool.fill_(torch.nan)
+
+    # --- what a plan changes ----------------------------------------------------------------------------------------
+
+    def follow(self, plan: StepPlan) -> None:
+        """Take in a plan's differences, after its blocks have been moved: they move here as well, then poison comes."""
+        freed = [block for block, _ in plan.freed]
+        self.generations[freed] += 1
+        self.freed_in[freed] = plan.step
+        self.shadow.move(plan.swap_out, self.host_shadow)
+        # What is freed may still have been read by a move to the host, and be filled already by one of the others.
+        if dropped := {block for block, kept in plan.freed if not kept}:
+            self.shadow.hashes[list(dropped)] = POISON
+            if empty := dropped.difference(block for _, block in (*plan.swap_in, *plan.copies)):
+                self.pool[list(empty)] = torch.nan
+        self.host_shadow.move(plan.swap_in, self.shadow)
+        self.shadow.move(plan.copies, self.shadow)
+        for slot in plan.released:
+            self._clear(slot)
+        for row in plan.new:
+            self._clear(row.slot)
+            self.names[row.slot], self.computed[row.slot] = row.name, row.num_computed
+            self.hashes[row.slot] = 0
+            self._grow(row.slot, row.blocks)
+            known = self.token_ids[row.slot, : len(row.token_ids)]
+            mixed = mix(known, torch.arange(len(known), device=known.device))
+            self.hashes[row.slot, 1 : len(known) + 1] = mixed.cumsum(0)
+        for slot, blocks in plan.new_blocks:
+            self._grow(slot, blocks)
+
+    def _clear(self, slot: int) -> None:
+        self.tables[slot] = self.tags[slot] = -1
+        self.lengths[slot] = 0
+
+    def _grow(self, slot: int, blocks: list[int]) -> None:
+        end = self.lengths[slot] + len(blocks)
+        self.tables[slot, self.lengths[slot] : end] = blocks
+        self.tags[slot, self.lengths[slot] : end] = self.generations[blocks]
+        self.lengths[slot] = end
+
+    # --- what a step reads and writes -------------------------------------------------------------------------------
+
+    def check(
+        self,
+        plan: StepPlan,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> None:
+        """Check all that the plan's rows are about to read and write; the tensors are those of `prepare_inputs`.
+
+        Raises:
+            SanitizerError: names the request, the block and the step.
+        """
+        slots, counts = np.array(plan.rows).T
+        begins, ends = self.computed[slots], self.computed[slots] + counts
+        seen = np.maximum(begins - self.window + 1, 0) if self.window else np.zeros_like(begins)
+        columns = np.arange(-(-int(ends.max()) // self.block_size))
+        reached = columns < -(-ends // self.block_size)[:, None]
+        self._check_generations(plan.step, slots, reached & (columns >= seen[:, None] // self.block_size))
+        written = reached & (columns >= begins[:, None] // self.block_size)
+        rows, at = written.nonzero()
+        blocks = self.tables[slots[rows], at]
+        shared = self._shared(blocks)
+
+        device = self.pool.device
+        owners = torch.from_numpy(np.repeat(slots, counts)).to(device)
+        rows_on_device = torch.from_numpy(slots).to(device)
+        last = seq_lens.long() - 1  # the one token that the device may know and the plans did not tell
+        self.hashes[rows_on_device, last + 1] = self.hashes[rows_on_device, last] + mix(
+            self.token_ids[rows_on_device, last], last
+        )
+        hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
+        flat = self.shadow.hashes.view(-1)  # -1, which stores nothing, is in the block that nobody reads
+        if len(shared):
+            self._check_writes(plan.step, owners, positions, slot_mapping, hashes, shared)
+        flat[slot_mapping] = hashes
+        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], plan.step
+        self.computed[slots] = ends
+
+        tables = self.block_tables[rows_on_device, : len(columns)].long()
+        held = self.shadow.hashes[tables].flatten(1)  # [B, positions]
+        position = torch.arange(held.shape[1], device=device)
+        wrong = held != self.hashes[rows_on_device, 1 : held.shape[1] + 1]
+        wrong &= position < seq_lens[:, None]
+        if self.window:
+            wrong &= position >= torch.from_numpy(seen).to(device)[:, None]
+        if wrong.any():
+            row, place = wrong.nonzero()[0].tolist()
+            block = int(tables[row, place // self.block_size])
+            mapped = slot_mapping[(owners == int(slots[row])) & (positions == place)].tolist()
+            self._report_read(plan.step, int(slots[row]), block, place, int(held[row, place]), mapped)
+
+    def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
+        """Check that the hidden states [T, hidden] of a step hold no NaN: none of it has read poison.
+
+        Raises:
+            SanitizerError: names the request and the step.
+        """
+        wrong = hidden.isnan().any(-1)
+        if wrong.any():
+            slots, counts = np.array(plan.rows).T
+            name = self.names[np.repeat(slots, counts)[int(wrong.nonzero()[0])]]
+            raise SanitizerError(
+                f"KV sanitizer: step {plan.step}, request {name!r}: its hidden state is NaN, though its block table is "
+                "right: attention has read a freed block or an unwritten slot, or the model itself makes NaN"
+            )
+
+    def _check_generations(self, step: int, slots: np.ndarray, read: np.ndarray) -> None:
+        """Check that the blocks that are read, [B, columns] bool, have not been freed since they came into the table.
+
+        A -1 has no generation, and so is wrong wherever it is read.
+        """
+        tables, tags = self.tables[slots, : read.shape[1]], self.tags[slots, : read.shape[1]]
+        wrong = read & ((tags != self.generations[tables]) | (tables < 0))
+        if not wrong.any():
+            return
+        row, column = np.argwhere(wrong)[0]
+        block, tag = int(tables[row, column]), int(tags[row, column])
+        first = column * self.block_size
+        after = ""
+        others = np.argwhere((self.tables == block) & (self.tags == self.generations[block]))
+        if block >= 0 and len(others):
+            after = f", and request {self.names[others[0, 0]]!r} has it now"
+        raise SanitizerError(
+            f"KV sanitizer: step {step}, request {self.names[slots[row]]!r}: block {block} (positions {first} to "
+            f"{first + self.block_size - 1}) is in its table with generation {tag}, but was freed in step "
+            f"{self.freed_in[block]}{after} (generation {self.generations[block]})"
+        )
+
+    def _shared(self, blocks: np.ndarray) -> np.ndarray:
+        """Those of `blocks` that stand in several tables, where these can still be read by their sequences."""
+        seen = np.maximum(self.computed - self.window + 1, 0) // self.block_size if self.window else 0 * self.computed
+        valid = (self.tags == self.generations[self.tables]) & (np.arange(self.tables.shape[1]) >= seen[:, None])
+        references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
+        return blocks[references[blocks] > 1]
+
+    def _check_writes(
+        self,
+        step: int,
+        owners: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        hashes: torch.Tensor,
+        shared: np.ndarray,
+    ) -> None:
+        """Check that tokens [T] which go into shared blocks change nothing there.
+
+        To compute a cached prompt's last token again is no change, and others may share its block meanwhile.
+        """
+        inside = torch.isin(slot_mapping // self.block_size, torch.from_numpy(shared).to(slot_mapping.device))
+        wrong = inside & (self.shadow.hashes.view(-1)[slot_mapping] != hashes)
+        if wrong.any():
+            token = int(wrong.nonzero()[0])
+            slot, place = int(owners[token]), int(slot_mapping[token])
+            block, offset = divmod(place, self.block_size)
+            others = [self.names[other] for other in np.argwhere(self.tables == block)[:, 0] if other != slot]
+            raise SanitizerError(
+                f"KV sanitizer: step {step}, request {self.names[slot]!r}: block {block}, offset {offset} (position "
+                f"{int(positions[token])}) is written, but request {others[0]!r} shares the block (generation "
+                f"{self.generations[block]}), and it was not copied first"
+            )
+
+    def _report_read(self, step: int, slot: int, block: int, place: int, held: int, mapped: list[int]) -> None:
+        """Say what a sequence would have read as its token at position `place`."""
+        found = (self.hashes == held).nonzero().tolist() if held != POISON else []
+        writer, written = self.shadow.writers[block], self.shadow.steps[block]
+        if held == POISON:
+            what = "holds nothing that was written since it was freed"
+        elif found:
+            whose = self.names[found[0][0]]
+            what = f"holds position {found[0][1] - 1} of request {whose!r}, written in step {written}"
+        else:
+            what = f"holds what request {writer!r} wrote in step {written}"
+        offset, generation = place % self.block_size, self.generations[block]
+        where = ""
+        if mapped and mapped != [block * self.block_size + offset]:
+            where = "; slot_mapping has the token at block {}, offset {}".format(*divmod(mapped[0], self.block_size))
+        raise SanitizerError(
+            f"KV sanitizer: step {step}, request {self.names[slot]!r}: block {block}, offset {offset} (position "
+            f"{place}) {what} (generation {generation}), not this sequence's token{where}"
+        )

@@ -1,0 +1,338 @@
+"""The KV sanitizer: it names every planted fault, and says nothing where there is none."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+import test_scheduler
+from block_space import BlockSpaceManager
+from config import EngineConfig
+from engine import EngineCore, SamplingParams
+from kv_cache import BlockManager
+from sanitizer import KVSanitizer, SanitizerError
+from scheduler import StepPlan, StepResult
+from test_engine import FEW, GREEDY, STORY, tokens
+from test_scheduler import FakeWorker, prompt
+from test_worker import SHAPE
+from worker import BatchState
+
+LONG = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture
+def make_core(tmp_path: Path):
+    """Makes an engine with a sanitizer on a tiny model of random weights; `shape` changes its config.json."""
+
+    def make(shape: dict | None = None, **fields) -> EngineCore:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | (shape or {})))
+        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        options |= {
+            "block_size": 4,
+            "max_num_seqs": 8,
+            "max_model_len": 64,
+            "num_gpu_blocks_override": 32,
+            "threads": 1,
+        }
+        return EngineCore(EngineConfig(**options | {"swap_space": 0.001, "sanitize_kv": True} | fields))
+
+    return make
+
+
+def run(core: EngineCore) -> None:
+    while core.has_work():
+        core.step()
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["and cached", "and free"])
+def test_a_block_freed_too_early(make_core, monkeypatch, caching):
+    core, landed = make_core(enable_prefix_caching=caching), BlockSpaceManager.landed
+
+    def free_too_early(self, step: int) -> None:
+        landed(self, step)
+        if step == 5:
+            self.device.free(core.scheduler.running[0].seqs[0].blocks[:1])
+
+    monkeypatch.setattr(BlockSpaceManager, "landed", free_too_early)
+    core.add("a", prompt(10), LONG)
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 6, request 'a': block 0 (positions 0 to 3) is in its table with generation 0, but was "
+        "freed in step 6 (generation 1)"
+    )
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["by the books", "behind the books"])
+def test_a_block_handed_to_somebody_else_too_early(make_core, monkeypatch, noticed):
+    core, admit = make_core(enable_prefix_caching=False), BlockSpaceManager.admit
+
+    def admit_into_the_first_block(self, *args):
+        for group in core.scheduler.running:
+            block = group.seqs[0].blocks[0]
+            if noticed:
+                self.device.free([block])
+            self.device.idle[block] = None
+            self.device.idle.move_to_end(block, last=False)
+        return admit(self, *args)
+
+    monkeypatch.setattr(BlockSpaceManager, "admit", admit_into_the_first_block)
+    core.add("a", prompt(10), LONG)
+    for _ in range(3):
+        core.step()
+    core.add("b", prompt(6, 2), LONG)
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 3, request 'a': block 0 (positions 0 to 3) is in its table with generation 0, but was "
+        "freed in step 3, and request 'b' has it now (generation 1)"
+        if noticed
+        else "KV sanitizer: step 3, request 'b': block 0, offset 0 (position 0) is written, but request 'a' shares the "
+        "block (generation 0), and it was not copied first"
+    )
+
+
+def test_a_stale_prefix_hash(make_core, monkeypatch):
+    core, allocate = make_core(num_gpu_blocks_override=16, swap_space=0.0), BlockManager.allocate
+
+    def allocate_and_forget_to_forget(self, count: int) -> list[int]:
+        found = [(block, self.hashes[block]) for block in islice(self.idle, count)]
+        taken = allocate(self, count)
+        for block, digest in found:
+            if digest is not None:
+                self.hashes[block], self.block_of[digest] = digest, block
+        return taken
+
+    monkeypatch.setattr(BlockManager, "allocate", allocate_and_forget_to_forget)
+    for name, ids in (("a", prompt(10)), ("b", prompt(24, 2))):
+        core.add(name, ids, LONG)
+        run(core)
+    core.add("c", prompt(10), LONG)
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 80, request 'c': block 0, offset 0 (position 0) holds what request 'b' wrote in step 79 "
+        "(generation 3), not this sequence's token"
+    )
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+@pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
+def test_a_slot_mapping_off_by_one(make_core, monkeypatch, decode, shift):
+    core, prepare_inputs = make_core(), reference.prepare_inputs
+
+    def off_by_one(*args):
+        input_ids, positions, slot_mapping, seq_lens = prepare_inputs(*args)
+        return input_ids, positions, slot_mapping + shift * (decode == (len(input_ids) < 5)), seq_lens
+
+    monkeypatch.setattr(reference, "prepare_inputs", off_by_one)
+    for name in ("a", "b"):
+        core.add(name, prompt(9 + (name == "b"), 3), LONG)
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert re.fullmatch(
+        rf"KV sanitizer: step {int(decode)}, request 'a': block \d, offset \d \(position \d\) holds .*, not this "
+        r"sequence's token(; slot_mapping has the token at block -?\d, offset \d)?",
+        str(violation.value),
+    )
+
+
+def test_a_beam_that_missed_its_copy_on_write(make_core, monkeypatch):
+    core, fork = make_core(), BlockSpaceManager.fork
+
+    def fork_without_copy(self, child, parent, shared, plan) -> None:
+        fork(self, child, parent, shared, plan)
+        if shared % self.block_size:
+            plan.copies.pop()
+            place = shared // self.block_size
+            self.device.free([child.blocks[place]])
+            self.device.share([parent.blocks[place]])
+            child.blocks[place] = parent.blocks[place]
+
+    monkeypatch.setattr(BlockSpaceManager, "fork", fork_without_copy)
+    core.add("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20))
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 1, request 'a': block 2, offset 2 (position 10) is written, but request 'a' shares the "
+        "block (generation 0), and it was not copied first"
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["into the shared block", "into an empty one"])
+def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
+    core, admit = make_core(), BlockSpaceManager.admit
+
+    def admit_without_copy(self, seq, *args):
+        admitted, plan = admit(self, seq, *args), args[-1]
+        if plan.copies:
+            source, own = plan.copies.pop()
+            if shared:
+                self.device.free([own])
+                self.device.share([source])
+                seq.blocks[seq.blocks.index(own)] = source
+        return admitted
+
+    monkeypatch.setattr(BlockSpaceManager, "admit", admit_without_copy)
+    core.add("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20))
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 1, request 'a': block 2, offset 2 (position 10) is written, but request 'a#1' shares the "
+        "block (generation 0), and it was not copied first"
+        if shared
+        else "KV sanitizer: step 1, request 'a#1': block 3, offset 0 (position 8) holds nothing that was written since "
+        "it was freed (generation 0), not this sequence's token"
+    )
+
+
+def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
+    """The plans are right, and so is the shadow; the poison shows."""
+    core = make_core()
+    monkeypatch.setattr(reference, "copy_blocks", lambda pool, pairs: None)
+    core.add("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20))
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    assert str(violation.value) == (
+        "KV sanitizer: step 1, request 'a#1': its hidden state is NaN, though its block table is right: attention has "
+        "read a freed block or an unwritten slot, or the model itself makes NaN"
+    )
+
+
+# --- no false alarms ------------------------------------------------------------------------------------------------
+
+
+class CheckedWorker(FakeWorker):
+    """The worker made of integers, with a sanitizer that follows it over a pool of numbers."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
+        super().__init__(config, num_blocks, num_host_blocks, window)
+        columns = -(-64 // self.size)
+        self.state = BatchState(config.max_num_seqs, 64, columns, self.size, "cpu")
+        self.kv, self.host_kv = (torch.zeros(n, self.size) for n in (num_blocks, num_host_blocks))
+        self.sanitizer = KVSanitizer(
+            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, window
+        )
+
+    def step(self, plan: StepPlan) -> StepResult:
+        state, sanitizer = self.state, self.sanitizer
+        state.apply(plan)
+        for pairs, source, target in (
+            (plan.swap_out, self.kv, self.host_kv), (plan.swap_in, self.host_kv, self.kv),
+            (plan.copies, self.kv, self.kv),
+        ):  # fmt: skip
+            if pairs:
+                reference.swap_blocks(source, target, torch.tensor(pairs))
+        sanitizer.follow(plan)
+        if not plan.rows:
+            return super().step(plan)
+        slots, counts = torch.tensor(plan.rows, dtype=torch.int32).T
+        starts = torch.cat((torch.zeros(1), counts.cumsum(0))).int()
+        inputs = reference.prepare_inputs(
+            state.token_ids, state.num_computed, state.block_tables, slots, starts, int(starts[-1]), self.size
+        )
+        sanitizer.check(plan, *inputs)
+        input_ids, _, slot_mapping, seq_lens = inputs
+        self.kv.view(-1)[slot_mapping] = input_ids.float()
+        for slot, count, end in zip(slots.tolist(), counts.tolist(), seq_lens.tolist(), strict=True):
+            begin = max(0, end - count - self.window + 1) if self.window else 0
+            place = torch.arange(begin, end)
+            held = self.kv[state.block_tables[slot, place // self.size].long(), place % self.size]
+            assert torch.equal(held, state.token_ids[slot, place].float()), "poison came where it must not"
+        result = super().step(plan)
+        samples = np.array(result.token_ids) >= 0
+        at = torch.tensor(np.where(samples, samples.cumsum() - 1, -1)).int()
+        sampled = torch.tensor(result.token_ids)[samples]
+        reference.post_update(state.token_ids, state.num_known, state.num_computed, slots, starts, at, sampled)
+        return result
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_no_false_alarm_in_random_scenarios(monkeypatch, part):
+    monkeypatch.setattr(test_scheduler, "FakeWorker", CheckedWorker)
+    monkeypatch.setattr(test_scheduler, "EngineConfig", partial(EngineConfig, sanitize_kv=True))
+    for seed in range(100 * part, 100 * (part + 1)):
+        test_scheduler.run_scenario(seed)
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["whole context", "window"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_no_false_alarm_on_a_random_model(make_core, window, mode):
+    """Samples, beams, chunks and prefixes that come and go, in a pool that is far too small."""
+    answers = []
+    for checked in (True, False):
+        core = make_core(
+            {"sliding_window": window}, sanitize_kv=checked, preemption_mode=mode, num_gpu_blocks_override=18,
+            max_num_batched_tokens=16, schedule_conservativeness=0.0, seed=3,
+        )  # fmt: skip
+        got: dict[tuple[str, int], list[int]] = {}
+        for i in range(12):
+            kind = ({}, {"n": 3}, {"use_beam_search": True, "n": 3, "temperature": 0.0})[i % 3]
+            core.add(str(i), prompt(3 + i, i % 4), SamplingParams(**{"max_tokens": 18, "ignore_eos": True} | kind))
+        while core.has_work():
+            for output in core.step():
+                got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+        core.check_integrity()
+        metrics = core.metrics()
+        assert metrics["num_preemptions_total"] > 4 and (metrics["num_swapped_blocks_total"] > 0) == (mode == "swap")
+        answers.append(got)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
+        FEW | {"preemption_mode": "swap", "swap_space": 0.01},
+        {"num_gpu_blocks_override": 70, "block_size": 16, "preemption_mode": "recompute"},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32},
+        {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "block_size": 7},
+    ],
+    ids=["recompute", "swap", "host tier", "chunks of 32", "classic order"],
+)
+def test_no_false_alarm_on_the_demo(llm, make_llm, conversations, fields):
+    prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:5]]
+    work = prompts * 2, [GREEDY] * 5 + [replace(STORY, max_tokens=40)] * 5
+    checked = make_llm(sanitize_kv=True, threads=1, **{"max_num_seqs": 32} | fields)
+    wanted = tokens(llm.generate(*work, use_tqdm=False))
+    for _ in range(2):
+        assert tokens(checked.generate(*work, use_tqdm=False)) == wanted
+    checked.core.check_integrity()
+
+
+def test_nothing_is_told_when_it_is_off(make_core):
+    core, plans = make_core(sanitize_kv=False, num_gpu_blocks_override=16), []
+    step = core.executor.worker.step
+    core.executor.worker.step = lambda plan: plans.append(plan) or step(plan)
+    for i in range(3):
+        core.add(str(i), prompt(9, i), LONG)
+    run(core)
+    assert core.executor.worker.sanitizer is None and type(core.scheduler.blocks) is BlockManager
+    assert not any(plan.freed or any(row.name for row in plan.new) for plan in plans)
+
+
+def test_it_costs_at_most_as_much_as_the_engine(make_llm):
+    """In CPU seconds, which say more than a clock does on a machine that is shared."""
+    prompts, params = [f"Enter the {i}th SERVANT.\n" for i in range(32)], SamplingParams(max_tokens=64, seed=1)
+    seconds = {}
+    for checked in (False, True):
+        llm = make_llm(sanitize_kv=checked, max_num_seqs=32, threads=1)
+        for _ in range(3):
+            llm.core.reset_prefix_cache()
+            begun = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds[checked] = min(time.process_time() - begun, seconds.get(checked, 1e9))
+    assert seconds[True] < 2 * seconds[False]
