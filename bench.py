@@ -4,7 +4,7 @@
     python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
     python bench.py routing --trace mooncake_conversation.jsonl hits of several engines, by how requests are routed
     python bench.py ring                                        the shared-memory ring: round trips, a million messages
-    python bench.py executor                                    a worker process against a worker in the caller's
+    python bench.py executor                                    a worker process, and the KV sanitizer, against neither
     python bench.py survival                                    streams while their worker is killed, again and again
     python bench.py overload                                    four times the work that the KV pool holds, at once
     python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths

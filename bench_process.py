@@ -91,29 +91,36 @@ def ring_figures(count: int, trips: int = 5000) -> Figures:
 
 
 def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: int) -> Figures:
-    """`LLM.generate` with the worker in a process of its own against one in the caller's, taking turns."""
+    """`LLM.generate` with the worker in a process of its own, and with the KV sanitizer, against neither; in turns."""
     from engine import LLM
 
-    backends = ("uni", "mp")
-    engines = {backend: LLM(model, distributed_executor_backend=backend) for backend in backends}
+    variants: dict[str, dict[str, Any]] = {
+        "uni": {"distributed_executor_backend": "uni"},
+        "mp": {"distributed_executor_backend": "mp"},
+        "sanitized": {"distributed_executor_backend": "uni", "sanitize_kv": True},
+    }
+    engines = {name: LLM(model, **fields) for name, fields in variants.items()}
     params, figures = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True), []
     for batch in batches:
-        rates: dict[str, list[float]] = {backend: [] for backend in backends}
+        rates: dict[str, list[float]] = {name: [] for name in variants}
         rng, vocab = random.Random(0), engines["uni"].core.facts["vocab_size"]
         for repeat in range(repeats + 1):
             prompts = [[rng.randrange(5, vocab) for _ in range(32)] for _ in range(batch)]
             answers = []
-            for backend in backends:
+            for name, llm in engines.items():
                 begun = time.perf_counter()
-                outputs = engines[backend].generate(prompts, params, use_tqdm=False)
+                outputs = llm.generate(prompts, params, use_tqdm=False)
                 if repeat:  # the first warms up
-                    rates[backend].append(batch * new_tokens / (time.perf_counter() - begun))
+                    rates[name].append(batch * new_tokens / (time.perf_counter() - begun))
                 answers.append([output.outputs[0].token_ids for output in outputs])
-            assert answers[0] == answers[1]
-        uni, mp = (statistics.median(rates[backend]) for backend in backends)
+            assert answers[0] == answers[1] == answers[2]
         figures.append({
-            "sequences": batch, "uni tok/s": round(uni), "mp tok/s": round(mp), "mp of uni": round(mp / uni, 3),
-            "pair by pair": round(statistics.median(b / a for a, b in zip(*rates.values(), strict=True)), 3),
+            "sequences": batch,
+            **{f"{name} tok/s": round(statistics.median(found)) for name, found in rates.items()},
+            **{
+                f"{name} of uni": round(statistics.median(b / a for a, b in zip(rates["uni"], rates[name], strict=True)), 3)
+                for name in ("mp", "sanitized")
+            },
         })  # fmt: skip
     return figures
 

@@ -102,7 +102,7 @@ class EngineCore:
             result = self.executor.result()
         except WorkerError as error:
             return self._replace_workers(error, plan)
-        except BaseException:  # Ctrl-C: the next step begins anew
+        except KeyboardInterrupt:  # the next step begins anew
             self.executor.forget()
             self._start_over(plan, False, None)
             raise
