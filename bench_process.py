@@ -114,13 +114,11 @@ def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: i
                     rates[name].append(batch * new_tokens / (time.perf_counter() - begun))
                 answers.append([output.outputs[0].token_ids for output in outputs])
             assert answers[0] == answers[1] == answers[2]
+        ratios = {name: [b / a for a, b in zip(rates["uni"], rates[name], strict=True)] for name in ("mp", "sanitized")}
         figures.append({
             "sequences": batch,
             **{f"{name} tok/s": round(statistics.median(found)) for name, found in rates.items()},
-            **{
-                f"{name} of uni": round(statistics.median(b / a for a, b in zip(rates["uni"], rates[name], strict=True)), 3)
-                for name in ("mp", "sanitized")
-            },
+            **{f"{name} of uni": round(statistics.median(found), 3) for name, found in ratios.items()},
         })  # fmt: skip
     return figures
 
