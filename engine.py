@@ -56,6 +56,7 @@ class EngineCore:
             self.journal = Journal(path, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
+        self.plan: StepPlan | None = None  # of the step that runs
         self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
 
     def add(
@@ -86,31 +87,52 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.scheduler.has_work()
+        return self.plan is not None or self.scheduler.has_work()
 
-    def step(self) -> list[EngineOutput]:
-        """Plan a step, run it, and return what it brought: nothing, if the workers had to be started anew.
+    def step(self, empty: bool = False) -> list[EngineOutput]:
+        """Take the result of the step that runs, if one does, and start the next; returns what the result brought.
+
+        So whatever the caller does with that happens while the workers run, if they are processes. It is nothing, if
+        the workers had to be started anew.
+
+        Args:
+            empty: start a step also where there is nothing to run.
 
         Raises:
             ValueError, WorkerError: they do not start any more.
         """
         if self.journal:
             self.journal.tick()
-        plan = self.scheduler.schedule()
+        outputs = self._land() if self.plan else []
+        if self.scheduler.has_work() or empty:
+            self.plan = self.scheduler.schedule()
+            if self.journal:
+                self.journal.planned(self.plan, self.scheduler)
+            try:
+                self.executor.submit(self.plan)
+            except WorkerError as error:
+                outputs += self._replace_workers(error)
+            except KeyboardInterrupt:
+                self._start_over(False, None)
+                raise
+        return outputs
+
+    def _land(self) -> list[EngineOutput]:
+        """Wait for the result of the step that runs."""
         try:
-            self.executor.submit(plan)
             result = self.executor.result()
         except WorkerError as error:
-            return self._replace_workers(error, plan)
+            return self._replace_workers(error)
         except KeyboardInterrupt:  # the next step begins anew
-            self.executor.forget()
-            self._start_over(plan, False, None)
+            self._start_over(False, None)
             raise
         self.deaths = 0
         if result.error:
-            return self._start_over(plan, False, result.error)
+            return self._start_over(False, result.error)
         if self.journal:
-            self.journal.step(plan, self.scheduler, result)
+            self.journal.landed(result)
+        assert self.plan
+        plan, self.plan = self.plan, None
         return self.scheduler.update(plan, result)
 
     def check_workers(self) -> None:
@@ -118,9 +140,9 @@ class EngineCore:
         try:
             self.executor.check()
         except WorkerError as error:
-            self._replace_workers(error, None)
+            self._replace_workers(error)
 
-    def _replace_workers(self, error: WorkerError, plan: StepPlan | None) -> list[EngineOutput]:
+    def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
         self.on_trouble(f"{error}; the workers are started anew")
         begun, refused = time.monotonic(), None
         self.num_restarts, self.deaths = self.num_restarts + 1, self.deaths + 1
@@ -131,15 +153,18 @@ class EngineCore:
         self.executor.restart(
             dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
         )
-        outputs = self._start_over(plan, True, refused)
+        outputs = self._start_over(True, refused)
         live = len(self.scheduler.requests)
         print(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on", file=sys.stderr)
         self.on_trouble(None)
         return outputs
 
-    def _start_over(self, plan: StepPlan | None, lost: bool, refused: str | None) -> list[EngineOutput]:
+    def _start_over(self, lost: bool, refused: str | None) -> list[EngineOutput]:
+        """The step that runs brings no result, and everybody's tokens are computed again."""
         if self.journal:
-            self.journal.start_over(plan, self.scheduler, lost, refused)
+            self.journal.start_over(lost, refused)
+        self.executor.forget()
+        self.plan = None
         return self.scheduler.start_over(lost, refused)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -260,6 +285,8 @@ class LLM:
         finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
             for request_id in live:
                 self.core.abort(request_id)
+            while self.core.has_work():  # a step that began before a stop string was found
+                self.core.step()
         return [request.output() for request in requests]
 
     def chat(

@@ -73,7 +73,7 @@ class EngineServer:
                     self.core.check_workers()
             self._note_load()
             news: dict[socket.socket, list[EngineOutput]] = {}
-            for output in self.core.step():
+            for output in self.core.step(self.in_wave):
                 news.setdefault(self.owners[output.request_id], []).append(output)
                 if output.finished:
                     del self.owners[output.request_id]

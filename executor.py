@@ -10,6 +10,7 @@ where a worker is made: an engine whose workers are processes never loads it (2 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -53,7 +54,7 @@ class UniExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         self.worker = new_worker(config, model_config)
-        self.results: deque[StepResult] = deque()
+        self.plans: deque[StepPlan] = deque()
 
     def facts(self) -> dict[str, Any]:
         """What the worker measured and chose; see `Worker.facts`."""
@@ -61,11 +62,11 @@ class UniExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over."""
-        self.results.append(self.worker.step(plan))
+        self.plans.append(plan)
 
     def result(self) -> StepResult:
-        """The result of the oldest plan that was handed over."""
-        return self.results.popleft()
+        """The result of the oldest plan that was handed over; it is run now."""
+        return self.worker.step(self.plans.popleft())
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """What a method of `Worker` returns on each rank."""
@@ -80,7 +81,7 @@ class UniExecutor:
 
     def forget(self) -> None:
         """Nobody wants the results any more of plans that were handed over."""
-        self.results.clear()
+        self.plans.clear()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -111,6 +112,7 @@ class MpExecutor:
 
     def start(self, config: EngineConfig) -> None:
         """Spawn the workers and wait until they are ready."""
+        config = dataclasses.replace(config, beside_server=True)
         size = config.tensor_parallel_size
         context = multiprocessing.get_context("spawn")
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]

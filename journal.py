@@ -39,7 +39,8 @@ class Journal:
         except OSError as error:
             raise ValueError(f"log_scheduler is {path!r}: {error.strerror}") from None
         weakref.finalize(self, self.file.close)
-        self.told: list[list[Any]] = []
+        self.told: list[list[Any]] = []  # since the latest plan, or the latest result
+        self.line: dict[str, Any] = {}  # of the step that runs
         self.start = time.monotonic()
         self.now = 0.0
         self._write({"config": dataclasses.asdict(config), "sizes": sizes})
@@ -65,21 +66,27 @@ class Journal:
         """Note that all cached prefixes were forgotten."""
         self.told.append(["reset_prefix_cache", self.now])
 
-    def start_over(self, plan: StepPlan | None, scheduler: Scheduler, lost: bool, refused: str | None) -> None:
-        """Note that a step, or none, brought no result, and that everybody's tokens are computed again."""
-        if plan is None:
-            self.told.append(["start_over", self.now, lost, refused])
-        else:
-            self._decided(plan, scheduler, {"start_over": [lost, refused]})
-
-    def step(self, plan: StepPlan, scheduler: Scheduler, result: StepResult) -> None:
-        """Note a step: who ran and with how many tokens, who was preempted, why the next in line did not come in."""
-        logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
-        self._decided(plan, scheduler, {"tokens": result.token_ids, "logprobs": logprobs})
-
-    def _decided(self, plan: StepPlan, scheduler: Scheduler, result: dict[str, Any]) -> None:
-        self._write({"step": plan.step, "told": self.told, "now": self.now, **decisions(scheduler), **result})
+    def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
+        """Note a plan: who runs with how many tokens, who was preempted, why the next in line did not come in."""
+        self.line = {"step": plan.step, "told": self.told, "now": self.now, **decisions(scheduler)}
         self.told = []
+
+    def landed(self, result: StepResult) -> None:
+        """Note what the latest plan brought."""
+        logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
+        self._end({"tokens": result.token_ids, "logprobs": logprobs})
+
+    def start_over(self, lost: bool, refused: str | None) -> None:
+        """Note that the latest plan, or none, brought no result, and that all tokens are computed again."""
+        if self.line:
+            self._end({"start_over": [lost, refused]})
+        else:
+            self.told.append(["start_over", self.now, lost, refused])
+
+    def _end(self, result: dict[str, Any]) -> None:
+        """Write the line of a step: what came while it ran, and its end."""
+        self._write(self.line | {"told_meanwhile": self.told, "landed": self.now} | result)
+        self.told, self.line = [], {}
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -115,26 +122,34 @@ def replay(lines: Sequence[str]) -> Scheduler:
     for text in lines[1:]:
         line = json.loads(text)
         for kind, now, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
-            if kind == "add":
-                request_id, prompt, params, salt, priority = rest
-                scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
-            elif kind == "abort":
-                scheduler.abort(*rest)
-            elif kind == "start_over":
-                scheduler.start_over(*rest)
-            else:
-                scheduler.reset_prefix_cache()
+            tell(scheduler, kind, rest)
         now = line["now"]
         plan = scheduler.schedule()
         for name, decided in decisions(scheduler).items():
             if decided != line[name]:
                 raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
+        for kind, now, *rest in line["told_meanwhile"]:  # noqa: B007
+            tell(scheduler, kind, rest)
+        now = line["landed"]
         if "start_over" in line:
             scheduler.start_over(*line["start_over"])
-            continue
-        logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
-        scheduler.update(plan, StepResult(plan.step, line["tokens"], logprobs))
+        else:
+            logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
+            scheduler.update(plan, StepResult(plan.step, line["tokens"], logprobs))
     return scheduler
+
+
+def tell(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
+    """Tell the scheduler what it was told then."""
+    if kind == "add":
+        request_id, prompt, params, salt, priority = rest
+        scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
+    elif kind == "abort":
+        scheduler.abort(*rest)
+    elif kind == "start_over":
+        scheduler.start_over(*rest)
+    else:
+        scheduler.reset_prefix_cache()
 
 
 def main() -> None:

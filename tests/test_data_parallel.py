@@ -126,13 +126,25 @@ def serve(llm: LLM, path: str, coordinator: str) -> LLM:
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator):
+def paced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a step take a while, as it does where engines wait for each other in it."""
+    run = llm.core.executor.worker.run
+
+    def slowly(plan: Any) -> Any:
+        time.sleep(0.005)
+        return run(plan)
+
+    monkeypatch.setattr(llm.core.executor.worker, "run", slowly)
+
+
+def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monkeypatch):
     """As those of a model with experts must: whoever has no work runs empty steps as long as another has some."""
     fields = {"data_parallel_size": 2, "lockstep": True, "threads": 1}
     llms = []
     for rank in range(2):
         llm = make_llm(threads=1)
         llm.core.config = type(llm.core.config)(**{**vars(llm.core.config), **fields, "data_parallel_rank": rank})
+        paced(llm, monkeypatch)
         llms.append(serve(llm, str(tmp_path / f"engine-{rank}"), coordinator))
     client = MPClient(str(tmp_path / "engine-0"))
     stream = client.add("a", [5] * 20, GREEDY)
@@ -140,7 +152,7 @@ def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator):
         pass
     steps = [llm.core.scheduler.step for llm in llms]
     assert steps[0] >= 60 and steps[1] > 5
-    eventually(lambda: not any(llm.core.has_work() for llm in llms))
+    eventually(lambda: not any(llm.core.has_work() for llm in llms), 20)
     time.sleep(0.3)
     steps = [llm.core.scheduler.step for llm in llms]
     time.sleep(0.3)
@@ -166,7 +178,7 @@ def test_the_asyncio_face(make_llm, tmp_path):
 
     answers, running = asyncio.run(run())
     assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 60 and running == 0
-    assert not llm.core.has_work() and not client.streams
+    assert not llm.core.scheduler.has_work() and not client.streams
     client.close()
 
 

@@ -35,7 +35,11 @@ def record(path: Path, **fields) -> list[str]:
                 journal.tick()
                 plan = engine.scheduler.schedule()
                 result = engine.worker.step(plan)
-                journal.step(plan, engine.scheduler, result)
+                journal.planned(plan, engine.scheduler)
+                if engine.scheduler.step == 20:  # somebody leaves while the step runs
+                    engine.scheduler.abort("5")
+                    journal.abort("5")
+                journal.landed(result)
                 engine.scheduler.update(plan, result)
     return path.read_text().splitlines()
 
