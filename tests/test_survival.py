@@ -36,7 +36,8 @@ class Reader(threading.Thread):
             for line in file:
                 if line == b"data: [DONE]\n":
                     self.ended = True
-                elif line.startswith(b"data: "):
+                    break
+                if line.startswith(b"data: "):
                     event = json.loads(line[6:])
                     self.error = event.get("error", self.error)
                     for choice in event.get("choices", ()):
