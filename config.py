@@ -96,8 +96,10 @@ class EngineConfig:
         10.0,
     )
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
-    distributed_executor_backend: Literal["auto", "uni", "mp"] = option(
-        "auto", "the worker in the engine's process, or each in its own; auto: uni for LLM on one device, else mp"
+    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
+        "auto",
+        "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
+        "several hosts; auto: uni for LLM on one device, else mp",
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
@@ -122,6 +124,11 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
                 f"{self.max_num_seqs}"
+            )
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with distributed_executor_backend 'uni', "
+                "which has one worker, it must be 1"
             )
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(

@@ -28,23 +28,32 @@ from typing import Any
 
 from config import EngineConfig
 from engine import EngineCore
-from executor import WorkerError
+from executor import TorchrunExecutor, WorkerError
 from plan import EngineOutput
 from wire import Abort, Add, Call, Codec, Health, Message, Outputs, Reply, read_frames, send_frame
 
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
+LEAVE_TIMEOUT = 5  # seconds that its loop has to take leave of ranks that are not its children
 STOP_TIMEOUT = 10  # seconds that the engine process has to leave before it is killed
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
 MAX_FAILURES = 3  # of a new engine process to start, in a row, before the server gives up
 UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
 
 
-class EngineServer:
-    """The loop of the engine process: reads its clients' messages between steps and sends each its outputs."""
+Inbox = queue.SimpleQueue[tuple[socket.socket, Message | None] | None]
 
-    def __init__(self, core: EngineCore, listener: socket.socket):
-        self.core, self.listener, self.codec = core, listener, Codec()
-        self.inbox: queue.SimpleQueue[tuple[socket.socket, Message | None]] = queue.SimpleQueue()
+
+class EngineServer:
+    """The loop of the engine process: reads its clients' messages between steps and sends each its outputs.
+
+    Args:
+        core: the engine.
+        listener: where clients connect.
+        inbox: their messages, each with the client's socket, and None for a client that has gone; None alone ends all.
+    """
+
+    def __init__(self, core: EngineCore, listener: socket.socket, inbox: Inbox):
+        self.core, self.listener, self.inbox, self.codec = core, listener, inbox, Codec()
         self.clients: set[socket.socket] = set()
         self.owners: dict[str, socket.socket] = {}
         core.on_trouble = self._publish
@@ -63,15 +72,17 @@ class EngineServer:
         self.inbox.put((client, None))
 
     def run(self) -> None:
-        """Serve for ever; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
+        """Serve until told to end; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
 
         Raises:
-            ValueError, WorkerError: the workers do not start any more.
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
         while True:
             while not self.core.has_work() or not self.inbox.empty():
                 try:
-                    self._handle(*self.inbox.get(timeout=CHECK))
+                    if (item := self.inbox.get(timeout=CHECK)) is None:
+                        return
+                    self._handle(*item)
                 except queue.Empty:
                     self.core.check_workers()
             news: dict[socket.socket, list[EngineOutput]] = {}
@@ -132,10 +143,15 @@ def engine_main() -> None:
     folder = options.pop("socket_folder")
     ready = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # nothing that a library prints may reach the handshake
+    core: EngineCore | None = None
+    inbox: Inbox = queue.SimpleQueue()
 
     def leash() -> None:
         while os.read(0, 1):  # ends when the last process that holds the other end is gone; unbuffered, because
             pass  # a lock held here would abort the interpreter when it exits
+        if core and isinstance(core.executor, TorchrunExecutor):  # whose ranks would take our end for a death
+            inbox.put(None)
+            time.sleep(LEAVE_TIMEOUT)
         for worker in multiprocessing.active_children():  # also one that is stopped and cannot see us leave
             worker.kill()
         shutil.rmtree(folder, ignore_errors=True)
@@ -144,7 +160,7 @@ def engine_main() -> None:
     threading.Thread(target=leash, daemon=True).start()
     try:
         core = EngineCore(EngineConfig(**options))
-    except (ValueError, WorkerError) as error:
+    except (ValueError, WorkerError, ConnectionError) as error:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     print(core.start_log(), file=sys.stderr, flush=True)
@@ -156,12 +172,17 @@ def engine_main() -> None:
     listener.listen()
     with ready:
         ready.write(json.dumps(core.facts) + "\n")
+    code = 1
     try:
-        EngineServer(core, listener).run()
+        EngineServer(core, listener, inbox).run()
+        shutil.rmtree(folder, ignore_errors=True)
+        code = 0
+    except ConnectionError as error:  # a rank is gone, of which its own log tells more
+        print(f"server.py: error: {error}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
-        core.close()
-        os._exit(1)
+    core.close()
+    os._exit(code)
 
 
 class EngineProcess:
@@ -217,10 +238,12 @@ class EngineProcess:
         """Replace the process if it has died; never waits, so call it every second or so.
 
         Raises:
-            ChildProcessError: it does not start any more.
+            ChildProcessError: it does not start any more, or has ranks that only torchrun can start with it.
         """
         if not self.starting:
             if self.process.poll() is not None:
+                if self.config.distributed_executor_backend == "torchrun":
+                    raise ChildProcessError(f"engine process {self.process.pid} has ended, and all ranks with it")
                 print(f"engine process {self.process.pid} has ended; starting another", file=sys.stderr, flush=True)
                 assert self.process.stdin
                 with contextlib.suppress(BrokenPipeError):

@@ -40,7 +40,7 @@ MAY_IMPORT = {  # our own modules that each file may import
     "client": {"config", "plan", "wire"},
     "protocol": {"config", "tokenizer"},
     "api_process": {"config", "engine_process"},
-    "server": {"api_process", "client", "engine_process", "config", "outputs", "protocol", "tokenizer"},
+    "server": {"api_process", "client", "engine_process", "executor", "config", "outputs", "protocol", "tokenizer"},
 }
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
