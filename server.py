@@ -19,6 +19,7 @@ import os
 import queue
 import re
 import reprlib
+import signal
 import socket
 import sys
 import time
@@ -519,6 +520,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     try:
         engine = EngineProcess(engine_config)
     except KeyboardInterrupt:

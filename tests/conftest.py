@@ -13,7 +13,8 @@ from tasks import Tasks
 
 torch.set_num_threads(2)
 # A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
-collect_ignore = [] if find_spec("flask") else ["test_server.py", "test_survival.py", "test_executor.py"]
+OF_THE_SERVER = ["test_server.py", "test_survival.py", "test_executor.py", "test_torchrun.py"]
+collect_ignore = [] if find_spec("flask") else OF_THE_SERVER
 
 
 @pytest.fixture(scope="session")
