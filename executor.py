@@ -1,9 +1,9 @@
 """Carries plans to the workers and results back.
 
-    UniExecutor     the one worker is an object in this process
-    MpExecutor      a process for each worker, spawned; plans go out by one ring, results come back by one ring each
+    UniExecutor         the one worker is an object in this process
+    MpExecutor          a process for each worker, spawned; plans go out by a ring, results come back by one ring each
     TorchrunExecutor    rank 0's worker in this process, the others in processes that torchrun has started, also on
-                    other hosts, where they `follow`; plans go out by `torch.distributed`
+                        other hosts, where they `follow`; plans go out by `torch.distributed`
 
 `submit` and `result` are apart, so that an executor may run steps while the engine plans the next. torch is imported
 where a worker is made: an engine whose workers are processes never loads it (2 s and 300 MB), and starts again at once.

@@ -51,7 +51,8 @@ class Group:
             assert rendezvous, "several ranks need a place to meet"
             index = rank
             if rendezvous == "env://":
-                index, group.local_size = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+                index = int(os.environ.get("LOCAL_RANK", rank))
+                group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             if device == "cuda":
                 if index >= (count := torch.cuda.device_count()):
                     raise ValueError(f"tensor_parallel_size is {size}; torch sees {count} CUDA devices on this machine")
