@@ -1,7 +1,7 @@
 """Processes that the server holds: each starts with a line of JSON, is replaced when it has died, and ends with it.
 
     Child       the server's hold on one of them
-    begin       what the process itself calls first
+    Life        the process's own end of that
 
 The process reads its options from standard input, and that pipe is also its leash: when the other end closes, because
 the server ended or was killed, whoever did it, the process leaves. A `multiprocessing.Process` would not do: gunicorn
@@ -35,7 +35,7 @@ class Child:
     Args:
         name: for messages.
         script: path of the file that it runs.
-        options: what `begin` returns there, but for `folder`: that is removed when the server has gone.
+        options: what `Life` finds there; its `folder` is removed when the server has gone.
         environment: variables that it has beside the server's.
     """
 
@@ -123,24 +123,37 @@ class Child:
             self.process.wait()
 
 
-def begin() -> tuple[dict[str, Any], Callable[[dict[str, Any]], None]]:
-    """Put this process on the leash; returns its options, and what to call with its facts once it is ready."""
-    options = json.loads(sys.stdin.buffer.readline())
-    folder = options.pop("folder")
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing that a library prints may reach the handshake
+class Life:
+    """Such a process's own end of it: on the leash from now on.
 
-    def leash() -> None:
+    Attributes:
+        options: that it was started with.
+        leave: called when the leash goes, before the process ends.
+    """
+
+    def __init__(self) -> None:
+        self.options = json.loads(sys.stdin.buffer.readline())
+        self.folder = self.options.pop("folder")
+        self.leave: Callable[[], None] = lambda: None
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # nothing that a library prints may reach the handshake
+        threading.Thread(target=self._hold, daemon=True).start()
+
+    def _hold(self) -> None:
         while os.read(0, 1):  # ends when the last process that holds the other end is gone; unbuffered, because
             pass  # a lock held here would abort the interpreter when it exits
-        for worker in multiprocessing.active_children():  # also one that is stopped and cannot see us leave
+        self.leave()
+        self.end(0)
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """Tell the server so."""
+        with self.out:
+            self.out.write(json.dumps(facts) + "\n")
+
+    def end(self, code: int) -> None:
+        """End the process, and its workers, also one that is stopped and cannot see it leave."""
+        for worker in multiprocessing.active_children():
             worker.kill()
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)
-
-    def ready(facts: dict[str, Any]) -> None:
-        with out:
-            out.write(json.dumps(facts) + "\n")
-
-    threading.Thread(target=leash, daemon=True).start()
-    return options, ready
+        if code == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(code)

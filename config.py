@@ -101,8 +101,10 @@ class EngineConfig:
     )
     data_parallel_rank: int = option(0, "")  # which of them this is
     lockstep: bool = option(False, "")  # they step together in waves, as those of a model with experts must
-    distributed_executor_backend: Literal["auto", "uni", "mp"] = option(
-        "auto", "the worker in the engine's process, or each in its own; auto: uni for LLM on one device, else mp"
+    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
+        "auto",
+        "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
+        "several hosts; auto: uni for LLM on one device, else mp",
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
@@ -118,9 +120,7 @@ class EngineConfig:
         1,
         4096,
     )
-    beside_server: bool = option(
-        False, ""
-    )  # whether processes of ours share the cores; set where they are started
+    beside_server: bool = option(False, "")  # whether processes of ours share the cores; set where they are started
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
@@ -130,6 +130,11 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
                 f"{self.max_num_seqs}"
+            )
+        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with distributed_executor_backend 'uni', "
+                "which has one worker, it must be 1"
             )
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(

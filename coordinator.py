@@ -13,7 +13,7 @@ import queue
 import socket
 import time
 
-from child import Child, begin
+from child import Child, Life
 from wire import FrameServer, Load, Loads, Message, Subscribe, Wave
 
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
@@ -103,9 +103,9 @@ class CoordinatorProcess(Child):
 
 def coordinator_main() -> None:
     """What the coordinator's process runs."""
-    options, ready = begin()
-    coordinator = Coordinator(**options)
-    ready({})
+    life = Life()
+    coordinator = Coordinator(**life.options)
+    life.ready({})
     coordinator.run()
 
 

@@ -37,6 +37,8 @@ class EngineCore:
 
     Raises:
         ValueError: the model or the options are not usable; the message is one line.
+        WorkerError, ConnectionError: a worker died while it started.
+        SystemExit: this process is a rank of torchrun's that has followed rank 0 to its end.
     """
 
     def __init__(self, config: EngineConfig):
@@ -100,6 +102,7 @@ class EngineCore:
 
         Raises:
             ValueError, WorkerError: they do not start any more.
+            ConnectionError: one is gone, and it is torchrun's to replace.
         """
         if self.journal:
             self.journal.tick()
@@ -227,12 +230,16 @@ class EngineCore:
 class LLM:
     """A model in this process, for scripts.
 
+    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 gets
+    past here. On the other ranks this does rank 0's bidding until its script has ended.
+
     Args:
         model: folder in Hugging Face layout.
         fields: any of `EngineConfig`'s.
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
+        SystemExit: on torchrun's ranks above 0, in the end: with 0, or with 1 where rank 0 was lost.
     """
 
     def __init__(self, model: str = EngineConfig.model, **fields: Any):

@@ -11,15 +11,17 @@ import os
 import queue
 import socket
 import sys
+import time
 import traceback
 
-from child import Child, begin
+from child import Child, Life
 from config import EngineConfig
 from engine import EngineCore
-from executor import WorkerError
+from executor import TorchrunExecutor, WorkerError
 from plan import EngineOutput
 from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Message, Outputs, Reply, Wave
 
+LEAVE_TIMEOUT = 5  # seconds that its loop has to take leave of ranks that are not its children
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
 UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
 
@@ -58,17 +60,20 @@ class EngineServer:
             self._tell_load()
 
     def run(self) -> None:
-        """Serve for ever; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
+        """Serve until told to end; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
 
         Raises:
-            ValueError, WorkerError: the workers do not start any more.
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
         inbox = self.frames.inbox
         while True:
             while not (self.core.has_work() or self.in_wave) or not inbox.empty():
                 self._note_load()
                 try:
-                    self._handle(*inbox.get(timeout=CHECK))
+                    client, message = inbox.get(timeout=CHECK)
+                    if client is self.frames.listener and message is None:
+                        return
+                    self._handle(client, message)
                 except queue.Empty:
                     self.core.check_workers()
             self._note_load()
@@ -79,6 +84,11 @@ class EngineServer:
                     del self.owners[output.request_id]
             for client, outputs in news.items():
                 self.frames.send(client, Outputs(outputs))
+
+    def end(self) -> None:
+        """From another thread: let `run` return, and wait for the process to end with that."""
+        self.frames.inbox.put((self.frames.listener, None))
+        time.sleep(LEAVE_TIMEOUT)
 
     def _handle(self, client: socket.socket, message: Message | None) -> None:
         if isinstance(message, Add):
@@ -116,23 +126,29 @@ class EngineServer:
 
 def engine_main() -> None:
     """What the engine process runs."""
-    options, ready = begin()
-    path, coordinator = options.pop("path"), options.pop("coordinator")
+    life = Life()
+    path, coordinator = life.options.pop("path"), life.options.pop("coordinator")
     try:
-        core = EngineCore(EngineConfig(**options))
-    except (ValueError, WorkerError) as error:
+        core = EngineCore(EngineConfig(**life.options))
+    except (ValueError, WorkerError, ConnectionError) as error:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
         print(core.start_log(), file=sys.stderr, flush=True)
     server = EngineServer(core, path, coordinator)
-    ready(core.facts)
+    if isinstance(core.executor, TorchrunExecutor):  # whose ranks would take our end for a death
+        life.leave = server.end
+    life.ready(core.facts)
+    code = 1
     try:
         server.run()
+        code = 0
+    except ConnectionError as error:  # a rank is gone, of which its own log tells more
+        print(f"server.py: error: {error}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
-        core.close()
-        os._exit(1)
+    core.close()
+    life.end(code)
 
 
 class EngineProcess(Child):
@@ -153,8 +169,15 @@ class EngineProcess(Child):
             first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + count))))
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + count])
+        self.alone = config.distributed_executor_backend != "torchrun"
         name = f"engine process {rank}" if several else "the engine process"
         super().__init__(name, __file__, dataclasses.asdict(config) | options, environment)
+
+    def tend(self) -> None:
+        """See `Child.tend`; one whose workers torchrun has started cannot be replaced without them."""
+        if not self.alone and self.process.poll() is not None:
+            raise ChildProcessError(f"{self.name} has ended, and all ranks with it")
+        super().tend()
 
     def fix(self) -> None:
         """Clients have been told how much fits: the next process must not measure anew and come to less."""

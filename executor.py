@@ -1,7 +1,9 @@
 """Carries plans to the workers and results back.
 
-    UniExecutor     the one worker is an object in this process
-    MpExecutor      a process for each worker, spawned; plans go out by one ring, results come back by one ring each
+    UniExecutor         the one worker is an object in this process
+    MpExecutor          a process for each worker, spawned; plans go out by a ring, results come back by one ring each
+    TorchrunExecutor    rank 0's worker in this process, the others in processes that torchrun has started, also on
+                        other hosts, where they `follow`; plans go out by `torch.distributed`
 
 `submit` and `result` are apart, so that an executor may run steps while the engine plans the next. torch is imported
 where a worker is made: an engine whose workers are processes never loads it (2 s and 300 MB), and starts again at once.
@@ -15,6 +17,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -22,7 +25,7 @@ import traceback
 import weakref
 from collections import deque
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
 
 from tqdm import tqdm
 
@@ -34,6 +37,7 @@ from wire import Call, Codec, Reply
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
 TURN = 0.05  # seconds of waiting for one rank's reply, before the next rank's is looked at
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it says
 KILL_TIMEOUT = 10  # seconds in which the kernel ends a process that was killed
 
 
@@ -47,13 +51,14 @@ class UniExecutor:
     Args:
         config: the engine's options.
         model_config: the model's shape.
+        rendezvous: where the worker meets others, if there are any; see `Group.connect`.
 
     Raises:
         ValueError: see `Worker`.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        self.worker = new_worker(config, model_config)
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
+        self.worker = new_worker(config, model_config, rendezvous=rendezvous)
         self.plans: deque[StepPlan] = deque()
 
     def facts(self) -> dict[str, Any]:
@@ -87,6 +92,70 @@ class UniExecutor:
         """Nothing to end."""
 
 
+class TorchrunExecutor(UniExecutor):
+    """Rank 0's worker in this process; the other ranks, whom torchrun has started as well, `follow`.
+
+    Nobody here can replace a rank, for they are torchrun's: it sees one end, ends all, and may start all of them again.
+
+    Args:
+        config: the engine's options, as `lead_or_follow` returns them.
+        model_config: the model's shape.
+
+    Raises:
+        ValueError: see `Worker`.
+        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. So do all methods that
+            need the other ranks, and from then on always.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig):
+        super().__init__(config, model_config, "env://")
+        self.size = config.tensor_parallel_size
+        self.worker.group.set_timeout(config.step_timeout)
+        self.codec, self.channel = Codec(), self.worker.group.channel(config.step_timeout)
+        self.finalize = weakref.finalize(self, let_go, self.channel)  # which also runs when the process ends
+
+    def result(self) -> StepResult:
+        """The result of the oldest plan that was handed over; all ranks run it now."""
+        with self.channel.turn():
+            self.channel.broadcast(self.codec.encode(self.plans[0]))
+            return super().result()
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `Worker` returns on each rank.
+
+        Raises:
+            ValueError: it failed.
+        """
+        call = Call(0, method, list(args))
+        with self.channel.turn():
+            self.channel.broadcast(self.codec.encode(call))
+            replies = self.channel.all_gather(answer(self.worker, call, self.codec))
+        decoded = [self.codec.decode(reply) for reply in replies]
+        if errors := [reply.error for reply in decoded if reply.error]:
+            raise ValueError(errors[0])
+        return [reply.value for reply in decoded]
+
+    def check(self) -> None:
+        """See whether all ranks live: those that answer do."""
+        self.collective_rpc("block_bytes")
+
+    def note(self) -> str:
+        """What the start log adds about the workers."""
+        return f", {self.size} {'ranks' if self.size > 1 else 'rank'} of torchrun"
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        self.finalize()
+
+
+def let_go(channel: Any) -> None:
+    """Tell the ranks that follow to end; where one has ended already, say so."""
+    try:
+        channel.close()
+    except ConnectionError as error:
+        print(error, file=sys.stderr, flush=True)
+
+
 class MpExecutor:
     """A process for each rank.
 
@@ -116,6 +185,7 @@ class MpExecutor:
         size = config.tensor_parallel_size
         context = multiprocessing.get_context("spawn")
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
+        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # that came before an awaited reply
         self.rings += [self.plans, *self.results]
         with tempfile.TemporaryDirectory(prefix="manta-") as folder:
             for rank, ring in enumerate(self.results):
@@ -146,7 +216,7 @@ class MpExecutor:
         Raises:
             WorkerError: a worker has died, failed, or takes more than `step_timeout` seconds.
         """
-        results = [self._result(rank, self.waiting[0]) for rank in range(len(self.results))]
+        results = [self._result(rank, self.waiting[0]) for rank in range(len(self.processes))]
         self.waiting.popleft()
         return results[0]
 
@@ -197,7 +267,7 @@ class MpExecutor:
 
     def _result(self, rank: int, step: int) -> StepResult:
         while True:
-            result = self._read(rank, self.config.step_timeout)
+            result = self.early[rank].popleft() if self.early[rank] else self._read(rank, self.config.step_timeout)
             if result is None:
                 raise self._stuck(rank, self.config.step_timeout)
             if isinstance(result, Reply):
@@ -214,8 +284,11 @@ class MpExecutor:
             if time.monotonic() > deadline:
                 raise self._stuck(late[0], timeout)
             for rank in late:
-                if reply := self._read(rank, TURN):
-                    assert isinstance(reply, Reply) and reply.call_id == call_id
+                reply = self._read(rank, TURN)
+                if isinstance(reply, StepResult):
+                    self.early[rank].append(reply)
+                elif reply:
+                    assert reply.call_id == call_id
                     if reply.error:
                         raise ValueError(reply.error)
                     replies[rank] = reply.value
@@ -273,8 +346,15 @@ def end(processes: list[Any], rings: list[RingBuffer]) -> None:
 
 
 def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor | MpExecutor:
-    """The executor that the options ask for; see `UniExecutor` and `MpExecutor` for what is raised."""
+    """The executor that the options ask for.
+
+    Raises:
+        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`.
+        SystemExit: this is a rank that follows, and is done.
+    """
     backend = config.distributed_executor_backend
+    if backend == "torchrun":
+        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
     if backend == "auto":  # a server outlives a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or config.tensor_parallel_size > 1 else "uni"
     return (MpExecutor if backend == "mp" else UniExecutor)(config, model_config)
@@ -302,30 +382,33 @@ def worker_main(
     plans.be_reader(rank)
     results.be_writer()
 
-    def send(message: StepResult | Reply) -> None:
-        results.write(codec.encode(message), NEVER)
+    def send(message: bytes) -> None:
+        results.write(message, NEVER)
 
     try:
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
-        send(Reply(0, error=str(error)))
+        send(codec.encode(Reply(0, error=str(error))))
         return
-    send(Reply(0, worker.facts()))
+    send(codec.encode(Reply(0, worker.facts())))
     while True:
-        if (data := plans.read(NEVER)) is None:
-            continue
-        message = codec.decode(data)
-        if isinstance(message, StepPlan):
+        if data := plans.read(NEVER):
+            message = codec.decode(data)
             try:
-                send(worker.step(message))
+                send(answer(worker, message, codec))
             except Exception as error:
-                send(Reply(message.step, error=f"{type(error).__name__}: {error}"))
+                send(codec.encode(Reply(message.step, error=f"{type(error).__name__}: {error}")))
                 raise
-            continue
-        try:
-            send(Reply(message.call_id, getattr(worker, message.method)(*message.args)))
-        except Exception:  # the caller's to hear of
-            send(Reply(message.call_id, error=traceback.format_exc()))
+
+
+def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
+    """What a worker has to say to a message."""
+    if isinstance(message, StepPlan):
+        return codec.encode(worker.step(message))
+    try:
+        return codec.encode(Reply(message.call_id, getattr(worker, message.method)(*message.args)))
+    except Exception:  # the caller's to hear of
+        return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
 
 
 def leave_with_parent() -> None:
@@ -341,3 +424,52 @@ def is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] in "Tt"
     return False
+
+
+# --- in a process that torchrun has started -------------------------------------------------------------------------
+
+
+def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
+    """In rank 0's process the options with the number of ranks; any other's follows rank 0, and then ends.
+
+    Raises:
+        ValueError: torchrun has not started this process, or so many of them as the options say.
+        SystemExit: see `follow`.
+    """
+    if missing := [name for name in TORCHRUN if name not in os.environ]:
+        raise ValueError(
+            f"distributed_executor_backend is 'torchrun', but {', '.join(missing)} not set in the environment: "
+            "start with `torchrun --nproc-per-node=N` in place of `python`"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if config.tensor_parallel_size not in (EngineConfig.tensor_parallel_size, size):
+        raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; torchrun has started {size} ranks")
+    config = dataclasses.replace(config, tensor_parallel_size=size)
+    if rank:
+        follow(config, model_config, rank)
+    return config
+
+
+def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:
+    """Do what rank 0 says, until it lets go of this rank or is gone.
+
+    Raises:
+        ValueError: see `Worker`.
+        SystemExit: always, in the end. The exit code is 1, after a line that says so, if rank 0 is gone, so that
+            torchrun takes it for a failure.
+    """
+    try:
+        worker = new_worker(config, model_config, rank, "env://")
+        worker.group.set_timeout(config.step_timeout)
+        codec, channel = Codec(), worker.group.channel(NEVER)
+        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends it to all ranks; rank 0 drains, and ends us
+            signal.signal(number, signal.SIG_IGN)
+        while data := channel.broadcast():
+            message = codec.decode(data)
+            answered = answer(worker, message, codec)
+            if isinstance(message, Call):
+                channel.all_gather(answered)
+    except ConnectionError as error:
+        sys.exit(str(error))
+    worker.group.close()
+    sys.exit(0)

@@ -5,10 +5,17 @@ One process a rank. All of them run the same steps in the same order, so that ea
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import struct
+from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+HEAD = 4096  # bytes of a message that travel with its length: a broadcast takes 0.2 ms, and most messages need one
 
 
 class Group:
@@ -18,44 +25,75 @@ class Group:
         rank: this process's, from 0.
         size: how many there are.
         device: where what they exchange lies, `cpu` or `cuda`.
+        local_size: how many of them are on this machine; None is all.
+
+    Every exchange raises ConnectionError where a rank is gone, or late (see `set_timeout`).
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu"):
+    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu", local_size: int | None = None):
         assert 0 <= rank < size
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self.local_size = rank, size, device, local_size or size
 
     @classmethod
     def connect(cls, rank: int, size: int, rendezvous: str, device: str) -> Group:
         """Meet the other ranks, over gloo on a CPU and NCCL on GPUs, of which each rank takes one for its own.
 
         Args:
-            rendezvous: where they meet: a new file of a folder that all of them see, `file:///...`, or `env://`.
+            rendezvous: where they meet: a new file of a folder that all of them see, `file:///...`, or what torchrun
+                says in the environment, `env://`.
 
         Raises:
             ValueError: there is no GPU for this rank.
+            ConnectionError: the others do not come.
         """
+        group = cls(rank, size, device)
         if size > 1:
             assert rendezvous, "several ranks need a place to meet"
+            index = rank
+            if rendezvous == "env://":
+                index = int(os.environ.get("LOCAL_RANK", rank))
+                group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
             if device == "cuda":
-                index, count = int(os.environ.get("LOCAL_RANK", rank)), torch.cuda.device_count()
-                if index >= count:
+                if index >= (count := torch.cuda.device_count()):
                     raise ValueError(f"tensor_parallel_size is {size}; torch sees {count} CUDA devices on this machine")
                 torch.cuda.set_device(index)
-            elif rendezvous != "env://":  # one machine, whose own name may lead nowhere
+            if group.local_size == size:  # one machine, whose own name may lead nowhere
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backend = "nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
-        return cls(rank, size, device)
+            with group.exchange():
+                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
+        return group
 
     def close(self) -> None:
         """Leave the group, once no rank waits for another."""
         if self.size > 1:
             dist.destroy_process_group()
 
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Tell by a ConnectionError of one line what torch.distributed has to say where a rank is gone or late."""
+        try:
+            yield
+        except RuntimeError as error:
+            said = re.sub(r"^\[\S+\] ", "", str(error))  # without the file and line of C++
+            said = said.partition("\n")[0].partition(". ")[0]
+            raise ConnectionError(f"rank {self.rank} has lost the other ranks: {said}") from None
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, give up an exchange that takes longer."""
+        if self.size > 1:
+            assert dist.group.WORLD
+            dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+
+    def channel(self, timeout: float) -> Channel:
+        """A channel between these ranks; all of them make it at the same time."""
+        return Channel(self, timeout)
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, which becomes the sum of all ranks' `x`, in place."""
         if self.size > 1:
-            dist.all_reduce(x)
+            with self.exchange():
+                dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -63,7 +101,8 @@ class Group:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x)
+        with self.exchange():
+            dist.all_gather(parts, x)
         return torch.cat(parts, -1)[..., :width].contiguous()
 
     def min(self, value: int) -> int:
@@ -71,5 +110,65 @@ class Group:
         if self.size == 1:
             return value
         least = torch.tensor(value, device=self.device)
-        dist.all_reduce(least, dist.ReduceOp.MIN)
+        with self.exchange():
+            dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
+
+
+class Channel:
+    """Messages between ranks, beside their tensors: over gloo always, so that none waits for a GPU or goes through it.
+
+    Rank 0 leads. What it sends and what all do about it is a turn; between two of them it may leave by `close`.
+
+    Args:
+        group: whose ranks have met.
+        timeout: seconds after which a message that does not come, or is not taken, is a ConnectionError on this rank.
+    """
+
+    def __init__(self, group: Group, timeout: float):
+        self.group, self.in_step = group, True
+        if group.size > 1:
+            with group.exchange():
+                self.link = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+
+    def broadcast(self, message: bytes = b"", source: int = 0) -> bytes:
+        """The message of rank `source`, on every rank; what the others bring is not looked at."""
+        if self.group.size == 1:
+            return message
+        head = torch.frombuffer(bytearray(struct.pack(f"<I{HEAD}s", len(message), message)), dtype=torch.uint8)
+        with self.group.exchange():
+            dist.broadcast(head, source, self.link)
+            length, begin = struct.unpack(f"<I{HEAD}s", head.numpy().tobytes())
+            if length <= HEAD:
+                return begin[:length]
+            rest = bytearray(message[HEAD:]) if source == self.group.rank else bytearray(length - HEAD)
+            dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, self.link)
+        return begin + bytes(rest)
+
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks in their order, on every rank."""
+        return [self.broadcast(message, rank) for rank in range(self.group.size)]
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """On rank 0: a turn, which the other ranks wait in for ever if this one breaks it off; so that is the last.
+
+        Raises:
+            ConnectionError: one was broken off before.
+        """
+        if not self.in_step:
+            raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
+        self.in_step = False
+        yield
+        self.in_step = True
+
+    def close(self) -> None:
+        """On rank 0: let the others go, by an empty message. Where they are out of step, the end of this process will.
+
+        Raises:
+            ConnectionError: one is gone already.
+        """
+        if self.in_step:
+            self.in_step = False
+            self.broadcast()
+            self.group.close()

@@ -21,6 +21,7 @@ import queue
 import re
 import reprlib
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -41,6 +42,7 @@ from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerCon
 from coordinator import CoordinatorProcess
 from data_parallel import DPClient
 from engine_process import EngineProcess
+from executor import lead_or_follow
 from outputs import Choices, Generation
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
 from tokenizer import Tokenizer
@@ -513,17 +515,23 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start."""
+    """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start.
+
+    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is.
+    """
     flags = parser_for(EngineConfig, ServerConfig).parse_args(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
-        ModelConfig.from_folder(engine_config.model)  # before the engine, which takes seconds to load torch
+        model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
+        if engine_config.distributed_executor_backend == "torchrun":
+            engine_config = lead_or_follow(engine_config, model_config)
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board, folder = os.getpid(), Board(), tempfile.mkdtemp(prefix="manta-")
     children: list[Child] = []
     try:

@@ -66,16 +66,17 @@ class Worker:
         else:
             load_weights(self.model, config.model)
         self.num_parameters = sum(math.prod(part.shape) for part in self.model.parameters().values())
+        sharers = self.group.local_size * config.data_parallel_size  # of this machine's cores and memory
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
-            cpu.settle(config.threads, small and config.beside_server, self.group.size * config.data_parallel_size)
+            cpu.settle(config.threads, small and config.beside_server, sharers)
             row_product = cpu.compile_rows() if config.compile else None
             self.model.pack(lambda weight: cpu.pack(weight, row_product))
             if config.compile:
                 width = model_config.num_heads * model_config.head_dim
                 self.model.compiled = cpu.compile_layers(self.model, width)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self.cpu_share = int(CPU_KV_SHARE * free / (self.group.size * config.data_parallel_size))  # bytes
+        self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
@@ -131,14 +132,14 @@ class Worker:
         """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
 
         Pinned beside a GPU, so that it can reach them. On a CPU it takes memory only as blocks are moved there, and
-        has, as the KV pool, no more blocks than every sequence at full length can use. Ranks share the swap space.
+        has, as the KV pool, no more blocks than every sequence at full length can use. A machine's ranks share it.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
         """
         config, cuda = self.config, self.device == "cuda"
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
-        room = int(config.swap_space * 2**30 / self.group.size) if useful else 0
+        room = int(config.swap_space * 2**30 / self.group.local_size) if useful else 0
         count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
         count = min(count, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
@@ -147,7 +148,7 @@ class Worker:
             count = config.num_host_blocks
         count = self.group.min(count)
         if config.preemption_mode == "swap" and not count:
-            size = self.block_bytes() * self.group.size
+            size = self.block_bytes() * self.group.local_size
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {size} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 

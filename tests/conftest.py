@@ -13,7 +13,9 @@ from tasks import Tasks
 
 torch.set_num_threads(2)
 # A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
-SERVED = ["test_server.py", "test_survival.py", "test_executor.py", "test_data_parallel.py"]
+SERVED = [
+    "test_server.py", "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py",
+]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
 

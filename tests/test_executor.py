@@ -163,6 +163,17 @@ def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
     assert replay(lines).step == len(lines) - 1
 
 
+def test_a_call_while_a_step_runs_loses_neither(mp_llm):
+    core = mp_llm.core
+    core.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    tokens_of_a: list[int] = []
+    while core.has_work():
+        tokens_of_a += [token for output in core.step() for token in output.token_ids]
+        assert core.collective_rpc("block_bytes")
+    wanted = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    assert tokens(mp_llm.generate([[5, 6, 7]], wanted, use_tqdm=False)) == [[tokens_of_a]]
+
+
 def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
     with pytest.raises(ValueError, match="max_model_len is 4096"):
         make_llm(distributed_executor_backend="mp", max_model_len=4096)

@@ -46,8 +46,8 @@ MAY_IMPORT = {  # our own modules that each file may import
     "protocol": {"config", "tokenizer"},
     "api_process": {"child", "config"},
     "server": {
-        "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "outputs",
-        "protocol", "tokenizer"},
+        "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "executor",
+        "outputs", "protocol", "tokenizer"},
 }  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
@@ -800,14 +800,15 @@ def test_a_stream_that_is_never_begun_is_aborted(http_client: FlaskClient, engin
 
 
 class Server:
-    """`python server.py` on a free port, its processes and its traces."""
+    """`python [LAUNCHER ...] server.py` on a free port, its processes and its traces."""
 
-    def __init__(self, *flags: str, folder: Path):
+    def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = ()):
         self.log = folder / "log"
         self.tmp = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the path of a Unix socket has some 100 characters
         self.shm = set(os.listdir("/dev/shm"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
-        command = [sys.executable, "server.py", "--port", "0", "--device", "cpu", "--dtype", "float32", *flags]
+        fixed = ("--port", "0", "--device", "cpu", "--dtype", "float32")
+        command = [sys.executable, *launcher, "server.py", *fixed, *flags]
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, start_new_session=True)
         try:
@@ -884,8 +885,8 @@ def eventually(condition: Any, seconds: float = 10) -> None:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    server = Server(*flags, folder=folder)
+def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
+    server = Server(*flags, folder=folder, launcher=launcher)
     try:
         yield server
     finally:

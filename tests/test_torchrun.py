@@ -1,0 +1,222 @@
+"""Ranks that torchrun has started: the tokens of one rank, one end for all of them, and two hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from config import DEMO, EngineConfig
+from engine import LLM, SamplingParams
+from parallel import Group
+from test_executor import PROMPTS
+from test_server import CHAT, Server, eventually, serving
+from test_survival import Reader, engine_of
+
+ROOT = Path(__file__).parent.parent
+QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
+TORCHRUN = ["-m", "torch.distributed.run"]
+FLAGS = ["--distributed-executor-backend", "torchrun", "--threads", "1"]
+SCRIPT = f"""
+import json
+from engine import LLM, SamplingParams
+llm = LLM({DEMO!r}, dtype="float32", device="cpu", threads=1, distributed_executor_backend="torchrun")
+params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)
+prompt = [i % 500 for i in range(1000)]  # of several broadcasts
+long = llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+try:
+    llm.core.collective_rpc("new_state", 1)
+except ValueError as error:
+    refused = str(error)
+print(json.dumps([[o.outputs[0].token_ids for o in outputs + long], llm.core.collective_rpc("block_bytes"), refused]))
+"""
+
+
+def test_a_script_on_two_ranks_gives_the_tokens_of_one(llm: LLM, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [
+        sys.executable,
+        *TORCHRUN,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        str(tmp_path),
+        "script.py",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (said,) = done.stdout.splitlines()  # rank 1 never got past LLM
+    tokens, sizes, refused = json.loads(said)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    wanted = llm.generate(PROMPTS, params, use_tqdm=False)
+    prompt = [i % 500 for i in range(1000)]
+    wanted += llm.generate([prompt] * 2, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert tokens == [output.outputs[0].token_ids for output in wanted]
+    assert sizes == [llm.core.facts["kv_bytes"] // llm.core.facts["num_blocks"] // 2] * 2
+    assert "BatchState is unsupported" in refused
+
+
+@contextlib.contextmanager
+def two_ranks(folder: Path, *flags: str) -> Iterator[Server]:
+    """The server on two ranks of torchrun, whose own files are not among those that it must not leave."""
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder)]
+    with serving(folder, *FLAGS, *flags, launcher=launcher) as server:
+        yield server
+
+
+def rank(server: Server, number: int) -> int:
+    """The process that torchrun has started as this rank."""
+    wanted = f"RANK={number}"
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+
+
+def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as server:
+        answer = server.client().chat.completions.create(model="demo", temperature=0, messages=QUESTION)
+        assert answer.choices[0].message.content == "81"
+        with_torch = {pid for pid in server.pids if "libtorch" in Path(f"/proc/{pid}/maps").read_text()}
+        assert with_torch == {server.process.pid, engine_of(server), rank(server, 1)}  # the first is torchrun
+        reader = Reader(server, prompt="Once", max_tokens=40)
+        eventually(lambda: bool(reader.text), 20)
+        os.kill(rank(server, 0), signal.SIGTERM)
+        reader.join(60)
+        assert reader.ended and not reader.error
+        assert server.process.wait(30) == 0
+        server.assert_gone()
+        assert "lost" not in server.log.read_text()
+
+
+@pytest.mark.parametrize("killed", ["follower", "engine"])
+def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> None:
+    with two_ranks(tmp_path) as server:
+        reader = Reader(server, prompt="Once", max_tokens=900)
+        eventually(lambda: bool(reader.text), 20)
+        os.kill(rank(server, 1) if killed == "follower" else engine_of(server), signal.SIGKILL)
+        reader.join(30)
+        assert reader.error and "engine process has ended" in reader.error["message"]
+        assert server.process.wait(30) == 1
+        server.assert_gone()
+        log = server.log.read_text()
+        told = "server.py: error: rank 0" if killed == "follower" else "rank 1"
+        assert sum(line.startswith(f"{told} has lost the other ranks: ") for line in log.splitlines()) == 1, log
+        assert "new workers" not in log and "starting another" not in log
+
+
+def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+    flags = ["--max-model-len", "100000", *FLAGS]
+    launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "log")]
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *launcher, "server.py", "--port", "0", "--device", "cpu", *flags]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "server.py: error: max_model_len is 100000" in done.stderr
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
+
+
+def test_what_torchrun_has_not_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3; torchrun has started 2 ranks"):
+        LLM(DEMO, device="cpu", distributed_executor_backend="torchrun", tensor_parallel_size=3)
+    for name in ("RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=r"'torchrun', but RANK, MASTER_PORT not set in the environment: start with "):
+        LLM(DEMO, device="cpu", distributed_executor_backend="torchrun")
+
+
+def test_uni_has_one_worker() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2; with distributed_executor_backend 'uni'"):
+        EngineConfig(distributed_executor_backend="uni", tensor_parallel_size=2)
+
+
+def test_a_turn_that_is_broken_off_is_the_last() -> None:
+    """As by Ctrl-C: the others are in the middle of a step, and take no other message."""
+    channel = Group().channel(1.0)
+    with channel.turn():
+        assert channel.all_gather(b"message") == [b"message"]
+    with pytest.raises(KeyboardInterrupt), channel.turn():
+        raise KeyboardInterrupt
+    with pytest.raises(ConnectionError, match="the ranks are out of step"), channel.turn():
+        pass
+
+
+# --- two hosts --------------------------------------------------------------------------------------------------------
+
+ASK = """
+import json, sys, urllib.request
+url, body = sys.argv[1:]
+request = urllib.request.Request(url, body.encode(), {"Content-Type": "application/json"})
+print(json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["message"]["content"])
+"""
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[str]]:
+    """The names of two network namespaces with a cable between them, and no other way out."""
+    if os.geteuid() or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip")
+    names = [f"manta-{os.getpid()}-{i}" for i in range(2)]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"this machine has no network namespaces: {error.stderr.decode().strip()}")
+        for i, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.213.77.{i + 1}/24", "dev", "cable")
+            for device in ("cable", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+
+
+def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
+    log, nodes = tmp_path / "log", []
+    try:
+        for i, host in enumerate(hosts):
+            meet = ["--nnodes", "2", "--node-rank", str(i), "--master-addr", "10.213.77.1", "--master-port", "29500"]
+            launch = [sys.executable, *TORCHRUN, *meet, "--nproc-per-node", "1", "server.py"]
+            flags = [*FLAGS, "--device", "cpu", "--dtype", "float32", "--port", "8000"]
+            command = ["ip", "netns", "exec", host, *launch, *flags]
+            with open(log, "a") as file:
+                nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file))
+        eventually(lambda: "http://127.0.0.1:8000" in log.read_text() or nodes[0].poll() is not None, 60)
+        url, body = f"http://127.0.0.1:8000{CHAT}", json.dumps({"messages": QUESTION, "temperature": 0})
+        command = ["ip", "netns", "exec", hosts[0], sys.executable, "-c", ASK, url, body]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "81\n", done.stderr + log.read_text()
+        assert "2 ranks of torchrun" in log.read_text()
+        nodes[0].terminate()  # of which torchrun tells the ranks of its own host alone
+        assert nodes[1].wait(30) == 0, log.read_text()
+        assert nodes[0].wait(30) == 1 and "lost" not in log.read_text()
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    node.wait(30)
+                node.kill()
