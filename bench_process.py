@@ -107,9 +107,9 @@ def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: i
         for repeat in range(repeats + 1):
             prompts = [[rng.randrange(5, vocab) for _ in range(32)] for _ in range(batch)]
             answers = []
-            for name, llm in engines.items():
+            for name in random.Random(repeat).sample(list(engines), len(engines)):
                 begun = time.perf_counter()
-                outputs = llm.generate(prompts, params, use_tqdm=False)
+                outputs = engines[name].generate(prompts, params, use_tqdm=False)
                 if repeat:  # the first warms up
                     rates[name].append(batch * new_tokens / (time.perf_counter() - begun))
                 answers.append([output.outputs[0].token_ids for output in outputs])

@@ -120,7 +120,7 @@ class EngineConfig:
         1,
         4096,
     )
-    beside_server: bool = option(False, "")  # whether processes of ours share the cores; set where they are started
+    beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
