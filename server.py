@@ -434,16 +434,9 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, content_type="application/json")
 
 
-def create_app(
-    client: Client,
-    tokenizer: Tokenizer,
-    facts: dict[str, Any],
-    config: ServerConfig,
-    names: Sequence[str],
-    board: Board,
-) -> Flask:
-    """The Flask app; the arguments are those of `Api`."""
-    app, api = Flask("manta", static_folder=None), Api(client, tokenizer, facts, config, names, board)
+def create_app(api: Api) -> Flask:
+    """The Flask app around the views of `api`."""
+    app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     for rule, method, view in (
@@ -542,7 +535,7 @@ def main(argv: list[str] | None = None) -> None:
             client: Client = MPClient(engines[0].path)
             if coordinator:
                 client = DPClient([engine.path for engine in engines], coordinator.path, facts["block_size"])
-            return create_app(client, tokenizer, facts, config, names, board)
+            return create_app(Api(client, tokenizer, facts, config, names, board))
 
         Gunicorn(make_app, listener, children, board, config).run()
     except KeyboardInterrupt:

@@ -34,7 +34,7 @@ from client import EngineDeadError, Stream
 from config import DEMO, SamplingParams, ServerConfig
 from plan import EngineOutput
 from protocol import FIELDS, GENERATE, NOT_YET
-from server import create_app
+from server import Api, create_app
 from tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -115,7 +115,7 @@ def http_client(engine: ScriptedClient) -> FlaskClient:
 
 def client_of(engine: ScriptedClient, **config: Any) -> FlaskClient:
     names = ["manta", "org/other"]
-    return create_app(engine, TOKENIZER, FACTS, ServerConfig(**config), names, Board()).test_client()
+    return create_app(Api(engine, TOKENIZER, FACTS, ServerConfig(**config), names, Board())).test_client()
 
 
 def post(http_client: FlaskClient, route: str, **fields: Any) -> TestResponse:
@@ -454,7 +454,7 @@ def test_messages_become_a_prompt(
 def test_tool_calls_reach_the_template_as_objects(engine: ScriptedClient, tmp_path: Path) -> None:
     shutil.copy(Path(DEMO) / "tokenizer.json", tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].tool_calls[0].function.arguments.city }}")
-    app = create_app(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"], Board())
+    app = create_app(Api(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"], Board()))
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
     post(app.test_client(), CHAT, messages=[{"role": "assistant", "tool_calls": [call]}])
     assert TOKENIZER.decode(engine.added[0][0]) == "Bern"
