@@ -68,6 +68,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ("--api-server-count", "2", "--step-timeout", "2", "--threads", "1")
     with serving(tmp_path_factory.mktemp("two"), *flags) as server:
         yield server
+        server.pids = server.family()
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        server.assert_gone()  # after all that its processes have been through
 
 
 @pytest.fixture(scope="module")
