@@ -74,3 +74,4 @@ class EngineOutput:
     index: int = 0  # which of the request's answers
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
+    engine_fault: bool = False  # the error is none of the request's: it may be tried again

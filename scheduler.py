@@ -783,7 +783,8 @@ class Scheduler:
         if refused and seqs:
             request = max((seq.group for seq in seqs), key=lambda group: group.key[1]).request
             self.abort(request.request_id)
-            outputs.append(EngineOutput(request.request_id, [], "error", error=refused, finished=True))
+            news = EngineOutput(request.request_id, [], "error", error=refused, finished=True, engine_fault=True)
+            outputs.append(news)
         running, self.running = self.running, []
         for group in running:
             self._forget(group)

@@ -135,7 +135,8 @@ class Run:
                 i = live[output.request_id]
                 asked = self.requests[i]
                 if output.finish_reason == "error":
-                    raise ApiError(500 if asked.num_generated else 400, output.error or "the engine failed")
+                    status = 503 if output.engine_fault else 400
+                    raise ApiError(status, output.error or "the engine failed")
                 new = asked.push(output, client.abort)
                 if asked.finished:
                     del live[output.request_id]

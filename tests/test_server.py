@@ -103,6 +103,9 @@ def told(
         finished=error is not None)  # fmt: skip
 
 
+BROKEN = EngineOutput("any", [], "error", error="worker died", finished=True, engine_fault=True)
+
+
 @pytest.fixture
 def engine() -> ScriptedClient:
     return ScriptedClient()
@@ -702,7 +705,10 @@ def test_what_the_engine_refuses_is_400_before_the_first_byte(
 
 @pytest.mark.parametrize(
     ("failure", "status"),
-    [(EngineDeadError("the engine process has ended"), 503), (told([], "error", error="worker died"), 500)],
+    [
+        (EngineDeadError("the engine process has ended"), 503),
+        (BROKEN, 503),
+    ],
 )
 def test_an_error_after_the_first_byte_is_an_event(
     http_client: FlaskClient, engine: ScriptedClient, failure: Any, status: int
