@@ -122,6 +122,8 @@ class EngineCore:
 
     def _land(self) -> list[EngineOutput]:
         """Wait for the result of the step that runs."""
+        plan, self.plan = self.plan, None  # whatever comes of it, nobody is to wait for it again
+        assert plan
         try:
             result = self.executor.result()
         except WorkerError as error:
@@ -134,8 +136,6 @@ class EngineCore:
             return self._start_over(False, result.error)
         if self.journal:
             self.journal.landed(result)
-        assert self.plan
-        plan, self.plan = self.plan, None
         return self.scheduler.update(plan, result)
 
     def check_workers(self) -> None:

@@ -133,6 +133,17 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
     llm.core.check_integrity()
 
 
+def test_a_bug_in_a_step_is_what_the_caller_sees(make_llm, monkeypatch):
+    llm = make_llm()
+
+    def broken(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(llm.core.executor.worker.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        llm.generate(PROMPTS, STORY, use_tqdm=False)
+
+
 @pytest.mark.parametrize("backend", ["uni", "mp"])
 def test_ctrl_c_leaves_nothing_behind(make_llm, mp_llm, answers, backend, undisturbed):
     llm = mp_llm if backend == "mp" else make_llm()
