@@ -54,9 +54,8 @@ class EngineServer:
             self.coordinator.send(self.load)
 
     def _note_load(self) -> None:
-        waiting, running = self.core.load()
-        if (waiting, running) != (self.load.waiting, self.load.running):
-            self.load = Load(self.load.rank, waiting, running)
+        if self.coordinator and (load := Load(self.load.rank, *self.core.load())) != self.load:
+            self.load = load
             self._tell_load()
 
     def run(self) -> None:
