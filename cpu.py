@@ -27,8 +27,8 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads, and let malloc keep its memory.
 
     None is one a core that this process may run on, or with `spare` one less: two threads that wait for each other at
-    every product lose more to a third than the second brings. With a core of its own for the server's process, 64
-    streams of the demo got 5,250 tokens a second instead of 4,800, on two cores. `ranks` processes share the cores.
+    every product lose more to a third than the second brings; 64 streams of the demo on two cores got 10 to 30% more.
+    `ranks` processes share the cores.
 
     By default glibc maps every large tensor afresh and unmaps it after use, so that each of a step's intermediates is
     zeroed by the kernel, page by page: gathering the keys and values of 32 contexts of 200 tokens took 13.5 ms of which
@@ -122,4 +122,5 @@ def compile_layers(model: Any, width: int) -> Callable[[torch.Tensor], torch.Ten
     operator = getattr(torch.ops.manta, name)
     options: dict[str, Any] = {"realize_opcount_threshold": 1, "realize_reads_threshold": 1}
     compiled = torch.compile(lambda residual: model.run(residual, operator), dynamic=False, options=options)
-    return lambda residual: (compiled(residual), library)[0]  # the operator lives as long as its library
+    model.library = library  # the operator lives as long as its library
+    return compiled
