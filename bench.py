@@ -7,6 +7,7 @@
     python bench.py executor                                    a worker process, and the KV sanitizer, against neither
     python bench.py survival                                    streams while their worker is killed, again and again
     python bench.py overload                                    four times the work that the KV pool holds, at once
+    python bench.py kernels                                     each kernel, checked, against its floor and a library
     python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
     python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
     python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
@@ -529,6 +530,9 @@ def main() -> None:
         command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
         command.add_argument("--new-tokens", type=int, default=new_tokens)
     executor.add_argument("--repeats", type=int, default=7)
+    kernels = commands.add_parser("kernels")
+    kernels.add_argument("--ops", nargs="*", default=[], help="such as sample; all, unless said otherwise")
+    kernels.add_argument("--shapes", nargs="*", default=[], help="such as qwen3-0.6b; likewise")
     overload = commands.add_parser("overload")
     overload.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
     overload.add_argument("--repeats", type=int, default=3)
@@ -572,6 +576,10 @@ def main() -> None:
         figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
     elif args.command == "survival":
         figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens)
+    elif args.command == "kernels":
+        import bench_kernels  # here, for the others run where there is no Triton
+
+        figures = bench_kernels.kernel_figures(args.ops, args.shapes)
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":

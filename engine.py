@@ -1,7 +1,8 @@
 """The engine: one loop that owns the scheduler, and its faces.
 
     EngineCore      scheduler + executor; each `step()` plans, runs and reports; dead workers are replaced
-    LLM             the core in the caller's own process: `LLM("demo").generate("To be, or not")`
+    InprocClient    the core in the caller's own process, with the face of `client.py`'s
+    LLM             the same for scripts: `LLM("demo").generate("To be, or not")`
 
 For the server the core has a process of its own: `engine_process.py`.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from client import Stream
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
@@ -26,6 +28,7 @@ from tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
 
+UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
 MAX_DEATHS = 3  # of workers in a row, after which the latest request to come is held to be the cause
 
 
@@ -179,6 +182,16 @@ class EngineCore:
         """
         return self.executor.collective_rpc(method, *args)
 
+    def utility(self, method: str, *args: Any) -> Any:
+        """What one of `UTILITIES` returns: the methods that clients may call by name.
+
+        Raises:
+            ValueError: there is none of that name. Whatever else the method raises.
+        """
+        if method not in UTILITIES:
+            raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
+        return getattr(self, method)(*args)
+
     def close(self) -> None:
         """End the workers."""
         self.executor.close()
@@ -227,6 +240,91 @@ class EngineCore:
 # --- in the caller's process ----------------------------------------------------------------------------------------
 
 
+class InprocClient:
+    """The engine in the caller's own process, with the blocking face of `MPClient`.
+
+    Nobody runs the engine but who waits: `get` of a stream steps it until the stream has something.
+
+    Args:
+        core: the engine.
+    """
+
+    def __init__(self, core: EngineCore):
+        self.core = core
+        self.streams: dict[str, Stream] = {}
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        salt: str = "",
+        stream: Stream | None = None,
+        priority: int = 0,
+    ) -> Stream:
+        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
+
+        Raises:
+            ValueError: it can never run.
+        """
+        self.core.add(request_id, prompt_token_ids, params, salt, priority)
+        return self.streams.setdefault(request_id, stream or InprocStream(self))
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        self.core.abort(request_id, index)
+        if index is None:
+            self.streams.pop(request_id, None)
+
+    def step(self) -> bool:
+        """Run a step and hand out its outputs; returns whether there was anything to run."""
+        if not self.core.has_work():
+            return False
+        for output in self.core.step():
+            stream = self.streams[output.request_id]
+            if output.finished:
+                del self.streams[output.request_id]
+            stream.put(output)
+        return True
+
+    def call(self, method: str, *args: Any) -> Any:
+        """What a utility of the engine returns; raises what `EngineCore.utility` does."""
+        return self.core.utility(method, *args)
+
+    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+        """The same on each engine, by its rank; here it is one."""
+        return {0: self.call(method, *args)}
+
+    def close(self) -> None:
+        """Drop what runs, and end the engine."""
+        for request_id in list(self.streams):
+            self.abort(request_id)
+        while self.step():
+            pass
+        self.core.close()
+
+
+class InprocStream(Stream):
+    """A stream of an `InprocClient`."""
+
+    def __init__(self, client: InprocClient):
+        super().__init__()
+        self.client = client
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output, for which the engine runs; steps are not cut short for a timeout.
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds, or none is to come.
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
+            if not self.client.step():
+                break
+        return super().get(0)
+
+
 class LLM:
     """A model in this process, for scripts.
 
@@ -252,6 +350,7 @@ class LLM:
             raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
         self.tokenizer = Tokenizer(model)
         self.core = EngineCore(self.config)
+        self.client = InprocClient(self.core)
         self.ids = itertools.count()
 
     def generate(
@@ -283,17 +382,17 @@ class LLM:
         ranks = [0] * len(items) if priority is None else priority
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
-        live = {}
+        live, stream = {}, InprocStream(self.client)
         try:
             for request, rank in zip(requests, ranks, strict=True):
-                self.core.add(request.request_id, request.prompt_token_ids, request.params, "", rank)
+                self.client.add(request.request_id, request.prompt_token_ids, request.params, "", stream, rank)
                 live[request.request_id] = request
-            self._run(live, use_tqdm)
+            self._run(live, stream, use_tqdm)
         finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
             for request_id in live:
-                self.core.abort(request_id)
-            while self.core.has_work():  # a step that began before a stop string was found
-                self.core.step()
+                self.client.abort(request_id)
+            while self.client.step():  # one that began before a stop string was found
+                pass
         return [request.output() for request in requests]
 
     def chat(
@@ -318,23 +417,23 @@ class LLM:
             raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
         return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
 
-    def _run(self, live: dict[str, Choices], use_tqdm: bool) -> None:
+    def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
-                for output in self.core.step():
-                    request = live[output.request_id]
-                    if output.finish_reason == "error":
-                        request.fail(output.error or "")
-                        del live[output.request_id]
-                        continue
-                    if request.metrics.first_token_time is None:
-                        prefilled += len(request.prompt_token_ids)
-                    decoded += len(output.token_ids)
-                    request.push(output, self.core.abort)
-                    if request.finished:
-                        del live[output.request_id]
-                        bar.update()
-                seconds = time.monotonic() - begun
-                rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
-                bar.set_postfix_str(rates, refresh=False)
+                output = stream.get()
+                request = live[output.request_id]
+                if output.finish_reason == "error":
+                    request.fail(output.error or "")
+                    del live[output.request_id]
+                    continue
+                if request.metrics.first_token_time is None:
+                    prefilled += len(request.prompt_token_ids)
+                decoded += len(output.token_ids)
+                request.push(output, self.client.abort)
+                if request.finished:
+                    del live[output.request_id]
+                    seconds = time.monotonic() - begun
+                    rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()

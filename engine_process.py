@@ -23,7 +23,6 @@ from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Messag
 
 LEAVE_TIMEOUT = 5  # seconds that its loop has to take leave of ranks that are not its children
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
-UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
 
 
 class EngineServer:
@@ -115,12 +114,10 @@ class EngineServer:
             self.frames.drop(client)
 
     def _call(self, call: Call) -> Reply:
-        if call.method not in UTILITIES:
-            return Reply(call.call_id, error=f"no utility {call.method!r}; there are {', '.join(UTILITIES)}")
         try:
-            return Reply(call.call_id, getattr(self.core, call.method)(*call.args))
+            return Reply(call.call_id, self.core.utility(call.method, *call.args))
         except Exception as error:  # the caller's to hear of, and no reason for the engine to end
-            return Reply(call.call_id, error=repr(error))
+            return Reply(call.call_id, error=str(error) if isinstance(error, ValueError) else repr(error))
 
 
 def engine_main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import queue
 import random
 import socket
 import subprocess
@@ -110,16 +111,15 @@ def test_same_answers_with_a_warm_cache(llm, work, answers):
     assert llm.core.metrics()["prefix_cache_hits_total"] > before
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9], ids=["greedy", "seeded"])
-def test_together_and_one_by_one(llm, temperature):
-    """200 prompts with the lengths of real requests, scaled to the demo's context of 1,024."""
+def test_together_and_one_by_one(llm):
+    """200 prompts with the lengths of real requests, scaled to the demo's context of 1,024; every other one greedy."""
     with Path(__file__).with_name("azure_lengths.csv").open() as file:
         lengths = list(csv.reader(line for line in file if not line.startswith("#")))[1:]
     rng, prompts, params = random.Random(0), [], []
     for i, (prompt, output) in enumerate(lengths):
         prompts.append([rng.randrange(5, 1024) for _ in range(max(1, int(prompt) // 10))])
-        limit = max(1, int(output) // 10)
-        params.append(SamplingParams(temperature=temperature, top_p=0.95, top_k=50, seed=i, max_tokens=limit))
+        limit, heat = max(1, int(output) // 10), 0.9 * (i % 2)
+        params.append(SamplingParams(temperature=heat, top_p=0.95, top_k=50, seed=i, max_tokens=limit))
     assert len(prompts) == 200
     together = tokens(llm.generate(prompts, params, use_tqdm=False))
     llm.core.reset_prefix_cache()
@@ -545,3 +545,26 @@ def test_a_client_can_ask_where_the_time_went(served):
     with pytest.raises(ValueError, match="explain"):
         client.call("explain")
     client.close()
+
+
+def test_the_client_in_process_has_the_face_of_the_one_across_processes(llm):
+    client, params = llm.client, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    streams = [client.add(f"client-{i}", [5 + i, 80, 300], params) for i in range(3)]
+    client.abort("client-1")
+    told = []
+    for stream in (streams[2], streams[0]):  # whoever waits runs the engine for all
+        tokens, finished = [], False
+        while not finished:
+            output = stream.get()
+            tokens, finished = tokens + output.token_ids, output.finished
+        told.append(tokens)
+    prompts = [[7, 80, 300], [5, 80, 300]]
+    assert told == [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+    with pytest.raises(queue.Empty):
+        streams[1].get()
+    assert client.call("metrics")["num_requests_running"] == 0 and client.call_all("check_integrity") == {0: None}
+    with pytest.raises(ValueError, match="no utility 'close'"):
+        client.call("close")
+    with pytest.raises(ValueError, match="prompt"):
+        client.add("client-3", [], params)
+    assert not client.streams

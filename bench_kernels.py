@@ -1,0 +1,475 @@
+"""The benchmarks of the kernels, for `bench.py kernels`.
+
+Each op runs on the shapes of real models, is checked against its twin first, and is then timed against two things: its
+floor, which is the fewest bytes that it must move or the operations that it must do at what the device was just
+measured to be capable of, and what a library takes for the same. Without a GPU nothing is measured: the table then has
+the bytes and operations, and the floor on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+Figures = list[dict[str, Any]]
+Run = Callable[[], Any]
+
+BLOCK = 64  # tokens
+LAYERS = 2  # of the pool, so that a layer is strided
+CACHE = 200 << 20  # bytes: so much is touched between two uses of the same input, more than any L2 holds
+REPLAYS = 20
+
+
+class Shape(NamedTuple):
+    """What of a model, or of a rank's share of one, the ops see."""
+
+    name: str
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm: bool
+
+
+SHAPES = (
+    Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, True),
+    Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256, False),
+    Shape("qwen3-32b/4", 5120, 16, 2, 128, 6400, 151936, True),  # one of four ranks
+)
+
+
+class Inputs(NamedTuple):
+    """One set of an op's inputs."""
+
+    run: Callable[[ModuleType], Any]  # the op, of `kernels` or of `reference`
+    written: tuple[torch.Tensor, ...] = ()  # what it changes in place
+    libraries: Mapping[str, Run] = MappingProxyType({})  # the same by others
+
+
+class Case(NamedTuple):
+    """An op on inputs of one size."""
+
+    op: str
+    size: str
+    bytes: int  # each input read once, each output written once
+    flops: int  # of products
+    make: Callable[[str], Inputs]  # on this device
+    exact: bool = False  # the twin's result is the same to the bit
+    host: bool = False  # the bytes go to the host, or come from there
+
+
+class Limits(NamedTuple):
+    """What a device is capable of."""
+
+    copy: float  # bytes a second from device memory to device memory, read and written
+    host: float  # bytes a second to pinned host memory
+    flops: float  # a second, of a bfloat16 product
+
+    def floor(self, case: Case) -> float:
+        """The least seconds that a case can take."""
+        return max(case.bytes / (self.host if case.host else self.copy), case.flops / self.flops)
+
+
+H200 = Limits(4.3e12, 63e9, 790e12)  # the first and the last measured on one; between them PCIe 5.0's specification
+
+
+def draw(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
+    """Normal bfloat16 numbers."""
+    return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(torch.bfloat16)
+
+
+def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------- rows of tokens
+
+
+def norm_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
+    """rms_norm with its residual, and silu_mul."""
+    for t in tokens:
+
+        def norm(device: str, t: int = t) -> Inputs:
+            x, residual, weight = draw(device, t, s.hidden), draw(device, t, s.hidden), draw(device, s.hidden)
+
+            def library() -> torch.Tensor:
+                return F.rms_norm(residual.add(x), (s.hidden,), weight, 1e-6)
+
+            return Inputs(lambda ops: ops.rms_norm(x, weight, 1e-6, residual), (residual,), {"torch": library})
+
+        def silu(device: str, t: int = t) -> Inputs:
+            x = draw(device, t, 2 * s.ffn)
+
+            def library() -> torch.Tensor:
+                return F.silu(x[:, : s.ffn]).mul_(x[:, s.ffn :])
+
+            return Inputs(lambda ops: ops.silu_mul(x), (), {"torch": library})
+
+        yield Case("rms_norm", f"{t} x {s.hidden}", 2 * s.hidden * (4 * t + 1), 0, norm)
+        yield Case("silu_mul", f"{t} x {s.ffn}", 6 * t * s.ffn, 0, silu)
+
+
+def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
+    """qk_norm_rope_store."""
+    width = s.heads + 2 * s.kv_heads
+    for t in tokens:
+
+        def make(device: str, t: int = t) -> Inputs:
+            qkv, weight = draw(device, t, width * s.head_dim), draw(device, s.head_dim) if s.norm else None
+            angle = torch.rand(t, 1, s.head_dim, device=device) * math.tau
+            rotation = torch.cat((angle.cos(), angle.sin()), 1)
+            pool = new_pool(s, -(-t // BLOCK), device)
+            places = torch.randperm(t, device=device)
+            return Inputs(
+                lambda ops: ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, rotation, places, pool), (pool,)
+            )
+
+        moved = 2 * 2 * t * width * s.head_dim + t * (8 * s.head_dim + 8)
+        yield Case("qk_norm_rope_store", f"{t} x {width} heads", moved, 0, make)
+
+
+# --------------------------------------------------------------------------------------------------------- attention
+
+
+def new_pool(s: Shape, blocks: int, device: str) -> torch.Tensor:
+    """A layer of a pool: [blocks, 2, KV, BLOCK, D]."""
+    return draw(device, blocks, LAYERS, 2, s.kv_heads, BLOCK, s.head_dim)[:, 1]
+
+
+def paged(s: Shape, lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer of a pool that holds contexts of these lengths, and their block tables."""
+    counts = [-(-length // BLOCK) for length in lengths]
+    order = torch.randperm(sum(counts), device=device, dtype=torch.int32)
+    tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=device)
+    for row, part in zip(tables, order.split(counts), strict=True):
+        row[: len(part)] = part
+    return new_pool(s, sum(counts), device), tables
+
+
+def contiguous(kv: torch.Tensor, tables: torch.Tensor, length: int) -> list[torch.Tensor]:
+    """Keys and values [B, KV, length, D] of rows of one length, for libraries that want them so."""
+    kept = kv[tables.long()].transpose(1, 3).flatten(3, 4)  # [B, KV, 2, L, D]
+    return [part[:, :, :length].contiguous() for part in kept.unbind(2)]
+
+
+DECODES = (("1 x 32k", [32768]), ("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64), ("256 x 512", [512] * 256),
+           ("ragged 64", [64 + (i * 97) % 61 * 66 for i in range(64)]))  # fmt: skip
+PREFILLS = (("16k", [(16384, 0)]), ("2k after 14k", [(2048, 14336)]), ("8 x 1k", [(1024, 0)] * 8))
+
+
+def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
+    """attention_decode; the libraries get contiguous keys and values, where all rows have one length."""
+    scale = s.head_dim**-0.5
+    for name, lengths in batches:
+
+        def make(device: str, lengths: list[int] = lengths) -> Inputs:
+            rows = len(lengths)
+            kv, tables = paged(s, lengths, device)
+            q, slots, lens = draw(device, rows, s.heads, s.head_dim), ints(range(rows), device), ints(lengths, device)
+            plans: dict[str, Any] = {}  # made once, as in a step for all layers
+
+            def run(ops: ModuleType) -> torch.Tensor:
+                if ops.__name__ not in plans:
+                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0)
+                return ops.attention_decode(q, kv, plans[ops.__name__], scale)
+
+            libraries: dict[str, Run] = {}
+            if len(set(lengths)) == 1 and device == "cuda":
+                k, v = contiguous(kv, tables, lengths[0])
+                one = q[:, :, None]
+                libraries["SDPA"] = lambda: F.scaled_dot_product_attention(one, k, v, scale=scale, enable_gqa=True)
+                if importlib.util.find_spec("flash_attn"):
+                    from flash_attn import flash_attn_with_kvcache
+
+                    k2, v2 = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+                    libraries["FlashAttention"] = lambda: flash_attn_with_kvcache(
+                        q[:, None], k2, v2, cache_seqlens=lens, softmax_scale=scale
+                    )
+            if device == "cuda" and importlib.util.find_spec("flashinfer"):
+                libraries["FlashInfer"] = flashinfer_decode(s, q, kv, tables, lengths, scale)
+            return Inputs(run, (), libraries)
+
+        total = sum(lengths)
+        moved = 2 * (2 * total * s.kv_heads + 2 * len(lengths) * s.heads) * s.head_dim
+        yield Case("attention_decode", name, moved, 4 * total * s.heads * s.head_dim, make)
+
+
+def flashinfer_decode(
+    s: Shape, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, lengths: list[int], scale: float
+) -> Run:
+    """FlashInfer's batch decode over the same pages, with its plan made beforehand as ours is."""
+    import flashinfer
+
+    counts = [-(-length // BLOCK) for length in lengths]
+    starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()], "cuda")
+    pages = torch.cat([row[:count] for row, count in zip(tables, counts, strict=True)])
+    last = ints([(length - 1) % BLOCK + 1 for length in lengths], "cuda")
+    workspace = torch.zeros(128 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
+    wrapper.plan(
+        starts, pages, last, s.heads, s.kv_heads, s.head_dim, BLOCK,
+        sm_scale=scale, q_data_type=q.dtype, kv_data_type=kv.dtype,
+    )  # fmt: skip
+    cache = kv.contiguous()
+    return lambda: wrapper.run(q, cache)
+
+
+def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
+    """attention_prefill of rows of (new tokens, context before them)."""
+    scale = s.head_dim**-0.5
+    for name, rows in batches:
+        lengths = [new + before for new, before in rows]
+        counts = [new for new, _ in rows]
+
+        def make(device: str, lengths: list[int] = lengths, counts: list[int] = counts) -> Inputs:
+            kv, tables = paged(s, lengths, device)
+            q = draw(device, sum(counts), s.heads, s.head_dim)
+            slots, lens = ints(range(len(counts)), device), ints(lengths, device)
+            starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()], device)
+
+            def run(ops: ModuleType) -> torch.Tensor:
+                return ops.attention_prefill(q, kv, tables, slots, lens, starts, max(counts), scale, 0)
+
+            libraries: dict[str, Run] = {}
+            if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:
+                k, v = contiguous(kv, tables, lengths[0])
+                tall = q.view(len(counts), counts[0], s.heads, s.head_dim)
+                if lengths == counts:
+                    wide = tall.transpose(1, 2).contiguous()
+                    libraries["SDPA"] = lambda: F.scaled_dot_product_attention(
+                        wide, k, v, is_causal=True, scale=scale, enable_gqa=True
+                    )
+                if importlib.util.find_spec("flash_attn"):
+                    from flash_attn import flash_attn_func
+
+                    k2, v2 = k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+                    libraries["FlashAttention"] = lambda: flash_attn_func(
+                        tall, k2, v2, softmax_scale=scale, causal=True
+                    )
+            return Inputs(run, (), libraries)
+
+        pairs = sum(new * before + new * (new + 1) // 2 for new, before in rows)
+        moved = 2 * (2 * sum(lengths) * s.kv_heads + 2 * sum(counts) * s.heads) * s.head_dim
+        yield Case("attention_prefill", name, moved, 4 * pairs * s.heads * s.head_dim, make)
+
+
+# ---------------------------------------------------------------------------------------------------------- sampling
+
+SAMPLERS = (("greedy", 0.0, 0, 1.0), ("temperature", 1.0, 0, 1.0), ("top-p 0.95", 1.0, 0, 0.95),
+            ("top-k 50, top-p 0.9", 0.8, 50, 0.9))  # fmt: skip
+
+
+def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
+    """sample and logprobs; sorting is how most samplers without a kernel of their own cut off."""
+    for name, heat, top_k, top_p in SAMPLERS:
+
+        def make(device: str, heat: float = heat, top_k: int = top_k, top_p: float = top_p) -> Inputs:
+            logits = draw(device, rows, s.vocab, scale=3.0)
+
+            def every(value: float, dtype: torch.dtype) -> torch.Tensor:
+                return torch.full((rows,), value, dtype=dtype, device=device)
+
+            options = every(heat, torch.float32), every(top_k, torch.int32), every(top_p, torch.float32)
+            state = every(0.0, torch.float32), torch.arange(rows, device=device), every(7, torch.int32)
+            slots = ints(range(rows), device)
+
+            def library() -> torch.Tensor:
+                return logits.argmax(-1) if heat == 0 else sort_and_draw(logits, heat, top_k, top_p)
+
+            return Inputs(lambda ops: ops.sample(logits, slots, *options, *state), (), {"torch": library})
+
+        yield Case("sample", f"{rows} rows, {name}", 2 * rows * s.vocab, 0, make)
+
+    def logprobs(device: str) -> Inputs:
+        logits = draw(device, rows, s.vocab, scale=3.0)
+        ids = torch.arange(rows, device=device)
+        return Inputs(lambda ops: ops.logprobs(logits, ids, 5), (), {"torch": lambda: logits.float().log_softmax(-1)})
+
+    yield Case("logprobs", f"{rows} rows, 5 likeliest", 2 * rows * s.vocab, 0, logprobs)
+
+
+def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -> torch.Tensor:
+    """A token of each row: sort, cut off, and take the largest of p / Exp(1)."""
+    x, order = (logits.float() / heat).sort(descending=True)
+    if top_k:
+        x[:, top_k:] = -math.inf
+    p = x.softmax(-1)
+    p = p.masked_fill(p.cumsum(-1) - p > top_p, 0)
+    return order.gather(1, (p / torch.empty_like(p).exponential_()).argmax(-1, keepdim=True))[:, 0]
+
+
+# ------------------------------------------------------------------------------------------- batch state and blocks
+
+
+def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterator[Case]:
+    """prepare_inputs and post_update of a decode step."""
+
+    def prepare(device: str) -> Inputs:
+        ids, tables = (torch.ones(rows, n, dtype=torch.int32, device=device) for n in (max_model_len + 1, 64))
+        computed, slots, starts = ints([500] * rows, device), ints(range(rows), device), ints(range(rows + 1), device)
+        return Inputs(lambda ops: ops.prepare_inputs(ids, computed, tables, slots, starts, rows, BLOCK))
+
+    def update(device: str) -> Inputs:
+        ids = torch.ones(rows, max_model_len + 1, dtype=torch.int32, device=device)
+        known, computed = ints([500] * rows, device), ints([499] * rows, device)
+        slots, starts = ints(range(rows), device), ints(range(rows + 1), device)
+        sampled = torch.arange(rows, device=device)
+        return Inputs(
+            lambda ops: ops.post_update(ids, known, computed, slots, starts, slots, sampled), (ids, known, computed)
+        )
+
+    yield Case("prepare_inputs", f"{rows} rows", rows * (4 * 5 + 8 * 2 + 4 * 2), 0, prepare, True)
+    yield Case("post_update", f"{rows} rows", rows * (4 * 8 + 8), 0, update, True)
+
+
+def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
+    """copy_blocks and swap_blocks, against torch's indexing and a copy call for each block."""
+    pages = (2 * blocks, 28, 2, s.kv_heads, BLOCK, s.head_dim)
+    size = 2 * blocks * math.prod(pages[1:])  # bytes of those that move
+
+    def copy(device: str) -> Inputs:
+        pool = draw(device, *pages)
+        pairs = torch.randperm(2 * blocks, device=device).view(blocks, 2)
+        source, target = pairs.unbind(1)
+
+        def library() -> None:
+            pool.index_copy_(0, target, pool[source])
+
+        return Inputs(lambda ops: ops.copy_blocks(pool, pairs), (pool,), {"torch": library})
+
+    def swap(device: str) -> Inputs:
+        pool, host = draw(device, *pages), draw("cpu", *pages)
+        host = host.pin_memory() if device == "cuda" else host
+        order = torch.randperm(2 * blocks)[:blocks].tolist()
+        pairs = ints([[i, j] for j, i in enumerate(order)], device, torch.int64)
+
+        def library() -> None:
+            for j, i in enumerate(order):
+                host[j].copy_(pool[i], non_blocking=True)
+
+        return Inputs(lambda ops: ops.swap_blocks(pool, host, pairs), (host,), {"cudaMemcpyAsync": library})
+
+    yield Case("copy_blocks", f"{blocks} of {size // blocks >> 10} KiB", 2 * size, 0, copy, True)
+    yield Case("swap_blocks", f"{blocks} of {size // blocks >> 10} KiB, to the host", size, 0, swap, True, True)
+
+
+GROUPS = (norm_cases, rope_cases, decode_cases, prefill_cases, sample_cases, state_cases, block_cases)
+
+
+# --------------------------------------------------------------------------------------------- checking and measuring
+
+
+def results(inputs: Inputs, ops: ModuleType) -> list[torch.Tensor]:
+    """What the op returns and what it writes in place."""
+    returned = inputs.run(ops)
+    parts = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
+    return [*parts, *inputs.written]
+
+
+def check(case: Case, kernels: ModuleType, reference: ModuleType, device: str) -> float:
+    """The largest relative error |kernel - twin| / |twin| of what the op brings, on equal inputs.
+
+    Raises:
+        AssertionError: it is more than rounding explains, or not a number.
+    """
+    found = []
+    for ops in (kernels, reference):
+        torch.manual_seed(0)
+        found.append(results(case.make(device), ops))
+    return max(relative_error(case, got, want) for got, want in zip(*found, strict=True))
+
+
+def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want|, of integers the share of those that differ; raises what `check` does."""
+    if want.is_floating_point():
+        norm = want.double().norm().clamp(min=1e-30)
+        error = float((got.double() - want.double()).norm() / norm)
+    else:
+        error = float((got != want).double().mean())
+    limit = 0 if case.exact else 1e-2
+    assert error <= limit, f"{case.op} {case.size}: error {error:.2e} where {limit} is allowed"
+    return error
+
+
+def seconds(runs: list[Run]) -> float:
+    """What a call takes on the GPU, the host aside: by a graph of one call on each of several inputs; median of 20."""
+    for run in runs:
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for run in runs:
+            run()
+    times = []
+    for _ in range(REPLAYS + 3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times[3:]) / len(runs)
+
+
+def measure_limits() -> Limits:
+    """This GPU's."""
+    source, host = draw("cuda", 1 << 30), torch.empty(1 << 28, dtype=torch.bfloat16).pin_memory()
+    target = torch.empty_like(source)
+    copied = seconds([lambda: target.copy_(source)])
+    sent = seconds([lambda: host.copy_(source[: len(host)], non_blocking=True)])
+    a, b = draw("cuda", 8192, 8192), draw("cuda", 8192, 8192)
+    return Limits(2 * source.nbytes / copied, host.nbytes / sent, 2 * 8192**3 / seconds([lambda: a @ b]))
+
+
+def measure(case: Case, kernels: ModuleType, floor: float) -> dict[str, Any]:
+    """Time a case on the GPU, and the libraries on the same inputs."""
+    sets = [case.make("cuda") for _ in range(max(1, min(16, -(-CACHE // max(1, case.bytes)))))]
+    took = seconds([functools.partial(inputs.run, kernels) for inputs in sets])
+    ratios = []
+    for name in sets[0].libraries:
+        theirs = seconds([inputs.libraries[name] for inputs in sets])
+        ratios.append(f"{name} {theirs / took:.2f}x")
+    return {
+        "us": round(took * 1e6, 1), "GB/s": round(case.bytes / took / 1e9),
+        "TFLOP/s": round(case.flops / took / 1e12, 1), "of limit": round(floor / took, 2),
+        "a library takes": ", ".join(ratios) or "-",
+    }  # fmt: skip
+
+
+def kernel_figures(ops: list[str], shapes: list[str]) -> Figures:
+    """Each case of the chosen ops and shapes (all, where none is chosen), checked and measured; on paper without a GPU.
+
+    Raises:
+        AssertionError: a result is wrong.
+    """
+    cuda, figures = torch.cuda.is_available(), []
+    limits = measure_limits() if cuda else H200
+    rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
+    print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
+    for shape in SHAPES:
+        for case in (case for group in GROUPS for case in group(shape)):
+            if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
+                continue
+            floor = limits.floor(case)
+            figures.append({
+                "op": case.op, "model": shape.name, "size": case.size, "MB": round(case.bytes / 1e6, 2),
+                "GFLOP": round(case.flops / 1e9, 2), "floor us": round(floor * 1e6, 1),
+            })  # fmt: skip
+            if cuda:
+                import kernels
+                import reference
+
+                figures[-1]["error"] = f"{check(case, kernels, reference, 'cuda'):.0e}"
+                figures[-1] |= measure(case, kernels, floor)
+                torch.cuda.empty_cache()
+    return figures

@@ -1,0 +1,61 @@
+"""The benchmark of the kernels counts right, and checks what it is about to time."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
+pytest.importorskip("triton")
+
+import bench_kernels
+import kernels
+import reference
+from bench_kernels import Shape
+
+TINY = Shape("tiny", 32, 4, 2, 16, 48, 100, True)
+CASES = [
+    *bench_kernels.norm_cases(TINY, (3,)),
+    *bench_kernels.rope_cases(TINY, (70,)),
+    *bench_kernels.decode_cases(TINY, (("two", [70, 5]),)),
+    *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
+    *bench_kernels.sample_cases(TINY, 3),
+    *bench_kernels.state_cases(TINY, 3, 600),
+    *bench_kernels.block_cases(TINY, 2),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.size}")
+def test_each_case_is_checked_against_its_twin(case):
+    assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2
+    for i, wrong in enumerate((50, float("nan"))):
+        found = bench_kernels.results(case.make("cpu"), reference)[-1].clone()
+        if i == 0 or found.is_floating_point():
+            spoilt = found.clone()
+            spoilt.view(-1)[len(spoilt) // 2] += wrong
+            with pytest.raises(AssertionError, match=case.op):
+                bench_kernels.relative_error(case, spoilt, found)
+
+
+def test_bytes_and_operations_are_counted():
+    counted = {case.op: (case.bytes, case.flops) for case in CASES}
+    assert counted["rms_norm"] == (2 * (2 * 3 * 32 + 2 * 3 * 32 + 32), 0)  # x, y; the residual twice; the weight
+    assert counted["silu_mul"] == (2 * 3 * (48 + 48 + 48), 0)
+    assert counted["attention_decode"] == (2 * (75 * 2 * 2 * 16 + 2 * 2 * 4 * 16), 2 * 2 * 75 * 4 * 16)
+    pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
+    assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
+    assert counted["logprobs"] == (3 * 100 * 2, 0)
+    assert counted["copy_blocks"] == (2 * counted["swap_blocks"][0], 0)
+
+
+def test_floors_without_a_gpu(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (figure, *_) = figures = bench_kernels.kernel_figures(["copy_blocks", "swap_blocks"], ["qwen3-0.6b"])
+    assert [f["op"] for f in figures] == ["copy_blocks", "swap_blocks"] and "us" not in figure
+    page = 28 * 2 * 8 * 64 * 128 * 2
+    assert figure["floor us"] == round(2 * 64 * page / 4.3e12 * 1e6, 1)
+    assert figures[1]["floor us"] == round(64 * page / 63e9 * 1e6, 1)
+    assert "No CUDA device" in capsys.readouterr().out
