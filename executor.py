@@ -12,6 +12,7 @@ where a worker is made: an engine whose workers are processes never loads it (2 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import multiprocessing
@@ -37,6 +38,7 @@ from wire import Call, Codec, Reply
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
 TURN = 0.05  # seconds of waiting for one rank's reply, before the next rank's is looked at
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it says
 KILL_TIMEOUT = 10  # seconds in which the kernel ends a process that was killed
 
@@ -447,9 +449,16 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     if config.tensor_parallel_size not in (EngineConfig.tensor_parallel_size, size):
         raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; torchrun has started {size} ranks")
     config = dataclasses.replace(config, tensor_parallel_size=size)
+    end_with_parent()
     if rank:
         follow(config, model_config, rank)
     return config
+
+
+def end_with_parent() -> None:
+    """Have Linux send this process SIGTERM once torchrun has ended, if by `kill -9`: rank 0 drains, and ends the rest."""
+    with contextlib.suppress(OSError, AttributeError):  # another system, or another libc
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:

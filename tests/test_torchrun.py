@@ -114,6 +114,16 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         assert "new workers" not in log and "starting another" not in log
 
 
+def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> None:
+    with two_ranks(tmp_path) as server:
+        reader = Reader(server, prompt="Once", max_tokens=60)
+        eventually(lambda: bool(reader.text), 20)
+        server.process.kill()
+        reader.join(60)
+        assert reader.ended and not reader.error
+        server.assert_gone()
+
+
 def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--max-model-len", "100000", *FLAGS]
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "log")]
