@@ -456,7 +456,7 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 
 
 def end_with_parent() -> None:
-    """Have Linux send this process SIGTERM once torchrun has ended, if by `kill -9`: rank 0 drains, and ends the rest."""
+    """Have Linux send this process SIGTERM once torchrun has ended, by `kill -9` too: rank 0 drains, and ends all."""
     with contextlib.suppress(OSError, AttributeError):  # another system, or another libc
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
