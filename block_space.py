@@ -3,12 +3,12 @@
 `BlockManager` keeps the books of one pool. Here the device's and the host's work together, and every move of a block's
 content goes into the step's plan. The workers make the moves in this order: out to the host, in from it, copies on the
 device, and then the step's tokens. So within one plan a block may be filled by a later kind of move than the one that
-read it, and by no earlier one: what must not be overwritten yet stays pinned until the plan is made.
+read it, and by no earlier one: what must not be overwritten yet stays pinned until the plan is made. Plans run one
+after the other, so a block that is given up while a step reads it may be handed out at once: the next plan comes later.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as Ints
 
 from config import EngineConfig
@@ -36,8 +36,6 @@ class BlockSpaceManager:
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
         self.pinned: list[int] = []  # device blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and host blocks
-        self.steps_in_flight: deque[int] = deque()
-        self.deferred: deque[tuple[int, list[int]]] = deque()  # blocks given up while that step may still read them
 
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
@@ -123,10 +121,10 @@ class BlockSpaceManager:
             self.device.free(seq.blocks[i:passed])
             seq.blocks[i:passed] = [-1] * (passed - i)
 
-    def publish(self, seq: Sequence, salt: str) -> None:
-        """Offer the blocks that have become full to the prefix cache: computed tokens only, never planned ones."""
+    def publish(self, seq: Sequence, computed: int, salt: str) -> None:
+        """Offer the blocks that `computed` tokens have filled to the prefix cache; planned ones do not count."""
         if self.device.enable_prefix_caching:
-            full = seq.num_computed // self.block_size
+            full = computed // self.block_size
             if len(seq.hashes) < full:
                 chain(seq.hashes, seq.tokens, self.block_size, salt)
             for i in range(seq.num_published, full):
@@ -177,13 +175,6 @@ class BlockSpaceManager:
             pool.share(block for block in table if block in seen)
             seen.update(table)
 
-    def free(self, blocks: list[int]) -> None:
-        """Drop references, once no step in flight can read these blocks any more."""
-        if self.steps_in_flight:
-            self.deferred.append((self.steps_in_flight[-1], blocks))
-        else:
-            self.device.free(blocks)
-
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
@@ -200,13 +191,6 @@ class BlockSpaceManager:
         self.host.free(kept + self.host_pinned)
         self.device.free(self.pinned)
         self.pinned, self.host_pinned = [], []
-        self.steps_in_flight.append(plan.step)
-
-    def landed(self, step: int) -> None:
-        """The oldest step in flight is done: nothing reads the blocks any more that were given up meanwhile."""
-        assert self.steps_in_flight.popleft() == step
-        while self.deferred and self.deferred[0][0] <= step:
-            self.device.free(self.deferred.popleft()[1])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and in host memory."""
@@ -215,5 +199,5 @@ class BlockSpaceManager:
 
     def check_integrity(self, tables: list[list[int]], host_tables: list[list[int]]) -> None:
         """Assert that the books of both pools agree with the tables of all that own blocks."""
-        self.device.check_integrity([*tables, *(blocks for _, blocks in self.deferred)])
+        self.device.check_integrity(tables)
         self.host.check_integrity(host_tables)

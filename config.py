@@ -100,6 +100,9 @@ class EngineConfig:
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
     )
     data_parallel_rank: int = option(0, "")  # which of them this is
+    async_scheduling: bool | None = option(
+        None, "plan a step before the result of the one before is in; by default where workers are processes"
+    )
     lockstep: bool = option(False, "")  # they step together in waves, as those of a model with experts must
     distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
         "auto",
@@ -108,7 +111,9 @@ class EngineConfig:
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
-    log_scheduler: str | None = option(None, "file for a line of JSON a step: what the scheduler was told and decided")
+    log_scheduler: str | None = option(
+        None, "file for a journal of JSON lines: what the scheduler was told and what it decided"
+    )
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
@@ -185,7 +190,7 @@ def parser_for(*classes: type) -> argparse.ArgumentParser:
                 parser.add_argument(flag, choices=get_args(hint), default=f.default, **kwargs)
             elif get_origin(hint) is tuple:
                 parser.add_argument(flag, action="append", default=[], **kwargs)
-            elif hint is bool:
+            elif bool in (hint, *get_args(hint)):
                 parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, **kwargs)
             else:
                 kind = next(a for a in get_args(hint) or (hint,) if a is not type(None))

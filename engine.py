@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,7 +62,9 @@ class EngineCore:
             self.journal = Journal(path, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
-        self.plan: StepPlan | None = None  # of the step that runs
+        self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
+        overlap = isinstance(self.executor, MpExecutor) if config.async_scheduling is None else config.async_scheduling
+        self.depth = 2 if overlap else 1  # of these there are at most so many
         self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
 
     def add(
@@ -92,13 +95,14 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return self.plan is not None or self.scheduler.has_work()
+        return bool(self.plans) or self.scheduler.has_work()
 
     def step(self, empty: bool = False) -> list[EngineOutput]:
-        """Take the result of the step that runs, if one does, and start the next; returns what the result brought.
+        """Take the result of the oldest step that runs, and start the next; returns what the result brought.
 
-        So whatever the caller does with that happens while the workers run, if they are processes. It is nothing, if
-        the workers had to be started anew.
+        So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
+        scheduling so does the planning, for another step has been handed to them by then. Nothing is brought where a
+        second step must be started first, or the workers had to be started anew.
 
         Args:
             empty: start a step also where there is nothing to run.
@@ -109,13 +113,14 @@ class EngineCore:
         """
         if self.journal:
             self.journal.tick()
-        outputs = self._land() if self.plan else []
+        more = self.scheduler.has_work() or empty
+        outputs = self._land() if len(self.plans) == self.depth or (self.plans and not more) else []
         if self.scheduler.has_work() or empty:
-            self.plan = self.scheduler.schedule()
+            self.plans.append(self.scheduler.schedule())
             if self.journal:
-                self.journal.planned(self.plan, self.scheduler)
+                self.journal.planned(self.plans[-1], self.scheduler)
             try:
-                self.executor.submit(self.plan)
+                self.executor.submit(self.plans[-1])
             except WorkerError as error:
                 outputs += self._replace_workers(error)
             except KeyboardInterrupt:
@@ -124,9 +129,8 @@ class EngineCore:
         return outputs
 
     def _land(self) -> list[EngineOutput]:
-        """Wait for the result of the step that runs."""
-        plan, self.plan = self.plan, None  # whatever comes of it, nobody is to wait for it again
-        assert plan
+        """Wait for the result of the oldest step that runs."""
+        plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
         try:
             result = self.executor.result()
         except WorkerError as error:
@@ -166,11 +170,11 @@ class EngineCore:
         return outputs
 
     def _start_over(self, lost: bool, refused: str | None) -> list[EngineOutput]:
-        """The step that runs brings no result, and everybody's tokens are computed again."""
+        """The steps that run bring no result, and everybody's tokens are computed again."""
         if self.journal:
             self.journal.start_over(lost, refused)
         self.executor.forget()
-        self.plan = None
+        self.plans.clear()
         return self.scheduler.start_over(lost, refused)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:

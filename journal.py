@@ -1,8 +1,9 @@
-"""What the scheduler was told and what it decided, a line of JSON a step; and a replay that must decide the same.
+"""What the scheduler was told and what it decided, in lines of JSON; and a replay that must decide the same.
 
     python server.py --log-scheduler steps.jsonl        writes the journal
     python journal.py steps.jsonl                       makes every decision again, and stops where one differs
 
+A step has two lines, one for its plan and one for its result; the next plan may come between them.
 Because the scheduler is a function of what it is told, a journal from somebody else's machine is a test case. It holds
 the prompts' tokens: they decide what the prefix cache finds.
 """
@@ -39,8 +40,7 @@ class Journal:
         except OSError as error:
             raise ValueError(f"log_scheduler is {path!r}: {error.strerror}") from None
         weakref.finalize(self, self.file.close)
-        self.told: list[list[Any]] = []  # since the latest plan, or the latest result
-        self.line: dict[str, Any] = {}  # of the step that runs
+        self.told: list[list[Any]] = []  # since the latest line
         self.start = time.monotonic()
         self.now = 0.0
         self._write({"config": dataclasses.asdict(config), "sizes": sizes})
@@ -68,25 +68,21 @@ class Journal:
 
     def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Note a plan: who runs with how many tokens, who was preempted, why the next in line did not come in."""
-        self.line = {"step": plan.step, "told": self.told, "now": self.now, **decisions(scheduler)}
-        self.told = []
+        self._note({"step": plan.step, **decisions(scheduler)})
 
     def landed(self, result: StepResult) -> None:
-        """Note what the latest plan brought."""
+        """Note what the oldest step in flight brought."""
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
-        self._end({"tokens": result.token_ids, "logprobs": logprobs})
+        self._note({"landed": result.step, "tokens": result.token_ids, "logprobs": logprobs})
 
     def start_over(self, lost: bool, refused: str | None) -> None:
-        """Note that the latest plan, or none, brought no result, and that all tokens are computed again."""
-        if self.line:
-            self._end({"start_over": [lost, refused]})
-        else:
-            self.told.append(["start_over", self.now, lost, refused])
+        """Note that the steps in flight brought no result, and that all tokens are computed again."""
+        self._note({"start_over": [lost, refused]})
 
-    def _end(self, result: dict[str, Any]) -> None:
-        """Write the line of a step: what came while it ran, and its end."""
-        self._write(self.line | {"told_meanwhile": self.told, "landed": self.now} | result)
-        self.told, self.line = [], {}
+    def _note(self, line: dict[str, Any]) -> None:
+        """Write a line, with what the scheduler was told before it."""
+        self._write({"told": self.told, "now": self.now} | line)
+        self.told = []
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -95,7 +91,7 @@ class Journal:
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler's latest step decided, in JSON's types."""
-    plan, seqs = scheduler.in_flight[-1]
+    plan, seqs, _ = scheduler.in_flight[-1]
     return {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.preempted],
@@ -124,18 +120,17 @@ def replay(lines: Sequence[str]) -> Scheduler:
         for kind, now, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
             tell(scheduler, kind, rest)
         now = line["now"]
-        plan = scheduler.schedule()
-        for name, decided in decisions(scheduler).items():
-            if decided != line[name]:
-                raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
-        for kind, now, *rest in line["told_meanwhile"]:  # noqa: B007
-            tell(scheduler, kind, rest)
-        now = line["landed"]
-        if "start_over" in line:
-            scheduler.start_over(*line["start_over"])
-        else:
+        if "step" in line:
+            scheduler.schedule()
+            for name, decided in decisions(scheduler).items():
+                if decided != line[name]:
+                    raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
+        elif "landed" in line:
             logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
-            scheduler.update(plan, StepResult(plan.step, line["tokens"], logprobs))
+            result = StepResult(line["landed"], line["tokens"], logprobs)
+            scheduler.update(scheduler.in_flight[0][0], result)
+        else:
+            scheduler.start_over(*line["start_over"])
     return scheduler
 
 
@@ -146,8 +141,6 @@ def tell(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
         scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
     elif kind == "abort":
         scheduler.abort(*rest)
-    elif kind == "start_over":
-        scheduler.start_over(*rest)
     else:
         scheduler.reset_prefix_cache()
 

@@ -15,7 +15,9 @@ computes at least a token in every step: a request ends at most as many steps af
 it have tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on
 first, `max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes.)
 
-`schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`.
+`schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
+be made before the result of the last one is in: it must know that a token will come (`num_pending`), not which. Where
+that turns out to be a sequence's last, the plan has run a row too many, whose token is dropped.
 """
 
 from __future__ import annotations
@@ -116,7 +118,8 @@ class Scheduler:
         self.trunks: list[Request] = []  # that hold blocks for their samples yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []
-        self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
+        # Plans without a result yet, each with its sequences and how many tokens of each are computed when it has run.
+        self.in_flight: deque[tuple[StepPlan, list[Sequence], list[int]]] = deque()
         self.preempted: list[tuple[str, str, str]] = []  # in the latest step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
         self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
@@ -288,7 +291,8 @@ class Scheduler:
             reason = self.held_up[1]
         self.waits.advance(self.now, reason if self.waiting or self.swapped else "step")
         self.counters["num_computed_tokens_total"] += self.config.max_num_batched_tokens - budget.tokens
-        self.in_flight.append((plan, [seq for seq, _ in scheduled]))
+        seqs = [seq for seq, _ in scheduled]
+        self.in_flight.append((plan, seqs, [seq.num_computed for seq in seqs]))
         self.step += 1
         return plan
 
@@ -347,9 +351,12 @@ class Scheduler:
                     return True
                 continue
             seq = group.seqs[0]
+            known = len(seq.tokens) + seq.num_pending
+            if known >= group.limit:  # its last token is on its way
+                continue
             if self.space.window:
                 self.space.pass_window(seq)
-            count = len(seq.tokens) - seq.num_computed
+            count = known - seq.num_computed
             if count > 1:
                 count = min(count, tokens)
                 group.timeline.chunk(count)
@@ -361,6 +368,8 @@ class Scheduler:
                 seq.blocks += grown
                 plan.new_blocks.append((seq.slot, grown))
             seq.num_computed += count
+            if seq.num_computed == known:
+                seq.num_pending += 1
             budget.take(count)
             scheduled.append((seq, count))
         return len(self.preempted) > before
@@ -415,6 +424,7 @@ class Scheduler:
                 if count > 1:
                     group.timeline.chunk(count)
                 seq.num_computed += count
+                seq.num_pending = int(seq.num_computed == length)
                 tokens -= count
                 budget.take(count)
                 scheduled.append((seq, count))
@@ -444,6 +454,9 @@ class Scheduler:
         while budget.tokens > 0 and budget.seqs > 0 and any(queues):
             queue = min((queue for queue in queues if queue), key=lambda queue: queue.first().key)
             group = queue.first()
+            if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
+                self.held_up = (group.name, "step")
+                return
             if len(self.free_slots) < group.width:
                 self.held_up = (group.name, "slots")
                 return
@@ -470,6 +483,7 @@ class Scheduler:
             if count > 1:
                 group.timeline.chunk(count)
             seq.num_computed += count
+            seq.num_pending = int(seq.num_computed == len(seq.tokens))
             budget.take(count)
             scheduled.append((seq, count))
         if any(queues):
@@ -595,6 +609,8 @@ class Scheduler:
         By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
         them in the prefix cache.
         """
+        for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
+            seq.num_computed, seq.num_pending = seq.num_computed - seq.num_pending, 0
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.caution = min(1.0, self.caution + PREEMPTED)
@@ -651,7 +667,7 @@ class Scheduler:
     def _leave(self, seqs: Ints[Sequence]) -> None:
         """Take the blocks and slots of sequences, the slots for their groups to spare."""
         for seq in seqs:
-            self.space.free(seq.blocks)
+            self.blocks.free(seq.blocks)
             seq.blocks, seq.num_published = [], 0
             if seq.slot >= 0:
                 seq.group.spare_slots.append(seq.slot)
@@ -660,7 +676,7 @@ class Scheduler:
 
     def _drop_trunk(self, request: Request) -> None:
         if request.trunk:
-            self.space.free(request.trunk)
+            self.blocks.free(request.trunk)
             request.trunk = []
             self.trunks.remove(request)
 
@@ -668,19 +684,19 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
         """Take the result of the oldest plan in flight; returns the news for the clients."""
-        planned, seqs = self.in_flight.popleft()
+        planned, seqs, computed = self.in_flight.popleft()
         assert planned is plan and plan.step == result.step and len(result.token_ids) == len(seqs)
-        self.space.landed(plan.step)
         outputs: list[EngineOutput] = []
         finished, size, logprobs = False, self.config.block_size, result.logprobs
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, token) in enumerate(zip(seqs, result.token_ids, strict=True)):
-            if seq.slot < 0:  # aborted while the step ran
+            if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
                 continue
-            if seq.num_computed >= (seq.num_published + 1) * size:
-                self.space.publish(seq, seq.group.request.salt)
+            if computed[i] >= (seq.num_published + 1) * size:
+                self.space.publish(seq, computed[i], seq.group.request.salt)
             if token < 0:  # more of its prompt is to come
                 continue
+            seq.num_pending -= 1
             group = seq.group
             request = group.request
             if group.beams is not None:
@@ -777,9 +793,11 @@ class Scheduler:
             lost: what was in the KV cache and in host memory is gone, too.
             refused: why the latest to come of those that ran in them is ended, rather than run once more.
         """
-        outputs, seqs, self.now = [], [seq for _, seqs in self.in_flight for seq in seqs if seq.slot >= 0], self.clock()
-        while self.in_flight:
-            self.space.landed(self.in_flight.popleft()[0].step)
+        flown, outputs, self.now = [seq for _, seqs, _ in self.in_flight for seq in seqs], [], self.clock()
+        seqs = [seq for seq in flown if seq.slot >= 0]
+        for seq in flown:
+            seq.num_pending = 0
+        self.in_flight.clear()
         if refused and seqs:
             request = max((seq.group for seq in seqs), key=lambda group: group.key[1]).request
             self.abort(request.request_id)
@@ -860,5 +878,5 @@ class Scheduler:
             assert group.status is Status.RUNNING
             assert len(group.seqs) + len(group.births) <= group.width
             for seq in group.seqs:
-                assert not seq.host_blocks and seq.num_computed <= len(seq.tokens) <= group.limit
+                assert not seq.host_blocks and seq.num_computed <= len(seq.tokens) + seq.num_pending <= group.limit
                 assert len(seq.blocks) * self.config.block_size >= seq.num_computed

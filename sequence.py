@@ -45,14 +45,15 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "group", "hashes", "host_blocks", "logprob", "lost", "num_computed", "num_published", "slot", "stale",
-        "tokens",
+        "blocks", "group", "hashes", "host_blocks", "logprob", "lost", "num_computed", "num_pending", "num_published",
+        "slot", "stale", "tokens",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
         self.group = group
         self.tokens = list(tokens)
         self.num_computed = 0
+        self.num_pending = 0  # further tokens, which steps in flight are about to sample
         self.num_published = 0  # blocks offered to the prefix cache
         self.hashes: list[bytes] = []
         self.blocks: list[int] = []  # -1 for those that a sliding window has passed

@@ -96,6 +96,18 @@ def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undist
     assert "new workers after " in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("fields", [{}, {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}])
+def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
+    assert mp_llm.core.depth == 2
+    for ahead in (True, False):
+        llm = make_llm(async_scheduling=ahead, **fields)
+        assert llm.core.depth == 1 + ahead
+        for _ in range(2):  # the second time with a warm cache
+            assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+        llm.core.check_integrity()
+        assert not llm.core.plans
+
+
 def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
     os.kill(worker(mp_llm), signal.SIGKILL)
     eventually(lambda: not mp_llm.core.executor.processes[0].is_alive())
@@ -106,7 +118,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
 
 
 def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_llm, answers, undisturbed):
-    when(mp_llm, [2, 3, 4], lambda: os.kill(worker(mp_llm), signal.SIGKILL))
+    when(mp_llm, [1, 3, 5], lambda: os.kill(worker(mp_llm), signal.SIGKILL))
     outputs = mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)
     assert tokens(outputs)[:3] == answers[:3]
     assert outputs[3].outputs[0].finish_reason == "error"
@@ -170,8 +182,8 @@ def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
     llm.generate(PROMPTS, MIXED, use_tqdm=False)
     llm.core.close()
     lines = path.read_text().splitlines()
-    assert sum("start_over" in json.loads(line) for line in lines) == 1
-    assert replay(lines).step == len(lines) - 1
+    assert sum("start_over" in json.loads(line) for line in lines) == 2  # a death in a step, and one while idle
+    assert replay(lines).step == sum("step" in json.loads(line) for line in lines)
 
 
 def test_a_call_while_a_step_runs_loses_neither(mp_llm):

@@ -20,7 +20,7 @@ from config import EngineConfig
 from engine import EngineCore, SamplingParams
 from kv_cache import BlockManager
 from sanitizer import KVSanitizer, SanitizerError
-from scheduler import StepPlan, StepResult
+from scheduler import Scheduler, StepPlan, StepResult
 from test_engine import FEW, GREEDY, STORY, tokens
 from test_scheduler import FakeWorker, prompt
 from test_worker import SHAPE
@@ -58,14 +58,14 @@ def run(core: EngineCore) -> None:
 
 @pytest.mark.parametrize("caching", [True, False], ids=["and cached", "and free"])
 def test_a_block_freed_too_early(make_core, monkeypatch, caching):
-    core, landed = make_core(enable_prefix_caching=caching), BlockSpaceManager.landed
+    core, update = make_core(enable_prefix_caching=caching), Scheduler.update
 
-    def free_too_early(self, step: int) -> None:
-        landed(self, step)
-        if step == 5:
-            self.device.free(core.scheduler.running[0].seqs[0].blocks[:1])
+    def free_too_early(self, plan, result):
+        if plan.step == 5:
+            self.blocks.free(self.running[0].seqs[0].blocks[:1])
+        return update(self, plan, result)
 
-    monkeypatch.setattr(BlockSpaceManager, "landed", free_too_early)
+    monkeypatch.setattr(Scheduler, "update", free_too_early)
     core.add("a", prompt(10), LONG)
     with pytest.raises(SanitizerError) as violation:
         run(core)
