@@ -68,19 +68,43 @@ def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], obj
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6, x.clone())
-    yield lambda ops: ops.silu_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype))
+    yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "silu")
+    yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "gelu")
+    yield from products(s)
     norm = torch.zeros(s.head_dim, dtype=dtype) if s.norm else None
     qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
-    yield lambda ops: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, rotation, long[:2], kv)
+    for interleaved in (False, True):
+        yield lambda ops, i=interleaved: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, rotation, long[:2], kv, i)
     logits, floats = torch.zeros(2, s.vocab, dtype=dtype), torch.zeros(4)
     yield lambda ops: ops.sample(logits, ints[:2], floats, ints, floats, floats, long, ints)
     yield lambda ops: ops.logprobs(logits, long[:2], 0)
     yield lambda ops: ops.logprobs(logits, long[:2], 5)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
     yield lambda ops: ops.post_update(tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2])
-    yield lambda ops: ops.copy_blocks(
-        torch.zeros(4, 2, 2, 8, 64, 128, dtype=dtype), torch.zeros(2, 2, dtype=torch.int64)
-    )
+    pool, pairs = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=dtype), long.view(2, 2)
+    yield lambda ops: ops.copy_blocks(pool, pairs)
+    yield lambda ops: ops.swap_blocks(pool, pool.clone(), pairs)
+
+
+def products(s: Shape) -> Iterator[Callable[[Any], object]]:
+    """A layer's matrices: each for few rows and for many, and as `run_fused` has them."""
+    heads = s.heads * s.head_dim
+
+    def product(outputs: int, inputs: int, rows: int, **fused: Any) -> Callable[[Any], object]:
+        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
+        return lambda ops: ops.linear(x, weight, **fused)
+
+    qkv = heads + 2 * s.kv_heads * s.head_dim
+    norm, bias, residual = (torch.zeros(size, dtype=s.dtype) for size in ((s.hidden,), (qkv,), (2, s.hidden)))
+    for outputs, inputs in ((qkv, s.hidden), (s.hidden, heads), (2 * s.ffn, s.hidden), (s.hidden, s.ffn)):
+        yield product(outputs, inputs, 2)
+        yield product(outputs, inputs, 65)
+    yield product(qkv, s.hidden, 2, bias=bias)
+    yield product(qkv, s.hidden, 2, norm=norm)
+    yield product(s.hidden, heads, 2, residual=residual)
+    yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="silu")
+    yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="gelu")
+    yield product(s.hidden, s.ffn, 2, residual=residual)
 
 
 def specializations(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
