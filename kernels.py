@@ -120,31 +120,33 @@ def qk_norm_rope_store_kernel(
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
-    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. An element's partner is read again (from L1)
-    rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
+    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. A partner half of ROTARY away is read again
+    (from L1) rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
     """
     i_token = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
     m_q, m_qk = o_h < H, o_h < H + KV
     m_x = (o_h < H + 2 * KV)[:, None] & (o_d < D)[None, :]
-    if INTERLEAVED:
-        o_partner = tl.where(o_d < ROTARY, o_d ^ 1, o_d)
-    else:
-        o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+    m_d = o_d < D
     if NORM:  # of v as well, which is then not used
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-        m_d = o_d < D
         b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-        b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-        b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-        b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
+    if INTERLEAVED:  # neighbours are in one thread's registers; those that are not rotated have a sine of 0
+        b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
+        b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
+    else:
+        o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
+        b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if NORM:
+            b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
     p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
     b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
     b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
@@ -381,9 +383,8 @@ def linear(
 
     block_n, block_k, splits, stages = _linear_tile(outputs, inputs, x.dtype)
     grid = [triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)]
-    y = residual
-    if residual is None:
-        y = torch.empty(tokens, outputs // 2 if activation else outputs, dtype=x.dtype, device=x.device)
+    width = outputs // 2 if activation else outputs
+    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if residual is None else residual
     partial = squares = counters = None
     if shared := splits > 1 and grid[0] == 1:
         assert grid[1] <= LINEAR_COUNTERS

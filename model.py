@@ -336,7 +336,9 @@ def rope_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, fl
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "linear":
         return frequencies / factor, 1.0
-    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended
+    if (
+        kind == "llama3"
+    ):  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
         blend = ((turns - low) / (high - low)).clamp(0, 1)

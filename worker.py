@@ -119,7 +119,7 @@ class Worker:
         """Give the model's matrices the products that this device is fast with, or batch_invariant is true of."""
         ops = self.ops
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
-            self.model.pack(lambda weight: lambda x, bias=None: ops.linear(x, weight, bias))
+            self.model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
         elif self.device == "cpu":
             row_product = cpu.compile_rows() if self.config.compile else None
             self.model.pack(lambda weight: cpu.pack(weight, row_product))
@@ -208,7 +208,7 @@ class Worker:
         count = min(config.max_num_batched_tokens, self.max_model_len)
         row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
         self.run(StepPlan(0, rows=[(0, count)], new=[row]))
-        logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
+        logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
@@ -234,6 +234,8 @@ class Worker:
             if self.config.compile:
                 self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
         self.run(StepPlan(2, released=[0]))
+        if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
+            self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
         return seconds / length
 
     @torch.inference_mode()
@@ -275,7 +277,8 @@ class Worker:
             for _ in range(count):
                 part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]))
             result.token_ids += part.token_ids
-            result.logprobs |= {i: found for found in part.logprobs.values()}
+            if part.logprobs:
+                result.logprobs[i] = part.logprobs[0]
         return result
 
     def compute(self, plan: StepPlan) -> StepResult:

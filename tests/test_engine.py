@@ -146,7 +146,7 @@ def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype):
 
 
 def test_batch_invariant_needs_one_rank():
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2; with batch_invariant, .* it must be 1"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2; with batch_invariant, .* it must be 1"):
         EngineConfig(batch_invariant=True, tensor_parallel_size=2)
 
 

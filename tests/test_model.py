@@ -213,7 +213,10 @@ def test_index_cannot_leave_the_folder(model_folder):
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
         ({"hidden_size": None}, "wrong type"),
-        ({"rope_parameters": {"rope_type": "3d"}}, "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope"),
+        (
+            {"rope_parameters": {"rope_type": "3d"}},
+            "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
+        ),
         ({"hidden_act": "gelu"}, "activation 'gelu'; Manta has silu, gelu_pytorch_tanh"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"use_bias": True}, "use_bias"),
