@@ -553,6 +553,9 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
         kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+        kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
+        blocks = torch.randn(8, 2, 2, 64).cuda()
+        kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())
         ids = torch.arange(8).cuda()[offset : offset + rows]
         for k in (0, rows):
             kernels.logprobs(torch.randn(rows, 500).cuda(), ids, k)
