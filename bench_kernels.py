@@ -96,7 +96,7 @@ def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Te
 
 
 def norm_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
-    """rms_norm with its residual, and silu_mul."""
+    """rms_norm with its residual, and act_mul."""
     for t in tokens:
 
         def norm(device: str, t: int = t) -> Inputs:
@@ -113,10 +113,10 @@ def norm_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
             def library() -> torch.Tensor:
                 return F.silu(x[:, : s.ffn]).mul_(x[:, s.ffn :])
 
-            return Inputs(lambda ops: ops.silu_mul(x), (), {"torch": library})
+            return Inputs(lambda ops: ops.act_mul(x, "silu"), (), {"torch": library})
 
         yield Case("rms_norm", f"{t} x {s.hidden}", 2 * s.hidden * (4 * t + 1), 0, norm)
-        yield Case("silu_mul", f"{t} x {s.ffn}", 6 * t * s.ffn, 0, silu)
+        yield Case("act_mul", f"{t} x {s.ffn}", 6 * t * s.ffn, 0, silu)
 
 
 def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
@@ -136,6 +136,43 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
 
         moved = 2 * 2 * t * width * s.head_dim + t * (8 * s.head_dim + 8)
         yield Case("qk_norm_rope_store", f"{t} x {width} heads", moved, 0, make)
+
+
+def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator[Case]:
+    """The products of a layer in decode, plain and with what can be fused into them, against cuBLAS and the rest."""
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    for name, inputs, outputs in (
+        ("qkv", s.hidden, q + 2 * kv), ("o", q, s.hidden), ("gate_up", s.hidden, 2 * s.ffn), ("down", s.ffn, s.hidden),
+    ):  # fmt: skip
+        for t in tokens:
+
+            def plain(device: str, t: int = t, inputs: int = inputs, outputs: int = outputs) -> Inputs:
+                x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
+                return Inputs(lambda ops: ops.linear(x, weight), (), {"cuBLAS": lambda: F.linear(x, weight)})
+
+            def fused(
+                device: str, t: int = t, inputs: int = inputs, outputs: int = outputs, name: str = name
+            ) -> Inputs:
+                x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
+                norm, residual = draw(device, inputs), draw(device, t, outputs)
+                if name in ("o", "down"):
+                    add = lambda: residual.add_(F.linear(x, weight))  # noqa: E731
+                    return Inputs(lambda ops: ops.linear(x, weight, residual=residual), (residual,), {"torch": add})
+
+                def library() -> torch.Tensor:
+                    y = F.linear(F.rms_norm(x, (inputs,), norm, 1e-6), weight)
+                    return F.silu(y[:, : outputs // 2]).mul_(y[:, outputs // 2 :]) if name == "gate_up" else y
+
+                activation = "silu" if name == "gate_up" else ""
+                return Inputs(lambda ops: ops.linear(x, weight, None, norm, 1e-6, activation), (), {"torch": library})
+
+            read, flops = 2 * (t * inputs + outputs * inputs), 2 * t * outputs * inputs
+            yield Case("linear", f"{name}, {t} x {inputs} -> {outputs}", read + 2 * t * outputs, flops, plain)
+            # The residual is read and written; of a gated product half as much comes out.
+            written = (
+                4 * t * outputs if name in ("o", "down") else t * outputs if name == "gate_up" else 2 * t * outputs
+            )
+            yield Case("linear", f"{name} fused, {t} x {inputs} -> {outputs}", read + written, flops, fused)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -363,7 +400,7 @@ def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
     yield Case("swap_blocks", f"{blocks} of {size // blocks >> 10} KiB, to the host", size, 0, swap, True, True)
 
 
-GROUPS = (norm_cases, rope_cases, decode_cases, prefill_cases, sample_cases, state_cases, block_cases)
+GROUPS = (norm_cases, rope_cases, linear_cases, decode_cases, prefill_cases, sample_cases, state_cases, block_cases)
 
 
 # --------------------------------------------------------------------------------------------- checking and measuring

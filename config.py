@@ -114,6 +114,9 @@ class EngineConfig:
     log_scheduler: str | None = option(
         None, "file for a journal of JSON lines: what the scheduler was told and what it decided"
     )
+    batch_invariant: bool = option(
+        False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
+    )
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
@@ -140,6 +143,11 @@ class EngineConfig:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with distributed_executor_backend 'uni', "
                 "which has one worker, it must be 1"
+            )
+        if self.batch_invariant and self.tensor_parallel_size > 1:  # which rank adds first depends on a message's size
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
+                "not, it must be 1"
             )
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(
@@ -315,7 +323,8 @@ class SamplingParams:
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
 
 
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}  # config.json's names and ours
 
 
 @dataclass(frozen=True)
@@ -333,7 +342,8 @@ class ModelConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
-    max_position: int
+    max_position: int  # tokens of context, those that RoPE's scaling adds among them
+    activation: str  # silu or gelu, of the MLP's gate
     tie_word_embeddings: bool
     attention_bias: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
@@ -364,10 +374,13 @@ class ModelConfig:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ValueError(f"config.json asks for RoPE of type {kind!r}; Manta has {', '.join(ROPE_KINDS)}")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"config.json asks for the activation {raw['hidden_act']!r}; Manta has silu")
+        activation = raw.get("hidden_act", "silu")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"config.json asks for the activation {activation!r}; Manta has {', '.join(ACTIVATIONS)}")
         if raw.get("mlp_bias"):
             raise ValueError("config.json sets mlp_bias; Manta has only MLPs without bias")
+        if raw.get("use_bias"):
+            raise ValueError("config.json sets use_bias; Manta has Ernie only without bias")
         if raw.get("quantization_config"):
             raise ValueError("config.json has a quantization_config; Manta reads bfloat16, float16 and float32 weights")
         heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
@@ -376,6 +389,15 @@ class ModelConfig:
             raise ValueError(
                 f"num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}"
             )
+        max_position = int(raw["max_position_embeddings"])
+        if kind in ("dynamic", "yarn", "longrope", "llama3"):
+            trained = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+            trained = max_position if kind == "dynamic" else int(trained or max_position)
+            rope["original_max_position_embeddings"] = trained
+            if kind in ("yarn", "longrope"):
+                rope["factor"] = rope.get("factor") or max_position / trained
+            if kind in ("dynamic", "yarn"):  # the factor is what the context grows by, whatever config.json holds
+                max_position = max(max_position, int(trained * rope["factor"]))
         eos = generation.get("eos_token_id", raw.get("eos_token_id"))
         return cls(
             architecture=architectures[0],
@@ -389,7 +411,8 @@ class ModelConfig:
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             rope_theta=theta,
             rope_scaling={} if kind == "default" else {**rope, "rope_type": kind},
-            max_position=int(raw["max_position_embeddings"]),
+            max_position=max_position,
+            activation=ACTIVATIONS[activation],
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             attention_bias=bool(raw.get("attention_bias", False)),
             windows=_windows(raw, layers),

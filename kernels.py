@@ -15,6 +15,7 @@ integers that callers slice at any offset are not specialized on alignment.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -31,9 +32,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
 
+LINEAR_ROWS = 64  # of a tile: the least for which sm_90 issues wgmma; rows that are padding fetch nothing
+LINEAR_PROGRAMS = 128  # at least, where K allows: each has 48 KB of weights on their way, 6 MB in all; 1 us brings 4.3
+LINEAR_COUNTERS = 1 << 14  # tiles of outputs that programs may share
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 DECODE_SPLITS = 32  # programs that share a row's context: with 8 KV heads, one sequence still fills 132 processors
 DECODE_CHUNK = 128  # least keys for one of them
+MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
+# Between device and host there are 1 to 2 us and at most 55 GB/s (PCIe 5), that is 110 KB on their way: 16 programs of
+# 256 threads that each hold 64 bytes are twice that, on an eighth of 132 processors. Counted, not measured.
+SWAP_PROGRAMS = 16
+SWAP_BYTES = 16384
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
 SAMPLE_SEARCH = 2048  # and while it searches, with 8 pivots for each of them
 SAMPLE_REGISTERS = 128  # unasked, ptxas allows 64 for some vocabularies and spills
@@ -107,32 +116,37 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 def qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
-    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. An element's partner is read again (from L1)
-    rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
+    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. A partner half of ROTARY away is read again
+    (from L1) rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
     """
     i_token = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
     m_q, m_qk = o_h < H, o_h < H + KV
     m_x = (o_h < H + 2 * KV)[:, None] & (o_d < D)[None, :]
-    o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+    m_d = o_d < D
     if NORM:  # of v as well, which is then not used
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-        m_d = o_d < D
         b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-        b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-        b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-        b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
+    if INTERLEAVED:  # neighbours are in one thread's registers; those that are not rotated have a sine of 0
+        b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
+        b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
+    else:
+        o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
+        b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+        if NORM:
+            b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
+            b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
     p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
     b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
     b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
@@ -155,9 +169,12 @@ def qk_norm_rope_store(
     rotation: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
+
+    Interleaved, a pair is not x[i] and x[i + r/2] but x[2i] and x[2i + 1]: the columns of `rotation` are in that order.
 
     Args:
         qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
@@ -183,32 +200,203 @@ def qk_norm_rope_store(
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
         qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv.stride(0), eps,
-        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, block_h, block_d,
+        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, interleaved,
+        block_h, block_d,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def silu_mul_kernel(x, y, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """y = gate / (1 + exp(-gate)) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK."""
+def _act_mul(b_gate, b_up, GELU: tl.constexpr):
+    """silu(gate) * up, or with GELU gelu(gate) * up by the tanh approximation: both are gate * sigmoid(z) * up."""
+    b_z = b_gate
+    if GELU:  # (1 + tanh(z / 2)) / 2 = sigmoid(z)
+        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    return b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+
+
+@triton.jit
+def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK."""
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_y = b_gate / (1.0 + tl.exp2(-b_gate * LOG2E)) * b_up
-    tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
+    tl.store(y + i_token * SIZE + o_x, _cast(_act_mul(b_gate, b_up, GELU), y.dtype.element_ty), mask=m_x)
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """y = silu(gate) * up with silu(z) = z / (1 + exp(-z)), for x [T, 2F] = (gate | up); y [T, F], rounded once."""
+def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
+    """
     tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] % 2 == 0
+    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ("silu", "gelu")
 
     y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
 
     block = min(triton.next_power_of_2(size), 1024)
-    silu_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, block)
+    act_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, activation == "gelu", block)
+    return y
+
+
+# ---------------------------------------------------------------------------------------------------- matrix products
+
+
+@triton.jit
+def _linear_part(
+    x, weight, norm, o_m, o_w, m_m, m_n, i_s,
+    K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(x * norm) W^T [BLOCK_M, BLOCK_N] and sum(x^2) [BLOCK_M] over part i_s of SPLITS of the K columns."""
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    p_x, p_w = x + (o_m.to(tl.int64) * K)[:, None], weight + (o_w.to(tl.int64) * K)[None, :]
+    b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
+    for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
+        o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        m_k = o_k < K
+        b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        b_w = tl.load(p_w + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
+        if norm is not None:
+            b_h = b_x.to(tl.float32)
+            b_square += b_h * b_h
+            b_scale = tl.load(norm + o_k, mask=m_k, other=0.0).to(tl.float32)
+            b_x = _cast(b_h * b_scale[None, :], b_x.dtype)
+        b_acc = _dot(b_x, b_w, b_acc)
+    return b_acc, tl.sum(b_square, 1)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, weight, bias, norm, residual, y, partial, squares, counters, M, eps,
+    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr,
+    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y = f(rstd (x * norm) W^T + b), rstd = rsqrt(mean(x^2) + eps); f is nothing, act(gate) * up, or + residual.
+
+    x [M, K], weight [N, K], y [M, N]; GATED: weight = (gate | up), y [M, N / 2], and the columns of a tile are gate 0,
+    up 0, gate 1, up 1, ..., which lie in one thread's registers side by side. K is summed in SPLITS parts that are then
+    added in their order. The parts have a program each if SHARED (then M <= BLOCK_M): the last one to finish adds them
+    up, from partial [SPLITS, M, N] and squares [SPLITS, M] float32. Else one program goes through all of them. Either
+    way a row is summed in the same order, whatever M is (He et al., "Defeating nondeterminism in LLM inference", 2025).
+    """
+    i_m, i_n = tl.program_id(0), tl.program_id(1)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    o_w = o_n
+    if GATED:
+        o_w = o_n // 2 + o_n % 2 * (N // 2)
+    m_m, m_n = o_m < M, o_n < N
+    b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    b_square = tl.zeros([BLOCK_M], tl.float32)
+    if SHARED:
+        i_s = tl.program_id(2)
+        b_part, b_sum = _linear_part(
+            x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        o_part, m_part = o_m[:, None] * N + o_n[None, :], m_m[:, None] & m_n[None, :]
+        tl.store(partial + i_s * M * N + o_part, b_part, mask=m_part)
+        if norm is not None:  # the programs of all tiles write the same
+            tl.store(squares + i_s * M + o_m, b_sum, mask=m_m)
+        tl.debug_barrier()  # every thread's part is written before one thread counts it
+        if tl.atomic_add(counters + i_n, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(counters + i_n, 0)  # for the next launch
+        for i_s in range(SPLITS):
+            b_y += tl.load(partial + i_s * M * N + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
+            if norm is not None:
+                b_square += tl.load(squares + i_s * M + o_m, mask=m_m, other=0.0, cache_modifier=".cg")
+    else:
+        for i_s in range(SPLITS):
+            b_part, b_sum = _linear_part(
+                x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+            b_y += b_part
+            b_square += b_sum
+    if norm is not None:
+        b_y *= tl.rsqrt(b_square / K + eps)[:, None]
+    if bias is not None:
+        b_y += tl.load(bias + o_w, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        b_gate, b_up = tl.split(tl.reshape(b_y, [BLOCK_M, BLOCK_N // 2, 2]))
+        o_y = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        p_y = y + (o_m.to(tl.int64) * (N // 2))[:, None] + o_y[None, :]
+        b_y = _act_mul(b_gate, b_up, GELU)
+        tl.store(p_y, _cast(b_y, y.dtype.element_ty), mask=m_m[:, None] & (o_y < N // 2)[None, :])
+    else:
+        o_y, m_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :], m_m[:, None] & m_n[None, :]
+        b_y = _cast(b_y, y.dtype.element_ty)
+        if residual is not None:
+            b_h = tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32) + b_y.to(tl.float32)
+            tl.store(residual + o_y, _cast(b_h, residual.dtype.element_ty), mask=m_y)
+        else:
+            tl.store(y + o_y, b_y, mask=m_y)
+
+
+def _linear_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """BLOCK_N, BLOCK_K, SPLITS and stages of linear_kernel: by the weight alone, so that a row's rounding is, too."""
+    block_n, block_k, stages = (64, 32, 2) if dtype == torch.float32 else (128, 64, 4)
+    tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(inputs, block_k)
+    splits = 1
+    while tiles * splits < LINEAR_PROGRAMS and splits < 8 and steps // (2 * splits) >= 4:
+        splits *= 2
+    return block_n, block_k, splits, stages
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """Zeros, which every launch of linear_kernel leaves as zeros; the launches of a device follow one another."""
+    return torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
+
+    A row's result depends on nothing but the row: not on T, nor on its place among the others.
+
+    Args:
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
+        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is. `rms_norm` rounds x * norm / rms to x's
+            dtype, this rounds x * norm, and divides the float32 sum: as far from the truth, but float16 may overflow.
+        activation: "silu" or "gelu": weight is (gate | up), which are not rounded before they are multiplied.
+        residual: [T, N], not with an activation: y is rounded, then added, and the sum is rounded, as in `rms_norm`.
+
+    Returns:
+        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
+    """
+    (tokens, inputs), outputs = x.shape, len(weight)
+    assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
+    assert bias is None or bias.shape == (outputs,)
+    assert norm is None or (norm.shape == (inputs,) and x.dtype != torch.float16 and residual is not x)
+    assert activation in ("", "silu", "gelu") and not (activation and (outputs % 2 or residual is not None))
+    assert residual is None or (residual.shape == (tokens, outputs) and residual.is_contiguous())
+
+    block_n, block_k, splits, stages = _linear_tile(outputs, inputs, x.dtype)
+    grid = [triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)]
+    width = outputs // 2 if activation else outputs
+    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if residual is None else residual
+    partial = squares = counters = None
+    if shared := splits > 1 and grid[0] == 1:
+        assert grid[1] <= LINEAR_COUNTERS
+        partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
+        squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device) if norm is not None else None
+        counters = _counters(x.device)
+
+    linear_kernel[(*grid, splits if shared else 1)](
+        x, weight, bias, norm, residual, y, partial, squares, counters, tokens, eps,
+        outputs, inputs, activation != "", activation == "gelu", splits, shared, LINEAR_ROWS, block_n, block_k,
+        num_warps=4, num_stages=stages,
+    )  # fmt: skip
     return y
 
 
@@ -884,32 +1072,38 @@ def post_update(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["pairs"])
-def copy_blocks_kernel(source, target, pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """target[dst] = source[src]; both [num_blocks, SIZE], pairs [N, 2] int64. One program per pair and BLOCK items."""
-    i_src = tl.load(pairs + tl.program_id(0) * 2)
-    i_dst = tl.load(pairs + tl.program_id(0) * 2 + 1)
-    o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    m_x = o_x < SIZE
-    tl.store(target + i_dst * SIZE + o_x, tl.load(source + i_src * SIZE + o_x, mask=m_x), mask=m_x)
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["pairs"])
+def move_blocks_kernel(source, target, pairs, num_pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """target[dst] = source[src]; both [num_blocks, SIZE], pairs [num_pairs, 2] int64.
+
+    The programs, however many, take turns with the pairs' chunks of BLOCK items.
+    """
+    CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    for i_c in range(tl.program_id(0), num_pairs * CHUNKS, tl.num_programs(0)):
+        i_src = tl.load(pairs + i_c // CHUNKS * 2)
+        i_dst = tl.load(pairs + i_c // CHUNKS * 2 + 1)
+        o_x = i_c % CHUNKS * BLOCK + tl.arange(0, BLOCK)
+        m_x = o_x < SIZE
+        tl.store(target + i_dst * SIZE + o_x, tl.load(source + i_src * SIZE + o_x, mask=m_x), mask=m_x)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
     """pool[dst] = pool[src] for each (src, dst) of pairs [N, 2] int64; no block may be both a source and a target."""
     assert pool.is_contiguous() and pairs.is_contiguous() and pairs.dtype == torch.int64
 
-    size = pool[0].numel()
-    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](pool, pool, pairs, size, 4096)
+    size, block = pool[0].numel(), MOVE_BYTES // pool.element_size()
+    move_blocks_kernel[(len(pairs) * triton.cdiv(size, block),)](pool, pool, pairs, len(pairs), size, block)
 
 
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks.
 
     One of them lies in pinned host memory, which the device reads and writes in place: all layers of all blocks move in
-    one launch, without a copy call for each.
+    one launch, without a copy call for each. Few programs do it, so that the next step finds room beside them.
     """
     assert source.is_contiguous() and target.is_contiguous() and source.shape[1:] == target.shape[1:]
     assert pairs.is_contiguous() and pairs.dtype == torch.int64 and source.dtype == target.dtype
 
-    size = source[0].numel()
-    copy_blocks_kernel[(len(pairs), triton.cdiv(size, 4096))](source, target, pairs, size, 4096)
+    size, block = source[0].numel(), SWAP_BYTES // source.element_size()
+    programs = min(SWAP_PROGRAMS, len(pairs) * triton.cdiv(size, block))
+    move_blocks_kernel[(programs,)](source, target, pairs, len(pairs), size, block, num_warps=8)

@@ -33,14 +33,20 @@ class Family:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    interleaved: bool = False  # RoPE turns elements 2i and 2i + 1, not i and i + head_dim / 2
 
 
 FAMILIES = {
+    "Ernie4_5ForCausalLM": Family(qkv_bias=False, o_bias=False, interleaved=True),
     "LlamaForCausalLM": Family(),
     "MistralForCausalLM": Family(qkv_bias=False, o_bias=False),
     "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": Family(qk_norm=True),
 }
+# Up to how many tokens a layer's fused products (`Transformer.run_fused`) took less time than the library's with the
+# norms, the activation and the sums between them: by device and the sizes of `fused_rows`, with the date of the
+# measurement. None has been made on a GPU yet, so nothing is fused.
+FUSED_ROWS: dict[tuple[str, int, int, int, int], int] = {}
 IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
 
 
@@ -157,10 +163,13 @@ class Transformer:
 
         sizes = self.num_heads, self.num_kv_heads, intermediate_size
         self.embedding = new(vocab, config.hidden_size)
-        self.layers = [Layer(config, FAMILIES[config.architecture], *sizes, new) for _ in range(config.num_layers)]
+        family = FAMILIES[config.architecture]
+        self.layers = [Layer(config, family, *sizes, new) for _ in range(config.num_layers)]
         self.norm = new(config.hidden_size)
         self.head: Weight = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
-        self.rotations = rope_table(config, max_model_len).to(device)
+        self.interleaved = family.interleaved
+        self.rotations = rope_table(config, max_model_len, self.interleaved).to(device)
+        self.fused_rows = fused_rows(self.layers[0], device) if group.size == 1 and dtype != torch.float16 else 0
         self.scale = config.head_dim**-0.5
         self.step: Step | None = None
         self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None  # `run` for one token; see cpu.py
@@ -210,6 +219,8 @@ class Transformer:
         residual = self.embed(batch.input_ids)
         if self.compiled and len(residual) == 1:
             return self.compiled(residual)
+        if len(residual) <= self.fused_rows:
+            return self.run_fused(residual)
         return self.run(residual, self.attend)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -223,15 +234,25 @@ class Transformer:
 
     def run(self, residual: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """The layers and the last norm, over embeddings [T, hidden], which are changed; attention is `attend`."""
-        ops, eps, add_up = self.ops, self.config.rms_norm_eps, self.group.all_reduce
+        ops, eps, activation, add_up = self.ops, self.config.rms_norm_eps, self.config.activation, self.group.all_reduce
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
             x = add_up(linear(attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
-            x = add_up(linear(ops.silu_mul(linear(x, layer.gate_up)), layer.down))
+            x = add_up(linear(ops.act_mul(linear(x, layer.gate_up), activation), layer.down))
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
             x = ops.rms_norm(x, following, eps, residual)
         return x
+
+    def run_fused(self, residual: torch.Tensor) -> torch.Tensor:
+        """`run` with norms, activation and sums inside the products: three launches and their bytes fewer a layer."""
+        ops, eps, activation = self.ops, self.config.rms_norm_eps, self.config.activation
+        for i, layer in enumerate(self.layers):
+            x = self.attend(ops.linear(residual, layer.qkv, layer.qkv_bias, layer.input_norm, eps), i)
+            ops.linear(x, layer.o, layer.o_bias, residual=residual)
+            x = ops.linear(residual, layer.gate_up, None, layer.post_norm, eps, activation)
+            ops.linear(x, layer.down, residual=residual)
+        return ops.rms_norm(residual, self.norm, eps)
 
     def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
         """Layer i's attention [T, heads * dim] over the paged context, which gets this step's keys and values first.
@@ -241,7 +262,8 @@ class Transformer:
         assert self.step
         batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[:, i]
         norms = layer.q_norm, layer.k_norm, self.config.rms_norm_eps
-        q = self.ops.qk_norm_rope_store(qkv, *norms, self.step.rotation, batch.slot_mapping, kv)
+        rotation = self.step.rotation
+        q = self.ops.qk_norm_rope_store(qkv, *norms, rotation, batch.slot_mapping, kv, self.interleaved)
         n, parts = batch.num_decodes, []
         if n > 0:
             parts.append(self.ops.attention_decode(q[:n], kv, self.step.plans[window], self.scale))
@@ -261,6 +283,7 @@ class Transformer:
                 setattr(layer, name, pack(getattr(layer, name)))
         assert isinstance(self.head, torch.Tensor)
         self.head = pack(self.head)
+        self.fused_rows = 0  # what is packed has a product of its own
 
 
 def check_division(config: ModelConfig, size: int) -> None:
@@ -279,28 +302,73 @@ def check_division(config: ModelConfig, size: int) -> None:
         )
 
 
+def fused_rows(layer: Layer, device: str) -> int:
+    """What FUSED_ROWS says of the device, qkv's outputs, the hidden size, o's inputs and down's inputs, or 0."""
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    return FUSED_ROWS.get((name, *layer.qkv.shape, layer.o.shape[1], layer.down.shape[1]), 0)
+
+
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias, by a plain weight or by one that was packed for its device."""
     return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight(x, bias)
 
 
-def rope_table(config: ModelConfig, length: int) -> torch.Tensor:
+def rope_table(config: ModelConfig, length: int, interleaved: bool) -> torch.Tensor:
     """What `qk_norm_rope_store` rotates each position by, [length, 2, head_dim] float32 (RoFormer, Su et al., 2021)."""
-    scaling, dim = config.rope_scaling, config.head_dim
-    frequencies = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if scaling.get("rope_type") == "linear":
-        frequencies = frequencies / scaling["factor"]
-    elif scaling.get("rope_type") == "llama3":
-        # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended.
-        original, low, high = (
-            scaling[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-        )
-        turns = original * frequencies / (2 * math.pi)  # of each frequency within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = blend * frequencies + (1 - blend) * frequencies / scaling["factor"]
+    frequencies, scale = rope_frequencies(config, length)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), dim=1)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    pairs = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), dim=1)  # [length, 2, D / 2, 2]
+    return (pairs if interleaved else pairs.transpose(2, 3)).flatten(2).contiguous()
+
+
+def rope_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, float]:
+    """Radians from one position to the next, [head_dim / 2] float32, and what cos and sin are multiplied by.
+
+    Some kinds depend on the length of a sequence. Keys stay in the cache as they were rotated once, so here that is
+    `length`, the most that a sequence may have, for all of them.
+    """
+    s, dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
+    kind, trained, factor = s.get("rope_type"), s.get("original_max_position_embeddings", 0), s.get("factor", 1.0)
+    if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): as far as needed, high frequencies the least
+        stretch = factor * max(length, trained) / trained - (factor - 1)
+        theta = theta * stretch ** (dim / (dim - 2))
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind == "linear":
+        return frequencies / factor, 1.0
+    if (
+        kind == "llama3"
+    ):  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended
+        low, high = s["low_freq_factor"], s["high_freq_factor"]
+        turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return blend * frequencies + (1 - blend) * frequencies / factor, 1.0
+    if kind == "yarn":  # Peng et al., 2023: as llama3, but blended by the index of the frequency
+        turns = s.get("beta_fast") or 32, s.get("beta_slow") or 1
+        low, high = (dim * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in turns)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        blend = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return (1 - blend) * frequencies + blend * frequencies / factor, yarn_scale(factor, s)
+    if kind == "longrope":  # Ding et al., 2024: a factor searched for each frequency
+        factors = s["long_factor"] if length > trained else s["short_factor"]
+        scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+        return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale
+    return frequencies, 1.0
+
+
+def yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
+    """What YaRN multiplies q and k by, so that attention over the longer context stays as sharp."""
+
+    def grown(mscale: float) -> float:
+        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
+    return grown(1.0)
 
 
 def load_weights(model: Transformer, folder: str) -> None:

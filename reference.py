@@ -41,9 +41,12 @@ def qk_norm_rope_store(
     rotation: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
+
+    Interleaved, a pair is not x[i] and x[i + r/2] but x[2i] and x[2i + 1]: the columns of `rotation` are in that order.
 
     Args:
         qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
@@ -67,7 +70,10 @@ def qk_norm_rope_store(
         qk[:, heads:].mul_(k_weight)
     cos, sin = rotation.unsqueeze(2).unbind(1)
     turning = qk[..., : rotation.shape[2]]
-    partner = turning.roll(rotation.shape[2] // 2, -1)
+    if interleaved:
+        partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = turning.roll(rotation.shape[2] // 2, -1)
     turning.mul_(cos).addcmul_(partner, sin)
     x[:, :-kv_heads].copy_(qk)
     kept = x[:, heads:].view(-1, 2, kv_heads, head_dim)
@@ -77,10 +83,40 @@ def qk_norm_rope_store(
     return x[:, :heads]
 
 
-def silu_mul(x: torch.Tensor) -> torch.Tensor:
-    """y = silu(gate) * up with silu(z) = z / (1 + exp(-z)), for x [T, 2F] = (gate | up); y [T, F], rounded once."""
+def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
+    """
     gate, up = x.float().chunk(2, dim=-1)
-    return F.silu(gate).mul_(up).to(x.dtype)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return gate.mul_(up).to(x.dtype)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
+
+    Args:
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
+        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is.
+        activation: "silu" or "gelu": weight is (gate | up).
+        residual: [T, N], not with an activation.
+
+    Returns:
+        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
+    """
+    y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
+    if activation:
+        y = act_mul(y, activation)
+    return y if residual is None else residual.add_(y)
 
 
 class Span(NamedTuple):

@@ -70,11 +70,10 @@ class Worker:
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, sharers)
-            row_product = cpu.compile_rows() if config.compile else None
-            self.model.pack(lambda weight: cpu.pack(weight, row_product))
-            if config.compile:
-                width = model_config.num_heads * model_config.head_dim
-                self.model.compiled = cpu.compile_layers(self.model, width)
+        self.pack()
+        if config.compile:
+            width = model_config.num_heads * model_config.head_dim
+            self.model.compiled = cpu.compile_layers(self.model, width)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
@@ -115,6 +114,15 @@ class Worker:
             "swap_cost": self.swap_cost,
             "compile_seconds": round(self.compile_seconds, 1),
         }
+
+    def pack(self) -> None:
+        """Give the model's matrices the products that this device is fast with, or batch_invariant is true of."""
+        ops = self.ops
+        if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
+            self.model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
+        elif self.device == "cpu":
+            row_product = cpu.compile_rows() if self.config.compile else None
+            self.model.pack(lambda weight: cpu.pack(weight, row_product))
 
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
@@ -200,7 +208,7 @@ class Worker:
         count = min(config.max_num_batched_tokens, self.max_model_len)
         row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
         self.run(StepPlan(0, rows=[(0, count)], new=[row]))
-        logits = self.model.logits(self.model.norm.expand(config.max_num_seqs, -1))
+        logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
@@ -226,6 +234,8 @@ class Worker:
             if self.config.compile:
                 self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
         self.run(StepPlan(2, released=[0]))
+        if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
+            self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
         return seconds / length
 
     @torch.inference_mode()
@@ -251,13 +261,29 @@ class Worker:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """`step`, without a net."""
-        state, ops = self.state, self.ops
-        state.apply(plan)
+        self.state.apply(plan)
         self.move_blocks(plan)
         if self.sanitizer:
             self.sanitizer.follow(plan)
         if not plan.rows:
             return StepResult(plan.step, [])
+        each = self.config.batch_invariant and self.ops.__name__ == "reference"
+        return self.compute_each(plan) if each else self.compute(plan)
+
+    def compute_each(self, plan: StepPlan) -> StepResult:
+        """`compute`, token by token: torch's operators round by the number of rows, which is then always one."""
+        result = StepResult(plan.step, [])
+        for i, (slot, count) in enumerate(plan.rows):
+            for _ in range(count):
+                part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]))
+            result.token_ids += part.token_ids
+            if part.logprobs:
+                result.logprobs[i] = part.logprobs[0]
+        return result
+
+    def compute(self, plan: StepPlan) -> StepResult:
+        """Run the plan's rows, whose differences have been applied."""
+        state, ops = self.state, self.ops
         rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
         counts = rows[:, 1]
         starts = np.zeros(len(rows) + 1, dtype=np.int32)

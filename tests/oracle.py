@@ -5,7 +5,8 @@ down what transformers says of them.
 
 For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it the prompts' logits and greedy
 tokens; for entry j of the case's `beams`, a dict of arguments of `generate`, prompt i has `beams{j}.{i}` (an answer a
-row, filled up with -1) and `scores{j}.{i}`. (transformers looks for a package called `kernels` and would find ours,
+row, filled up with -1) and `scores{j}.{i}`. For each length of `tables`, `table<length>` has cos | sin of
+so many positions. (transformers looks for a package called `kernels` and would find ours,
 hence the separate process.)
 """
 
@@ -46,6 +47,10 @@ def make(name: str, case: dict, folder: Path) -> None:
             )  # fmt: skip
             found[f"beams{j}.{i}"] = beams.sequences[:, len(prompt) :].contiguous()
             found[f"scores{j}.{i}"] = beams.sequences_scores
+    for length in case.get("tables", []):
+        rotary, x = model.model.rotary_emb, torch.zeros(1)
+        cos, sin = rotary(x, torch.arange(length)[None])
+        found[f"table{length}"] = torch.cat((cos[0], sin[0]), dim=-1)
     save_file(found, folder / "oracle.safetensors")
 
 

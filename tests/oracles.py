@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -51,20 +52,48 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = Fa
     return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
-def rotation(cos_sin: torch.Tensor) -> torch.Tensor:
+def act_mul(x: torch.Tensor, activation: str, naive: bool = False) -> torch.Tensor:
+    gate, up = (x if naive else x.double()).chunk(2, dim=-1)
+    if activation == "silu":
+        return gate / (1 + (-gate).exp()) * up
+    return gate / 2 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+
+
+def rotation(cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
     """cos | sin, [T, r], as the ops want it: [T, 2, r]."""
     cos, sin = cos_sin.chunk(2, dim=1)
+    if interleaved:
+        return torch.stack((cos.repeat_interleave(2, 1), torch.stack((-sin, sin), 2).flatten(1)), 1)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
 
-def rope(x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, naive: bool = False) -> torch.Tensor:
+def rope(
+    x: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, naive: bool = False, interleaved: bool = False
+) -> torch.Tensor:
     y, half = (x if naive else x.double()).clone(), cos_sin.shape[1] // 2
     for t, position in enumerate(positions.tolist()):
         cos, sin = cos_sin[position].to(y.dtype).chunk(2)
         for i in range(half):
-            a, b = x[t, :, i].to(y.dtype), x[t, :, i + half].to(y.dtype)
-            y[t, :, i], y[t, :, i + half] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
+            j, k = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            a, b = x[t, :, j].to(y.dtype), x[t, :, k].to(y.dtype)
+            y[t, :, j], y[t, :, k] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
     return y
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    activation: str,
+    residual: torch.Tensor | None,
+    naive: bool = False,
+) -> torch.Tensor:
+    compute = x.dtype if naive else torch.float64
+    y = (x if norm is None else rms_norm(x, norm, 1e-5, naive)).to(compute) @ weight.to(compute).T
+    y = y if bias is None else y + bias.to(compute)
+    y = act_mul(y, activation, naive) if activation else y
+    return y if residual is None else y + residual.to(compute)
 
 
 def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int, naive: bool = False) -> torch.Tensor:
@@ -91,6 +120,24 @@ def decode(
 ) -> torch.Tensor:
     """attention_decode of `ops`, which is kernels or reference, with its own plan."""
     return ops.attention_decode(q, kv, ops.plan_decode(kv, tables, slots, lens, q.shape[1], window), scale)
+
+
+# What `linear` may be asked for beside the product.
+PRODUCTS = st.sampled_from([(), ("bias",), ("norm",), ("residual", "bias"), ("norm", "silu"), ("norm", "gelu", "bias")])
+
+
+def product(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...]) -> dict[str, Any]:
+    """Random arguments of `linear`: weight is [2 outputs, inputs] with an activation."""
+    activation = next((name for name in asked if name in ("silu", "gelu")), "")
+    width = outputs * 2 if activation else outputs
+    return {
+        "x": (torch.randn(rows, inputs) * 3).to(dtype),
+        "weight": (torch.randn(width, inputs) * inputs**-0.5).to(dtype),
+        "bias": torch.randn(width).to(dtype) if "bias" in asked else None,
+        "norm": torch.randn(inputs).to(dtype) if "norm" in asked else None,
+        "activation": activation,
+        "residual": torch.randn(rows, outputs).to(dtype) if "residual" in asked else None,
+    }
 
 
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])

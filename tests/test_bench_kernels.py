@@ -20,6 +20,7 @@ TINY = Shape("tiny", 32, 4, 2, 16, 48, 100, True)
 CASES = [
     *bench_kernels.norm_cases(TINY, (3,)),
     *bench_kernels.rope_cases(TINY, (70,)),
+    *bench_kernels.linear_cases(TINY, (3,)),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
     *bench_kernels.sample_cases(TINY, 3),
@@ -43,7 +44,7 @@ def test_each_case_is_checked_against_its_twin(case):
 def test_bytes_and_operations_are_counted():
     counted = {case.op: (case.bytes, case.flops) for case in CASES}
     assert counted["rms_norm"] == (2 * (2 * 3 * 32 + 2 * 3 * 32 + 32), 0)  # x, y; the residual twice; the weight
-    assert counted["silu_mul"] == (2 * 3 * (48 + 48 + 48), 0)
+    assert counted["act_mul"] == (2 * 3 * (48 + 48 + 48), 0)
     assert counted["attention_decode"] == (2 * (75 * 2 * 2 * 16 + 2 * 2 * 4 * 16), 2 * 2 * 75 * 4 * 16)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)

@@ -1,7 +1,7 @@
 """The Triton specializations that the shapes below need, compiled for sm_80, sm_90 and sm_100 without a GPU.
 
-The test compiles those of BRIEF for sm_80 and sm_100 and all but the largest model's for sm_90. The whole table takes
-two minutes: python tests/test_compile_gate.py
+The test compiles those of BRIEF for sm_80 and sm_100 and all but the largest model's for sm_90, and of matrix products
+and activations just what differs in kind. The whole table takes five minutes: python tests/test_compile_gate.py
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ATTENTION = (
 BRIEF = (QWEN.name, DEMO.name)
 
 
-def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], object]]:
+def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
     """Calls of the launchers of a module `ops`, on small CPU tensors with the shape's fixed sizes."""
     s, dtype, int32 = shape, shape.dtype, torch.int32
     kv = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=dtype)[:, 1]
@@ -68,22 +68,51 @@ def launches(shape: Shape, attention_only: bool) -> Iterator[Callable[[Any], obj
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6, x.clone())
-    yield lambda ops: ops.silu_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype))
+    yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "silu")
+    if whole:
+        yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "gelu")
+    if whole or s is QWEN:
+        yield from products(s, whole)
     norm = torch.zeros(s.head_dim, dtype=dtype) if s.norm else None
     qkv, rotation = torch.zeros(2, (s.heads + 2 * s.kv_heads) * s.head_dim, dtype=dtype), torch.zeros(2, 2, s.head_dim)
-    yield lambda ops: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, rotation, long[:2], kv)
+    for interleaved in (False, True) if whole else (False,):
+        yield lambda ops, i=interleaved: ops.qk_norm_rope_store(qkv, norm, norm, 1e-6, rotation, long[:2], kv, i)
     logits, floats = torch.zeros(2, s.vocab, dtype=dtype), torch.zeros(4)
     yield lambda ops: ops.sample(logits, ints[:2], floats, ints, floats, floats, long, ints)
     yield lambda ops: ops.logprobs(logits, long[:2], 0)
     yield lambda ops: ops.logprobs(logits, long[:2], 5)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
     yield lambda ops: ops.post_update(tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2])
-    yield lambda ops: ops.copy_blocks(
-        torch.zeros(4, 2, 2, 8, 64, 128, dtype=dtype), torch.zeros(2, 2, dtype=torch.int64)
-    )
+    pool, pairs = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=dtype), long.view(2, 2)
+    yield lambda ops: ops.copy_blocks(pool, pairs)
+    yield lambda ops: ops.swap_blocks(pool, pool.clone(), pairs)
 
 
-def specializations(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
+def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
+    """A layer's matrices, for few rows and for many, and as `run_fused` has them."""
+    heads = s.heads * s.head_dim
+
+    def product(outputs: int, inputs: int, rows: int, **fused: Any) -> Callable[[Any], object]:
+        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
+        return lambda ops: ops.linear(x, weight, **fused)
+
+    qkv = heads + 2 * s.kv_heads * s.head_dim
+    norm, bias, residual = (torch.zeros(size, dtype=s.dtype) for size in ((s.hidden,), (qkv,), (2, s.hidden)))
+    yield product(qkv, s.hidden, 2, bias=bias)
+    yield product(qkv, s.hidden, 65)
+    yield product(qkv, s.hidden, 2, norm=norm)
+    yield product(s.hidden, s.ffn, 2, residual=residual)
+    yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="silu")
+    if whole:
+        for outputs, inputs in ((qkv, s.hidden), (s.hidden, heads), (2 * s.ffn, s.hidden), (s.hidden, s.ffn)):
+            yield product(outputs, inputs, 2)
+            yield product(outputs, inputs, 65)
+        yield product(qkv, s.hidden, 65, bias=bias)
+        yield product(s.hidden, heads, 2, residual=residual)
+        yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="gelu")
+
+
+def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, Any]]]:
     """(name, ASTSource, compile options) of each distinct kernel that the launchers start on sm_<arch>."""
     from triton.compiler import ASTSource
     from triton.runtime.jit import JITFunction
@@ -112,7 +141,7 @@ def specializations(arch: int) -> list[tuple[str, Any, dict[str, Any]]]:
     JITFunction.run = record
     kernels._has_wgmma = lambda device: arch >= 90
     for shape in (*WHOLE, *ATTENTION):
-        for launch in launches(shape, shape in ATTENTION):
+        for launch in launches(shape, shape in ATTENTION, whole):
             launch(kernels)
     return list(found.values())
 
@@ -141,6 +170,7 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         "stack": int(usage["STACK"]) + int(usage["LOCAL"]),
         "spills": sum(code.startswith(("STL", "LDL")) for code in opcodes),
         "hgmma": sum(code.startswith("HGMMA") for code in opcodes),
+        "copies": sorted({code for code in opcodes if code.startswith("LDGSTS")}),
     }
 
 
@@ -163,7 +193,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
-    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 12
+    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 13
     assert not [r for r in gate if r["spills"] or r["stack"]]
 
 
@@ -171,9 +201,15 @@ def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
     assert not [r for r in gate if r["shared"] > SHARED_LIMIT[r["arch"]]]
 
 
-def test_prefill_uses_the_warp_group_matrix_unit(gate: list[dict[str, Any]]) -> None:
-    prefill = [r for r in gate if r["arch"] == 90 and "prefill" in r["kernel"] and "fp32" not in r["kernel"]]
-    assert prefill and all(r["hgmma"] for r in prefill), prefill
+@pytest.mark.parametrize("name", ["attention_prefill", "linear"])
+def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: str) -> None:
+    found = [r for r in gate if r["arch"] == 90 and r["kernel"].startswith(name) and "fp32" not in r["kernel"]]
+    assert found and all(r["hgmma"] for r in found), found
+
+
+def test_linear_streams_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
+    found = [r for r in gate if r["kernel"].startswith("linear")]
+    assert found and all(r["copies"] and all(code.endswith(".128") for code in r["copies"]) for r in found), found
 
 
 if __name__ == "__main__":
@@ -181,8 +217,8 @@ if __name__ == "__main__":
 
     sys.path.insert(0, str(Path(__file__).parents[1]))
     with tempfile.TemporaryDirectory() as default:
-        jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch)]
         shard, folder = (int(sys.argv[1]), Path(sys.argv[2])) if len(sys.argv) > 1 else (None, Path(default))
+        jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch, shard is None)]
         if shard is not None:
             shapes = [(job, job[0].split(":")[1]) for job in jobs]
             brief = [job for job, name in shapes if name in BRIEF or (job[-1] == 90 and name != LLAMA.name)]

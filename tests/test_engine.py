@@ -111,6 +111,46 @@ def test_same_answers_with_a_warm_cache(llm, work, answers):
     assert llm.core.metrics()["prefix_cache_hits_total"] > before
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype):
+    """Alone, together, in chunks, from the prefix cache, and after preemption either way."""
+    prompts = [prompt[:30] for prompt in work[0][:6]]
+    params = [replace(STORY, max_tokens=8, best_of=1 + i % 2, temperature=i % 2, seed=i) for i in range(6)]
+
+    def run(batches: list[slice], **fields) -> tuple[set[bytes], list[float], dict]:
+        llm, rows = make_llm(dtype=dtype, batch_invariant=True, block_size=4, max_model_len=40, **fields), set()
+        model = llm.core.executor.worker.model
+        logits = model.logits
+
+        def record(hidden: torch.Tensor) -> torch.Tensor:
+            found = logits(hidden)
+            rows.update(row.view(torch.uint8).numpy().tobytes() for row in found)
+            return found
+
+        model.logits = record
+        outputs = [o for batch in batches for o in llm.generate(prompts[batch], params[batch], use_tqdm=False)]
+        ranked = [o.outputs[0].cumulative_logprob for o in outputs[-6:] if o.outputs[0].cumulative_logprob is not None]
+        return rows, ranked, llm.core.metrics()
+
+    alone, ranked, _ = run([slice(i, i + 1) for i in range(6)], enable_prefix_caching=False)
+    assert len(alone) > 6 * 8 and len(set(ranked)) == 3
+    few = {"num_gpu_blocks_override": 24, "schedule_conservativeness": 0.0, "enable_prefix_caching": False}
+    for happened, fields in (
+        ("num_requests_running", {"max_num_batched_tokens": 16, "max_num_seqs": 16, "enable_prefix_caching": False}),
+        ("prefix_cache_hits_total", {}),
+        ("num_preemptions_total", few | {"preemption_mode": "recompute"}),
+        ("num_swapped_blocks_total", few | {"preemption_mode": "swap", "swap_space": 0.01}),
+    ):
+        rows, values, metrics = run([slice(None)] * (1 + (happened == "prefix_cache_hits_total")), **fields)
+        assert rows == alone and values == ranked, happened
+        assert metrics[happened] > 0 or happened == "num_requests_running"
+
+
+def test_batch_invariant_needs_one_rank():
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 2; with batch_invariant, .* it must be 1"):
+        EngineConfig(batch_invariant=True, tensor_parallel_size=2)
+
+
 def test_together_and_one_by_one(llm):
     """200 prompts with the lengths of real requests, scaled to the demo's context of 1,024; every other one greedy."""
     with Path(__file__).with_name("azure_lengths.csv").open() as file:

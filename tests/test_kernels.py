@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -123,12 +124,45 @@ def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_
 
 
 @few
-@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes)
-def test_silu_mul(device: str, tokens: int, size: int, dtype: torch.dtype) -> None:
+@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(["silu", "gelu"]))
+def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
-    gate, up = x.double().chunk(2, dim=-1)
-    naive = torch.nn.functional.silu(x[:, :size]) * x[:, size:]
-    oracles.check_error(run("silu_mul", device, x), gate / (1 + (-gate).exp()) * up, naive)
+    want, naive = (oracles.act_mul(x, activation, naive) for naive in (False, True))
+    oracles.check_error(run("act_mul", device, x, activation), want, naive)
+
+
+@settings(parent=few, max_examples=30)
+@given(
+    st.sampled_from([1, 3, 64, 65, 70]),
+    st.sampled_from([1, 65, 130]),
+    st.sampled_from([7, 100, 530]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    oracles.PRODUCTS,
+    st.sampled_from([1, 64]),
+)
+def test_linear(
+    device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...], programs: int
+) -> None:
+    given = oracles.product(rows, outputs, inputs, dtype, asked)
+    want, naive = (oracles.linear(**given, naive=naive) for naive in (False, True))
+    x, weight, bias, norm, activation, residual = given.values()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "LINEAR_PROGRAMS", programs)  # with 64 these weights have up to 4 splits, else 1
+        got = run("linear", device, x, weight, bias, norm, 1e-5, activation, residual)
+    oracles.check_error(got, want, naive)
+    assert residual is None or torch.equal(residual, got)
+    assert not kernels._counters(torch.device(device)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither how many there are nor where it is changes a bit: of 65 rows one program sums all parts of K."""
+    monkeypatch.setattr(kernels, "LINEAR_PROGRAMS", 64)
+    assert kernels._linear_tile(140, 1100, dtype)[2] > 1
+    x, weight = torch.randn(67, 1100).to(dtype), torch.randn(140, 1100).to(dtype)
+    whole = run("linear", device, x, weight)
+    for begin, end in ((0, 1), (66, 67), (13, 45), (3, 67)):
+        assert torch.equal(run("linear", device, x[begin:end].contiguous(), weight), whole[begin:end])
 
 
 @few
@@ -138,9 +172,16 @@ def test_silu_mul(device: str, tokens: int, size: int, dtype: torch.dtype) -> No
     st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2)]),
     dtypes,
     st.booleans(),
+    st.booleans(),
 )
 def test_qk_norm_rope_store(
-    device: str, tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool
+    device: str,
+    tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    norm: bool,
+    interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary) = heads, dims
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
@@ -149,12 +190,12 @@ def test_qk_norm_rope_store(
     places = torch.randperm(32)[:tokens] - 1  # of 2 blocks of 16, and now and then -1
     pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
     twin = pool.clone()
-    args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions]), places)
-    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1])
-    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1])
+    args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
+    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], interleaved)
+    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], interleaved)
     x = qkv.view(tokens, -1, d)
     q_want, k_want = (
-        oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions)
+        oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions, False, interleaved)
         for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
     )
     oracles.check_error(q, q_want, q_twin)
@@ -471,6 +512,33 @@ def test_swap_blocks(device: str) -> None:
     assert torch.equal(host[2], host[1]) and torch.equal(host[3], host[4])
 
 
+def test_few_programs_swap_many_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes several turns, and the last chunk of a block is not full."""
+    monkeypatch.setattr(kernels, "SWAP_BYTES", 256)
+    source, target = torch.randn(40, 3, 50).to(device), torch.zeros(50, 3, 50, device=device)
+    pairs = torch.stack((torch.randperm(40), torch.randperm(50)[:40]), 1)
+    kernels.swap_blocks(source, target, pairs.to(device))
+    want = torch.zeros(50, 3, 50)
+    reference.swap_blocks(source.cpu(), want, pairs)
+    assert torch.equal(target.cpu(), want)
+
+
+def test_blocks_beyond_32_bits_are_moved(device: str, tmp_path: Path) -> None:
+    """The last block lies 2^32 items into the pool: a file with a hole, of which only what is touched takes room."""
+    count, size = 2**20 + 1, 4096
+    with (tmp_path / "pool").open("wb") as file:
+        file.truncate(count * size)
+    pool = torch.from_numpy(np.memmap(tmp_path / "pool", np.uint8, "r+", shape=(count, size)))
+    last = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    pool[-1] = last
+    pool, host = pool.to(device), torch.zeros(2, size, dtype=torch.uint8, device=device)
+    kernels.copy_blocks(pool, torch.tensor([[count - 1, 7], [count - 1, count - 2]], device=device))
+    kernels.swap_blocks(pool, host, torch.tensor([[count - 2, 0], [7, 1]], device=device))
+    kernels.swap_blocks(host, pool, torch.tensor([[1, count - 3]], device=device))
+    for block in (pool[7], pool[-3], *host):
+        assert torch.equal(block.cpu(), last)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -485,6 +553,9 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
         kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+        kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
+        blocks = torch.randn(8, 2, 2, 64).cuda()
+        kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())
         ids = torch.arange(8).cuda()[offset : offset + rows]
         for k in (0, rows):
             kernels.logprobs(torch.randn(rows, 500).cuda(), ids, k)

@@ -14,12 +14,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import EngineConfig, ModelConfig
+from model import rope_table
 from scheduler import NewRow, StepPlan
 from worker import Worker
 
 NEW = 64
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}  # fmt: skip
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 128, "rope_theta": 10000.0,
+        "short_factor": [1.0 + i / 9 for i in range(8)], "long_factor": [2.0 + i for i in range(8)]}  # fmt: skip
 
 
 def shape(vocab, hidden, heads, kv_heads, layers=2, **more):
@@ -39,6 +45,27 @@ CASES = {
         "shape": shape(151, 96, 4, 1, attention_bias=True,
                        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}),
     },
+    "llama-yarn-gelu": {
+        "config": "LlamaConfig",
+        "shape": shape(99, 64, 4, 2, rope_parameters=YARN, hidden_act="gelu_pytorch_tanh"), "tables": [300],
+    },
+    "qwen3-yarn-mscale": {
+        "config": "Qwen3Config", "shape": shape(99, 64, 4, 2, head_dim=16, rope_parameters=YARN | {
+            "mscale": 1.3, "mscale_all_dim": 0.7, "beta_fast": 8, "beta_slow": 2, "truncate": False}),
+        "tables": [256],
+    },
+    "llama-yarn-attention-factor": {
+        "config": "LlamaConfig", "shape": shape(99, 64, 4, 2, rope_parameters=YARN | {"attention_factor": 1.7}),
+        "tables": [256],
+    },
+    "llama-dynamic": {
+        "config": "LlamaConfig", "tables": [200, 400],
+        "shape": shape(99, 64, 4, 2, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+    },
+    "llama-longrope": {
+        "config": "LlamaConfig", "shape": shape(99, 64, 4, 2, rope_parameters=LONG), "tables": [128, 129],
+    },
+    "ernie": {"config": "Ernie4_5Config", "shape": shape(99, 64, 4, 2, head_dim=32, use_bias=False)},
     "mistral-window": {"config": "MistralConfig", "shape": shape(127, 64, 8, 2, sliding_window=9, head_dim=16)},
     "mistral-no-window": {"config": "MistralConfig", "shape": shape(64, 48, 3, 3, sliding_window=None)},
     "qwen2-sharded-tied": {
@@ -80,7 +107,7 @@ def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     prompts = case["prompts"]
-    per_seq = -(-256 // 16)
+    per_seq = worker.blocks_per_seq()
     new = [NewRow(i, p, 0, list(range(i * per_seq, (i + 1) * per_seq)), 0.0, 0, 1.0, 0.0, 0)
            for i, p in enumerate(prompts)]  # fmt: skip
     result = worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new))
@@ -98,7 +125,25 @@ def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_family_equals_transformers(checkpoints, name):
-    check(make_worker(checkpoints / name), CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+    # With these two, transformers turns keys by how long the sequence is then, we by how long one may be.
+    lengths = {"llama-dynamic": 256, "llama-longrope": 128}
+    worker = make_worker(checkpoints / name, max_model_len=lengths.get(name))
+    check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+
+
+@pytest.mark.parametrize(("name", "length"), [(n, x) for n, case in CASES.items() for x in case.get("tables", [])])
+def test_rope_table_equals_transformers(checkpoints, name, length):
+    config = ModelConfig.from_folder(str(checkpoints / name))
+    oracle = load_file(checkpoints / name / "oracle.safetensors")
+    cos, sin = oracle[f"table{length}"].chunk(2, dim=1)
+    ours = rope_table(config, length, False)
+    sin = torch.cat((-sin[:, : sin.shape[1] // 2], sin[:, sin.shape[1] // 2 :]), 1)
+    torch.testing.assert_close(ours, torch.stack((cos, sin), 1), atol=2e-5, rtol=0)
+
+
+def test_context_grows_by_the_factor_of_rope(checkpoints):
+    grown = {name: ModelConfig.from_folder(str(checkpoints / name)).max_position for name in CASES}
+    assert (grown["llama-yarn-gelu"], grown["llama-dynamic"], grown["llama-longrope"]) == (256, 512, 256)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-gqa-llama3-rope-tied", "llama-mqa-bias-linear-rope"])
@@ -166,11 +211,15 @@ def test_index_cannot_leave_the_folder(model_folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; Manta runs Llama, Mistral, Qwen2, Qwen3"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
         ({"hidden_size": None}, "wrong type"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE of type 'yarn'; Manta has default, linear, llama3"),
-        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        (
+            {"rope_parameters": {"rope_type": "3d"}},
+            "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
+        ),
+        ({"hidden_act": "gelu"}, "activation 'gelu'; Manta has silu, gelu_pytorch_tanh"),
         ({"mlp_bias": True}, "mlp_bias"),
+        ({"use_bias": True}, "use_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "num_attention_heads is 8; it must be a multiple of num_key_value_heads, 3"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),

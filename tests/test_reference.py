@@ -42,13 +42,23 @@ def test_rms_norm(tokens: int, size: int, dtype: torch.dtype, with_residual: boo
 
 
 @some
-@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes)
-def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
+@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes, st.sampled_from(["silu", "gelu"]))
+def test_act_mul(tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
-    before, (gate, up) = x.clone(), x.double().chunk(2, dim=-1)
-    want = gate / (1 + (-gate).exp()) * up
-    oracles.check_error(reference.silu_mul(x), want, want.to(dtype))
+    before, want = x.clone(), oracles.act_mul(x, activation)
+    oracles.check_error(reference.act_mul(x, activation), want, want.to(dtype))
     assert torch.equal(x, before)
+
+
+@some
+@given(st.sampled_from([1, 5]), st.sampled_from([1, 65]), st.sampled_from([7, 100]), dtypes, oracles.PRODUCTS)
+def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...]) -> None:
+    given = oracles.product(rows, outputs, inputs, dtype, asked)
+    want, naive = (oracles.linear(**given, naive=naive) for naive in (False, True))
+    before = given["x"].clone()
+    got = reference.linear(**given, eps=1e-5)
+    oracles.check_error(got, want, naive)
+    assert torch.equal(given["x"], before) and (given["residual"] is None or got is given["residual"])
 
 
 @some
@@ -58,9 +68,10 @@ def test_silu_mul(tokens: int, size: int, dtype: torch.dtype) -> None:
     st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2)]),
     dtypes,
     st.booleans(),
+    st.booleans(),
 )
 def test_qk_norm_rope_store(
-    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool
+    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool, interleaved: bool
 ) -> None:
     (h, kv_heads), (d, rotary), block_size = heads, dims, 5
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
@@ -68,12 +79,14 @@ def test_qk_norm_rope_store(
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
     places = torch.randperm(11)[:tokens] - 1
     pool = torch.full((2, 2, 2, kv_heads, block_size, d), 7.0, dtype=dtype)
-    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions]), places)
-    q = reference.qk_norm_rope_store(*args, pool[:, 1])
+    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
+    q = reference.qk_norm_rope_store(*args, pool[:, 1], interleaved)
     x = qkv.view(tokens, -1, d)
     (q_want, q_naive), (k_want, k_naive) = (
         [
-            oracles.rope(oracles.rms_norm(part, weight, 1e-6, naive) if norm else part, cos_sin, positions, naive)
+            oracles.rope(
+                oracles.rms_norm(part, weight, 1e-6, naive) if norm else part, cos_sin, positions, naive, interleaved
+            )
             for naive in (False, True)
         ]
         for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))

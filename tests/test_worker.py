@@ -9,9 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import model as model_module
 import oracles
+import reference
 import worker as worker_module
 from config import EngineConfig, ModelConfig
+from model import Transformer
 from scheduler import NewRow, StepPlan
 from worker import Worker
 
@@ -167,3 +170,50 @@ def test_blocks_that_the_window_has_passed_may_be_gone(make, count):
     part = worker.step(StepPlan(3, rows=[(0, count)], released=[0], new=new)).token_ids
     part += [worker.step(StepPlan(4, rows=[(0, 1)])).token_ids[0] for _ in range(9)]
     assert gone == (5 if count == 1 else 2) and part == whole and len(set(whole)) > 3
+
+
+def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
+    """All matrices of all layers, and the head."""
+    seen = []
+    linear = lambda x, weight, bias: seen.append(weight.shape) or reference.linear(x, weight, bias)  # noqa: E731
+    ops = SimpleNamespace(**vars(reference) | {"__name__": "kernels", "linear": linear})
+    monkeypatch.setattr(worker_module, "pick_ops", lambda backend, device: ops)
+    make().step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
+    assert not seen
+    worker = make(batch_invariant=True)
+    seen.clear()
+    worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
+    assert seen == [(64, 32), (32, 32), (96, 32), (32, 48)] * 2 + [(97, 32)]
+
+
+def test_measured_shapes_decide_which_steps_are_fused(make, monkeypatch):
+    """With a made-up entry; the fused step gives the tokens and, nearly, the hidden states of the plain one."""
+    steps, found = [], []
+    for name in ("run", "run_fused"):
+        whole = getattr(Transformer, name)
+        monkeypatch.setattr(
+            Transformer, name, lambda *args, n=name, f=whole: steps.append(n) or found.append(f(*args)) or found[-1]
+        )
+    monkeypatch.setattr(Transformer, "pack", lambda self, pack: None)  # packed weights have a product of their own
+    assert make().model.fused_rows == 0
+    for entry, rows in (
+        (("cpu", 64, 32, 32, 48), 2),
+        (("cpu", 64, 32, 32, 48), 1),
+        (("NVIDIA H200", 64, 32, 32, 48), 2),
+        (("cpu", 64, 32, 32, 47), 2),
+    ):
+        monkeypatch.setattr(model_module, "FUSED_ROWS", {entry: rows})
+        worker = make()
+        for i, layer in enumerate(worker.model.layers):
+            layer.input_norm.add_(i), layer.post_norm.add_(i + 0.5)
+        steps.clear(), found.clear()
+        new = [row(0, [3, 4, 5, 6]), row(1, [7])]
+        told = [worker.step(StepPlan(0, rows=[(1, 1), (0, 4)], new=new)).token_ids]
+        told += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])).token_ids for i in (1, 2)]
+        fused = entry == ("cpu", 64, 32, 32, 48) and rows == 2
+        assert steps == ["run", *["run_fused" if fused else "run"] * 2]
+        if fused:
+            tokens, hidden = told, list(found)
+        assert told == tokens
+        for ours, theirs in zip(found, hidden, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
