@@ -35,6 +35,7 @@ PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for
 PROCESSORS = 132  # of an H200: what is assumed where there is no GPU
 DECODE_PROGRAMS = 2  # of attention_decode on each: while one starts a row, the other one's loads go on
 DECODE_CHUNK = 512  # keys, after which a batch-invariant row is cut
+DECODE_ROWS = 512  # whose items are counted, or looked at, at a time; with 1024 the counting kernel spills
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
 SAMPLE_SEARCH = 2048  # and while it searches, with 8 pivots for each of them
 SAMPLE_REGISTERS = 128  # unasked, ptxas allows 64 for some vocabularies and spills
@@ -299,9 +300,9 @@ def _combine(
 ):  # fmt: skip
     """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces of one row.
 
-    Loads BLOCK_P of them at once, for BLOCK_R of its ROWS queries. A row begins at the end of program i_first's share
-    (place 1), and goes on at the beginning of those of the programs that follow (place 0); INVARIANT pieces lie in the
-    order of the list.
+    BLOCK_P of them at once, for BLOCK_R of its ROWS queries, while the next ones are on their way. A row begins at the
+    end of program i_first's share (place 1), and goes on at the beginning of those of the programs that follow (place
+    0); INVARIANT pieces lie in the order of the list.
     """
     G: tl.constexpr = H // KV
     o_p = tl.arange(0, BLOCK_P)
@@ -311,7 +312,7 @@ def _combine(
         b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
         b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
         b_sum = tl.zeros([BLOCK_R], tl.float32)
-        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=1):
+        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
             o_piece = i_first.to(tl.int64) + i_p + o_p
             if not INVARIANT:
                 o_piece = o_piece * 2 + (i_p + o_p == 0)
@@ -473,7 +474,7 @@ def plan_decode(
 
     _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
     item = DECODE_CHUNK if batch_invariant else block_n
-    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, kv_heads, tokens, window, item, 512)
+    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, kv_heads, tokens, window, item, DECODE_ROWS)
     return DecodePlan(block_tables, slots, seq_lens, window, tokens, batch_invariant, items, arrived)
 
 
@@ -515,7 +516,7 @@ def attention_decode(
     attention_decode_kernel[(programs, kv_heads)](
         q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse, batch,
         block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
-        window, soft_cap, invariant, item, least, block_q, block_n, block_d, 512,
+        window, soft_cap, invariant, item, least, block_q, block_n, block_d, DECODE_ROWS,
         4096 // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
     )  # fmt: skip
     return out
