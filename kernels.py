@@ -35,6 +35,7 @@ PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for
 PROCESSORS = 132  # of an H200: what is assumed where there is no GPU
 DECODE_PROGRAMS = 2  # of attention_decode on each: while one starts a row, the other one's loads go on
 DECODE_CHUNK = 512  # keys, after which a batch-invariant row is cut
+DECODE_PARTIALS = 4096  # numbers of pieces that are added up at a time: all at once spilled up to 586 registers
 DECODE_ROWS = 512  # whose items are counted, or looked at, at a time; with 1024 the counting kernel spills
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
 SAMPLE_SEARCH = 2048  # and while it searches, with 8 pivots for each of them
@@ -512,12 +513,12 @@ def attention_decode(
     partial_lse = torch.empty(pieces, kv_heads, rows, dtype=torch.float32, device=q.device)
 
     least = max(1, 32 * rows // item)  # so that pieces, stored and loaded, are a sixteenth of the bytes at most
-    block_r = min(triton.next_power_of_2(rows), 4096 // block_d)
+    block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
     attention_decode_kernel[(programs, kv_heads)](
         q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse, batch,
         block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
         window, soft_cap, invariant, item, least, block_q, block_n, block_d, DECODE_ROWS,
-        4096 // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
+        DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
     )  # fmt: skip
     return out
 

@@ -214,6 +214,7 @@ def test_attention_decode(
         patch.setattr(kernels, "_decode_programs", lambda device, kv_heads: programs)
         patch.setattr(kernels, "DECODE_CHUNK", 128)
         patch.setattr(kernels, "DECODE_ROWS", 2)
+        patch.setattr(kernels, "DECODE_PARTIALS", 256)
         got = run("attention_decode", device, *args).unflatten(0, (-1, tokens))
     for mine, theirs, slot in zip(got, q.unflatten(0, (-1, tokens)), slots.tolist(), strict=True):
         if slot < 0:
