@@ -361,7 +361,8 @@ def attention_decode_kernel(
     if i_p >= programs:
         return
     i_item, i_stop = (i_p * total // programs).to(tl.int32), ((i_p + 1) * total // programs).to(tl.int32)
-    i_b = 0  # the row of the first item: so many rows end before it. One load finds it sooner than log2(B) in turn.
+    # The row of the first item: so many rows end before it. One load finds it sooner than log2(B) loads in turn.
+    i_b = tl.zeros([], tl.int32)
     for i_o in tl.range(0, num_rows, BLOCK_B, num_stages=1):
         o_b = i_o + tl.arange(0, BLOCK_B)
         i_b += tl.sum((tl.load(items + 1 + o_b, mask=o_b < num_rows, other=NO_ID) <= i_item).to(tl.int32), 0)

@@ -248,7 +248,7 @@ def attention_prefill(
             attend = key <= last
             if window:
                 attend &= key > last - window
-        if plain:
+        if plain or attend is None:
             o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend, is_causal=attend is None, scale=scale)
         else:
             scores, sink = grouped.float() @ k.float().mT, None if sinks is None else sinks.view(kv_heads, -1, 1, 1)

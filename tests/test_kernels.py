@@ -351,12 +351,12 @@ def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
         pool = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)
     else:
         pool = torch.zeros(3, 2**30, dtype=torch.bfloat16, device=device)
-    paged, kv = oracles.paged([40], 1, 32, 16, torch.bfloat16), pool[:, :1024].view(3, 2, 1, 16, 32)
+    paged, kv = oracles.paged([150], 1, 32, 64, torch.bfloat16), pool[:, :4096].view(3, 2, 1, 64, 32)
     kv[torch.tensor([2, 1, 0])] = paged.kv[paged.tables[0, :3].long()].to(device)
     q, tables = torch.randn(1, 2, 32, dtype=torch.bfloat16), ints(2, 1, 0)[None]
     want, naive = (oracles.attention(q, paged.context[0], 0.2, 0, naive=naive) for naive in (False, True))
     for op, more in (("attention_decode", ()), ("attention_prefill", (ints(0, 1), 1))):
-        got = run(op, device, q, kv, tables, ints(0), ints(40), *more, 0.2, 0)
+        got = run(op, device, q, kv, tables, ints(0), ints(150), *more, 0.2, 0)
         oracles.check_error(got, want, naive)
 
 
