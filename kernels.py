@@ -36,8 +36,10 @@ LINEAR_ROWS = 64  # of a tile: the least for which sm_90 issues wgmma; rows that
 LINEAR_PROGRAMS = 128  # at least, where K allows: each has 48 KB of weights on their way, 6 MB in all; 1 us brings 4.3
 LINEAR_COUNTERS = 1 << 14  # tiles of outputs that programs may share
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
-DECODE_SPLITS = 32  # programs that share a row's context: with 8 KV heads, one sequence still fills 132 processors
-DECODE_CHUNK = 128  # least keys for one of them
+PROCESSORS = 132  # of an H200: what is assumed where there is no GPU
+DECODE_PROGRAMS = 2  # of attention_decode on each: while one starts a row, the other one's loads go on
+DECODE_PARTIALS = 4096  # numbers of pieces that are added up at a time: all at once spilled up to 586 registers
+DECODE_ROWS = 512  # whose items are counted, or looked at, at a time; with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # Between device and host there are 1 to 2 us and at most 55 GB/s (PCIe 5), that is 110 KB on their way: 16 programs of
 # 256 threads that each hold 64 bytes are twice that, on an eighth of 132 processors. Counted, not measured.
@@ -406,15 +408,17 @@ def linear(
 @triton.jit
 def _attend(
     b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, scale, kv_stride,
-    KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at positions o_pos [rows].
 
     acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max'), where scale has
     log2(e) in it. MASKED also holds keys below i_end, at most at the query's position and inside its window; what lies
-    before i_begin, which no row's window reaches, is not even read: its blocks may be gone.
-    Online softmax: Milakov and Gimelshein, 2018; tiling: FlashAttention-2, Dao, 2023.
+    before i_begin, which no row's window reaches, is not even read: its blocks may be gone. Keys that are masked leave
+    acc, max and sum as they were, and the others go through the same instructions as without MASKED (so the mask comes
+    before the scale, which the exponent's FMA takes): a query's bits do not depend on its neighbours in the tile.
+    Online softmax: Milakov and Gimelshein, 2018; tiling: FlashAttention-2, Dao, 2023; soft cap: Gemma 2, 2024.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -429,116 +433,196 @@ def _attend(
         b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
     p_k = p_kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * D)[:, None] + o_d[None, :]
     b_k = tl.load(p_k, mask=m_kv, other=0.0)
-    b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32)) * scale
+    b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
+    if CAP > 0:  # cap tanh(s / cap), where tanh(x) = 1 - 2 / (1 + e^2x)
+        b_s = 1.0 - 2.0 / (1.0 + tl.exp2(b_s * (scale * (2.0 / CAP))))
+        scale = CAP * LOG2E
     if MASKED:
         m_s = (o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None])
         if WINDOW > 0:
             m_s = m_s & (o_n[None, :] > o_pos[:, None] - WINDOW)
         b_s = tl.where(m_s, b_s, float("-inf"))
-    b_new = tl.maximum(b_max, tl.max(b_s, 1))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     b_base = b_new
     if MASKED:
         b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen no key yet: not -inf - -inf
-    b_p = tl.exp2(b_s - b_base[:, None])
+    b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_scale = tl.exp2(b_max - b_base)
     b_v = tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0)
     b_acc = _dot(_cast(b_p, b_v.dtype), b_v, b_acc * b_scale[:, None])
     return b_acc, b_new, b_sum * b_scale + tl.sum(b_p, 1)
 
 
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "seq_lens"])
+def plan_decode_kernel(
+    slots, seq_lens, items, arrived, num_rows,
+    KV: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """items[b + 1] = items[b] + max(1, ceil(len_b / ITEM) - floor(first_b / ITEM)), first_b the first key that row b
+    sees; arrived = 0. items [B + 1], arrived [KV, B] int32. One program.
+
+    A padding row has one item, without a key: its zeros are work as well, and it is shared out like any other.
+    """
+    tl.store(items, 0)
+    total = 0
+    for i_b in range(0, num_rows, BLOCK):
+        o_b = i_b + tl.arange(0, BLOCK)
+        m_b = o_b < num_rows
+        b_slot = tl.load(slots + o_b, mask=m_b, other=-1)
+        b_len = tl.load(seq_lens + o_b, mask=m_b & (b_slot >= 0), other=0)
+        b_count = tl.cdiv(b_len, ITEM)
+        if WINDOW > 0:
+            b_count -= tl.maximum(b_len - (TOKENS - 1) - WINDOW, 0) // ITEM
+        b_count = tl.where(m_b, tl.maximum(b_count, 1), 0)
+        tl.store(items + 1 + o_b, total + tl.cumsum(b_count, 0), mask=m_b)
+        total += tl.sum(b_count, 0)
+        for i_kv in range(KV):
+            tl.store(arrived + i_kv * num_rows + o_b, 0, mask=m_b)
+
+
 @triton.jit
-def _split(n, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Keys for each of SPLITS programs, a multiple of CHUNK, and how many of these programs then have any (at least 1).
-
-    A function of the row's length alone, so that a row's rounding does not depend on what else is in the batch.
-    """
-    chunk = tl.cdiv(tl.cdiv(n, SPLITS), CHUNK) * CHUNK
-    return chunk, tl.maximum(tl.cdiv(n, tl.maximum(chunk, 1)), 1)
-
-
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
-def attention_decode_kernel(
-    q, kv, block_tables, slots, seq_lens, out, partial, partial_lse, table_stride, kv_stride, scale,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+def _combine(
+    out, partial, partial_lse, i_kv, i_first, pieces,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[b, h] = softmax(scale q[b, h] K^T) V over one chunk of row b's context, and its log2-sum-exp.
+    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces of one row.
 
-    q, out [B, H, D]; partial [B, H, SPLITS, D] and partial_lse [B, H, SPLITS] float32. One program per row, KV head and
-    chunk; the G query heads of the KV head are the rows of its matrix products. Flash-Decoding: Dao et al., 2023.
+    BLOCK_P of them at once, for BLOCK_R of its ROWS queries, while the next ones are on their way. A row begins at the
+    end of program i_first's share (place 1), and goes on at the beginning of those of the programs that follow (place
+    0).
     """
-    i_b, i_kv, i_split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // KV
-    i_slot = tl.load(slots + i_b).to(tl.int64)
-    i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
-    i_first = 0
-    if WINDOW > 0:
-        i_first = tl.maximum(i_len - WINDOW, 0)
-    chunk, active = _split(i_len - i_first, SPLITS, CHUNK)
-    if i_split >= active:
-        return
-    o_g = tl.arange(0, BLOCK_G)
+    o_p = tl.arange(0, BLOCK_P)
     o_d = tl.arange(0, BLOCK_D)
-    m_q = (o_g < G)[:, None] & (o_d < D)[None, :]
-    i_row = i_b.to(tl.int64) * H + i_kv * G
-    b_q = tl.load(q + i_row * D + (o_g * D)[:, None] + o_d[None, :], mask=m_q, other=0.0)
-    b_acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
-    b_max = tl.full([BLOCK_G], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_G], tl.float32)
-    o_pos = tl.zeros([BLOCK_G], tl.int32) + i_len - 1
-    i_begin = i_first + i_split * chunk
-    i_end = tl.minimum(i_begin + chunk, i_len)
-    p_kv = kv + i_kv * (BLOCK_SIZE * D)
-    for i_n in range(i_begin, i_end, BLOCK_N):
-        b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_begin, i_end, o_pos, scale,
-            kv_stride, KV, D, BLOCK_SIZE, 0, BLOCK_N, BLOCK_D, True,  # all keys from i_first on are in the window
-        )  # fmt: skip
-    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
-    if active == 1:
-        p_out = out + i_row * D + (o_g * D)[:, None] + o_d[None, :]
-        tl.store(p_out, _cast(b_acc, out.dtype.element_ty), mask=m_q)
-    else:
-        o_row = (i_row + o_g) * SPLITS + i_split
-        tl.store(partial + (o_row * D)[:, None] + o_d[None, :], b_acc, mask=m_q)
-        tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=o_g < G)
+    for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
+        o_r = i_r + tl.arange(0, BLOCK_R)
+        b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
+        b_sum = tl.zeros([BLOCK_R], tl.float32)
+        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
+            o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
+            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
+            m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
+            m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
+            b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
+            b_lse = tl.load(partial_lse + o_row, mask=m_row, other=float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_scale, b_w = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new[None, :])
+            b_acc = b_acc * b_scale[:, None] + tl.sum(b_part * b_w[:, :, None], 0)
+            b_sum = b_sum * b_scale + tl.sum(b_w, 0)
+            b_max = b_new
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
+        tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots", "seq_lens"])
-def attention_reduce_kernel(
-    slots, seq_lens, out, partial, partial_lse,
-    H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+@triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
+def attention_decode_kernel(
+    q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse,
+    num_rows, table_stride, kv_stride, scale,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """out[b, h] = sum_s w_s partial[b, h, s] / sum_s w_s, w_s = 2^(lse_s - max lse), over the chunks that had keys.
+    """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
-    Shapes as in attention_decode_kernel; one program per row and head. A row of one chunk is in `out` already.
+    q, out [B TOKENS, H, D]. The list of all rows' items of BLOCK_N keys is cut into equal shares, and program p of P
+    takes the p-th. It goes through its share row by row: the TOKENS * G queries of a row that share a KV head are the
+    rows of its matrix products. A row that a border cuts leaves a piece in each program, at most two of which are cut,
+    the first and the last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. Which program
+    stores the last one, `arrived` tells, and this one adds them up. Every layer adds a row's number of pieces to
+    `arrived`, so it need not be reset: a multiple of it means the last, however often a CUDA graph is replayed.
+    LeanAttention: Sanovar et al., 2024; Stream-K: Osama et al., 2023.
     """
-    i_b, i_h = tl.program_id(0), tl.program_id(1)
-    i_len = tl.where(tl.load(slots + i_b) >= 0, tl.load(seq_lens + i_b), 0)
-    if WINDOW > 0:
-        i_len = tl.minimum(i_len, WINDOW)
-    _, active = _split(i_len, SPLITS, CHUNK)
-    if active == 1:
+    i_p, i_kv = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = H // KV
+    ROWS: tl.constexpr = TOKENS * G
+    total = tl.load(items + num_rows).to(tl.int64)
+    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST))
+    if i_p >= programs:
         return
-    o_s = tl.arange(0, BLOCK_S)
+    i_item, i_stop = (i_p * total // programs).to(tl.int32), ((i_p + 1) * total // programs).to(tl.int32)
+    # The row of the first item: so many rows end before it. One load finds it sooner than log2(B) loads in turn.
+    i_b = tl.zeros([], tl.int32)
+    for i_o in tl.range(0, num_rows, BLOCK_B, num_stages=1):
+        o_b = i_o + tl.arange(0, BLOCK_B)
+        i_b += tl.sum((tl.load(items + 1 + o_b, mask=o_b < num_rows, other=NO_ID) <= i_item).to(tl.int32), 0)
+
+    o_q = tl.arange(0, BLOCK_Q)
     o_d = tl.arange(0, BLOCK_D)
-    i_row = i_b.to(tl.int64) * H + i_h
-    b_lse = tl.load(partial_lse + i_row * SPLITS + o_s, mask=o_s < active, other=float("-inf"))
-    b_w = tl.exp2(b_lse - tl.max(b_lse, 0))
-    p_partial = partial + i_row * (SPLITS * D) + (o_s * D)[:, None] + o_d[None, :]
-    b_part = tl.load(p_partial, mask=(o_s < active)[:, None] & (o_d < D)[None, :], other=0.0)
-    b_out = tl.sum(b_part * b_w[:, None], 0) / tl.sum(b_w, 0)
-    tl.store(out + i_row * D + o_d, _cast(b_out, out.dtype.element_ty), mask=o_d < D)
+    m_q = (o_q < ROWS)[:, None] & (o_d < D)[None, :]
+    o_x = (((o_q // G) * H + i_kv * G + o_q % G) * D)[:, None] + o_d[None, :]
+    b_sink = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    if sinks is not None:
+        b_sink = tl.load(sinks + i_kv * G + o_q % G).to(tl.float32) * LOG2E
+    p_kv = kv + i_kv * (BLOCK_SIZE * D)
+    while i_item < i_stop:
+        i_from, i_to = tl.load(items + i_b), tl.load(items + i_b + 1)
+        i_next = tl.minimum(i_to, i_stop)
+        i_slot = tl.load(slots + i_b).to(tl.int64)
+        i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
+        i_first, i_begin = 0, (i_item - i_from) * BLOCK_N
+        if WINDOW > 0:
+            i_first = tl.maximum(i_len - (TOKENS - 1) - WINDOW, 0)
+            i_begin += i_first // BLOCK_N * BLOCK_N
+        i_end = tl.minimum(i_begin + (i_next - i_item) * BLOCK_N, i_len)
+        i_row = i_b.to(tl.int64) * (TOKENS * H * D)
+        b_q = tl.load(q + i_row + o_x, mask=m_q, other=0.0)
+        o_pos = i_len - TOKENS + o_q // G
+        b_acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+        b_max = tl.where(i_item == i_from, b_sink, float("-inf"))  # a sink is one more key, whose value is 0
+        b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
+        for i_n in range(i_begin, i_end, BLOCK_N):
+            b_acc, b_max, b_sum = _attend(
+                b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_first, i_end, o_pos,
+                scale, kv_stride, KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
+            )  # fmt: skip
+        b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
+        if i_next - i_item == i_to - i_from:
+            tl.store(out + i_row + o_x, _cast(b_acc, out.dtype.element_ty), mask=m_q)
+        else:
+            i_piece = i_p * 2 + (i_item == i_from)
+            i_one = (((i_from + 1) * programs - 1) // total).to(tl.int32)  # whose item i_from is
+            pieces = ((i_to * programs - 1) // total).to(tl.int32) - i_one + 1
+            o_row = (i_piece.to(tl.int64) * KV + i_kv) * ROWS + o_q
+            tl.store(partial + (o_row * D)[:, None] + o_d[None, :], b_acc, mask=m_q)
+            tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=o_q < ROWS)
+            tl.debug_barrier()  # all threads have stored before one of them says so, and it says so to the whole device
+            if (tl.atomic_add(arrived + i_kv * num_rows + i_b, 1, sem="acq_rel") + 1) % pieces == 0:
+                _combine(
+                    out + i_row, partial, partial_lse, i_kv, i_one, pieces,
+                    H, KV, D, ROWS, BLOCK_P, BLOCK_R, BLOCK_D,
+                )  # fmt: skip
+        i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
 
 
 class DecodePlan(NamedTuple):
-    """What the kernel reads for itself: see `plan_decode`."""
+    """What the kernel reads for itself, and the list of its work: see `plan_decode`."""
 
     block_tables: torch.Tensor
     slots: torch.Tensor
     seq_lens: torch.Tensor
     window: int
+    tokens: int
+    items: torch.Tensor  # [B + 1] int32: where in the list of all rows' items each row's begin
+    arrived: torch.Tensor  # [KV, B] int32: stored pieces of each row; 0 when planned, so also when a graph is replayed
+
+
+def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel for so many queries of a KV head in a row."""
+    block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
+    assert block_q * block_d * dtype.itemsize <= 32768, f"{rows} queries a row are too many: use attention_prefill"
+    many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048)
+    block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
+    return block_q, max(16, block_n), block_d, 8 if many else 4
+
+
+def _decode_programs(device: torch.device, kv_heads: int) -> int:
+    """Programs of attention_decode for each KV head: as many as run at once, whatever the batch is."""
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    return max(1, DECODE_PROGRAMS * processors // kv_heads)
 
 
 def plan_decode(
@@ -548,73 +632,87 @@ def plan_decode(
     seq_lens: torch.Tensor,
     num_heads: int,
     window: int,
+    tokens: int = 1,
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
     Args:
         kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including this one. num_heads: H.
+        seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
         window: 0 for all keys, else only the last `window` of them: blocks before these are not looked at.
     """
-    assert num_heads % kv.shape[2] == 0 and block_tables.stride(1) == 1 and window >= 0
-    return DecodePlan(block_tables, slots, seq_lens, window)
+    batch, (kv_heads, _, head_dim) = len(slots), kv.shape[2:]
+    assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and window >= 0 and len(seq_lens) == batch
+
+    items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
+    arrived = torch.empty(kv_heads, batch, dtype=torch.int32, device=kv.device)
+
+    _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
+    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, kv_heads, tokens, window, block_n, DECODE_ROWS)
+    return DecodePlan(block_tables, slots, seq_lens, window, tokens, items, arrived)
 
 
-def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float) -> torch.Tensor:
-    """out[b, h] = softmax(scale * q[b, h] K^T) V over the context of row b, one query token per row.
+def attention_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
 
     Args:
-        q: [B, H, D]. kv: a layer of the pool, which has the K and V of this token already.
+        q: [B * tokens, H, D], the last `tokens` of each row's context.
+        kv: a layer of the pool, which has the K and V of these tokens already.
         plan: of `plan_decode` for these rows.
+        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
+        sinks: [H] float, for each head one more score, of a key whose value is 0.
 
     Returns:
-        out [B, H, D] in q's dtype; zeros for padding rows.
+        out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    block_tables, slots, seq_lens, window = plan
-    batch, heads, head_dim = q.shape
-    kv_heads, block_size = kv.shape[2:4]
+    block_tables, slots, seq_lens, window, tokens, items, arrived = plan
+    batch, (_, heads, head_dim), (kv_heads, block_size) = len(slots), q.shape, kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == head_dim
+    assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
 
-    context = block_tables.shape[1] * block_size
-    context = min(context, window) if window else context
-    splits = min(DECODE_SPLITS, triton.next_power_of_2(triton.cdiv(context, DECODE_CHUNK)))
+    rows, programs = heads // kv_heads * tokens, _decode_programs(q.device, kv_heads)
+    block_q, block_n, block_d, warps = _decode_tile(head_dim, rows, q.dtype)
     out = torch.empty_like(q)
-    partial = torch.empty(batch, heads, splits, head_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(batch, heads, splits, dtype=torch.float32, device=q.device)
+    partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(programs, 2, kv_heads, rows, dtype=torch.float32, device=q.device)
 
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_g = max(16, triton.next_power_of_2(heads // kv_heads))
-    block_n = min(DECODE_CHUNK, max(16, 8192 // block_d)) if q.element_size() == 2 else 32
-    attention_decode_kernel[(batch, kv_heads, splits)](
-        q, kv, block_tables, slots, seq_lens, out, partial, partial_lse, block_tables.stride(0), kv.stride(0),
-        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, splits, DECODE_CHUNK, block_g, block_n,
-        block_d, num_warps=4, num_stages=5,
+    least = max(1, 32 * rows // block_n)  # so that pieces, stored and loaded, are a sixteenth of the bytes at most
+    block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
+    attention_decode_kernel[(programs, kv_heads)](
+        q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse, batch,
+        block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
+        window, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
+        DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
     )  # fmt: skip
-    if splits > 1:
-        attention_reduce_kernel[(batch, heads)](
-            slots, seq_lens, out, partial, partial_lse, heads, head_dim, window, splits, DECODE_CHUNK, splits, block_d
-        )
     return out
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
 def attention_prefill_kernel(
-    q, kv, block_tables, slots, seq_lens, query_starts, out, table_stride, kv_stride, scale,
+    q, kv, block_tables, slots, seq_lens, query_starts, sinks, out, table_stride, kv_stride, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at t's position, in its window.
 
-    q, out [T, H, D]. One program per tile, KV head and sequence; row r of a tile is head r % G of its token r // G, so
-    that the G heads share the keys they read. The last tiles, which have most keys, start first. Only the keys that
-    the causal diagonal or the window's lower edge crosses are masked.
+    q, out [T, H, D]. One program per sequence, tile and KV head; row r of a tile is head r % G of its token r // G, so
+    that the G heads share the keys they read. Of all sequences the last tiles, which have most keys, start first. Only
+    the keys that the causal diagonal or the window's lower edge crosses are masked. Tiles of keys begin at multiples of
+    BLOCK_N, wherever the chunk begins: so no bit of a token depends on how its sequence was cut, or on the batch.
     """
     G: tl.constexpr = H // KV
     TOKENS: tl.constexpr = BLOCK_M // G
-    i_kv, i_b = tl.program_id(1), tl.program_id(2)
+    i_b, i_kv = tl.program_id(0), tl.program_id(2)
     i_start = tl.load(query_starts + i_b)
     i_count = tl.load(query_starts + i_b + 1) - i_start
-    i_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
+    i_tile = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
     if i_tile >= i_count:
         return
     i_slot = tl.load(slots + i_b).to(tl.int64)
@@ -628,7 +726,9 @@ def attention_prefill_kernel(
     b_q = tl.load(q + o_q, mask=m_q, other=0.0)
     b_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks is not None:
+        b_max = tl.load(sinks + i_kv * G + o_m % G).to(tl.float32) * LOG2E  # one more key, whose value is 0
+    b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
 
     # The first token of the tile sees keys from i_first to i_low, the last one up to i_end - 1 (none in a padding row).
     i_low = i_len - i_count + i_tile
@@ -643,17 +743,17 @@ def attention_prefill_kernel(
         for i_n in range(i_first // BLOCK_N * BLOCK_N, tl.minimum(i_inner, i_end), BLOCK_N):
             b_acc, b_max, b_sum = _attend(
                 b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-                KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+                KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
     for i_n in range(i_inner, i_full, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
             b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, False,
+            KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     for i_n in range(tl.maximum(i_inner, i_full), i_end, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
             b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-            KV, D, BLOCK_SIZE, WINDOW, BLOCK_N, BLOCK_D, True,
+            KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
@@ -691,6 +791,8 @@ def attention_prefill(
     max_query_len: int,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
@@ -700,6 +802,8 @@ def attention_prefill(
         seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
         query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid.
         window: 0 for all keys, else token t sees only the last `window` keys up to itself.
+        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
+        sinks: [H] float, for each head one more score, of a key whose value is 0.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -708,14 +812,15 @@ def attention_prefill(
     kv_heads, block_size = kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
     assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= 0
+    assert (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
 
     out = torch.empty_like(q)
 
     block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
-    attention_prefill_kernel[(tiles, kv_heads, len(slots))](
-        q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
-        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, block_m, block_n, block_d,
+    attention_prefill_kernel[(len(slots), tiles, kv_heads)](
+        q, kv, block_tables, slots, seq_lens, query_starts, sinks, out, block_tables.stride(0), kv.stride(0),
+        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, soft_cap, block_m, block_n, block_d,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

@@ -132,7 +132,7 @@ class Span(NamedTuple):
 
 
 class DecodePlan(NamedTuple):
-    """Which parts of a layer each row attends to."""
+    """Which parts of a layer each query token attends to: here the tokens of a row are rows of one token each."""
 
     spans: list[Span]
     order: torch.Tensor | None  # [B] int64: where in the spans, one after the other, each row is; None: in their order
@@ -145,15 +145,19 @@ def plan_decode(
     seq_lens: torch.Tensor,
     num_heads: int,
     window: int,
+    tokens: int = 1,
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
     Args:
         kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including this one. num_heads: H.
+        seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
         window: 0 for all keys, else only the last `window` of them: blocks before these are not looked at.
     """
     kv_heads, size, dim = kv.shape[2:]
+    if tokens > 1:
+        seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
+        slots = slots.repeat_interleave(tokens)
     ends = torch.where(slots >= 0, seq_lens, 0).long()
     begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
     first = begins // size
@@ -187,15 +191,25 @@ def plan_decode(
     return DecodePlan(spans, torch.cat(groups).argsort() if len(groups) > 1 else None)
 
 
-def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float) -> torch.Tensor:
-    """out[b, h] = softmax(scale * q[b, h] K^T) V over the context of row b, one query token per row.
+def attention_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
 
     Args:
-        q: [B, H, D]. kv: a layer of the pool, which has the K and V of this token already.
+        q: [B * tokens, H, D], the last `tokens` of each row's context.
+        kv: a layer of the pool, which has the K and V of these tokens already.
         plan: of `plan_decode` for these rows.
+        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
+        sinks: [H] float, for each head one more score, of a key whose value is 0.
 
     Returns:
-        out [B, H, D] in q's dtype; zeros for padding rows.
+        out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
     (_, heads, dim), (kv_heads, size) = q.shape, kv.shape[2:4]
     keys, values = _as_rows(kv[:, 0], kv_heads * size * dim), _as_rows(kv[:, 1], dim)
@@ -210,7 +224,7 @@ def attention_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale:
         if len(span.blocks) * size < rows * width:
             scores = scores.new_zeros(rows * width // size, heads, size).index_copy_(0, span.places, scores)
         scores = scores.view(rows, width // size, heads, size).transpose(1, 2).flatten(2).float()
-        p = scores.masked_fill_(span.hidden, -math.inf).mul_(scale).softmax(-1).to(q.dtype)
+        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q.dtype)
         p = p.view(-1).index_select(0, span.attended)
         parts.append(F.embedding_bag(span.values, values, span.bags, mode="sum", per_sample_weights=p))
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -227,6 +241,8 @@ def attention_prefill(
     max_query_len: int,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
@@ -236,6 +252,8 @@ def attention_prefill(
         seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
         query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid of the kernel.
         window: 0 for all keys, else token t sees only the last `window` keys up to itself.
+        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
+        sinks: [H] float, for each head one more score, of a key whose value is 0.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -257,14 +275,18 @@ def attention_prefill(
         kept = kv.transpose(0, 2)[:, :, table].flatten(2, 3)[:, :, : length - passed]  # [KV, 2, L, D]
         k, v = (h.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in kept.unbind(1))
         grouped = q[tokens].view(n, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
-        attend = None
-        if n < length or window:
+        attend, plain = None, soft_cap == 0 and sinks is None
+        if n < length or window or not plain:
             last = torch.arange(length - n, length, device=q.device)[:, None]
             key = torch.arange(passed, length, device=q.device)
             attend = key <= last
             if window:
                 attend &= key > last - window
-        o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend, is_causal=attend is None, scale=scale)
+        if plain or attend is None:
+            o = F.scaled_dot_product_attention(grouped, k, v, attn_mask=attend, is_causal=attend is None, scale=scale)
+        else:
+            scores, sink = grouped.float() @ k.float().mT, None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
+            o = _softmax(scores, ~attend, scale, soft_cap, sink).to(q.dtype) @ v
         out[tokens] = o.permute(2, 0, 1, 3).reshape(n, heads, head_dim)
     return out
 
@@ -442,6 +464,17 @@ def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
     """h *= rsqrt(mean(h^2) + eps), for h [.., size] float32. In two thirds of F.rms_norm's time."""
     norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
     return h.mul_(torch.full_like(norm, eps).addcmul_(norm, norm, value=1 / h.shape[-1]).rsqrt_())
+
+
+def _softmax(
+    scores: torch.Tensor, hidden: torch.Tensor, scale: float, soft_cap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(scale * scores [.., n] float32) without what is hidden; changes `scores`. See `attention_decode`."""
+    if soft_cap:
+        scores.mul_(scale / soft_cap).tanh_()
+        scale = soft_cap
+    p = scores.masked_fill_(hidden, -math.inf).mul_(scale).softmax(-1)
+    return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
 
 
 def _as_rows(x: torch.Tensor, width: int) -> torch.Tensor:

@@ -96,7 +96,15 @@ def linear(
     return y if residual is None else y + residual.to(compute)
 
 
-def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int, naive: bool = False) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    context: torch.Tensor,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    naive: bool = False,
+) -> torch.Tensor:
     """q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
     compute = q.dtype if naive else torch.float64
     n, heads, _ = q.shape
@@ -105,7 +113,12 @@ def attention(q: torch.Tensor, context: torch.Tensor, scale: float, window: int,
     scores = torch.einsum("thd,lhd->htl", q.to(compute), k) * scale
     position, key = torch.arange(length - n, length)[:, None], torch.arange(length)
     hidden = (key > position) | ((key <= position - window) if window else False)
-    return torch.einsum("htl,lhd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(compute)[:, None, None].expand(-1, n, 1)), -1)
+    return torch.einsum("htl,lhd->thd", scores.softmax(-1)[:, :, :length], v)
 
 
 def decode(
@@ -117,9 +130,12 @@ def decode(
     lens: torch.Tensor,
     scale: float,
     window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """attention_decode of `ops`, which is kernels or reference, with its own plan."""
-    return ops.attention_decode(q, kv, ops.plan_decode(kv, tables, slots, lens, q.shape[1], window), scale)
+    """attention_decode of `ops`, which is kernels or reference, with its own plan: of so many tokens a row as q has."""
+    plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots))
+    return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks)
 
 
 # What `linear` may be asked for beside the product.

@@ -1,7 +1,8 @@
 """The Triton specializations that the shapes below need, compiled for sm_80, sm_90 and sm_100 without a GPU.
 
-The test compiles those of BRIEF for sm_80 and sm_100 and all but the largest model's for sm_90, and of matrix products
-and activations just what differs in kind. The whole table takes five minutes: python tests/test_compile_gate.py
+The test compiles those of BRIEF for sm_80 and sm_100 and all but those of WHOLE_ONLY, which are much like others, for
+sm_90, and of matrix products and activations just what differs in kind. The whole table takes some ten minutes:
+python tests/test_compile_gate.py
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import oracles
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may use, CUDA guide, table 30
+REGISTERS = 64 * 1024  # of a processor
 SHARDS = 2
 
 
@@ -38,6 +40,9 @@ class Shape(NamedTuple):
     block_size: int = 64
     dtype: torch.dtype = torch.bfloat16
     window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    tokens: int = 1  # of a row that decodes
 
 
 QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
@@ -50,8 +55,14 @@ ATTENTION = (
     LLAMA._replace(name="d64-window", heads=12, kv_heads=4, head_dim=64, window=4096),
     LLAMA._replace(name="d80", heads=32, kv_heads=32, head_dim=80, block_size=16),
     LLAMA._replace(name="d256", heads=16, kv_heads=8, head_dim=256),
+    LLAMA._replace(name="qwen3-32b-tp4", heads=16, kv_heads=2),
+    LLAMA._replace(name="d64-window-sinks", heads=64, kv_heads=8, head_dim=64, window=128, sinks=True),  # gpt-oss
+    LLAMA._replace(name="d256-cap", heads=16, kv_heads=8, head_dim=256, soft_cap=50.0),  # Gemma 2 9B
+    LLAMA._replace(name="llama3-8b-4-tokens", tokens=4),
+    LLAMA._replace(name="g16-8-tokens", heads=32, kv_heads=2, tokens=8),
 )
 BRIEF = (QWEN.name, DEMO.name)
+WHOLE_ONLY = (LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens")
 
 
 def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
@@ -61,8 +72,12 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     q, tables, ints = torch.zeros(2, s.heads, s.head_dim, dtype=dtype), torch.zeros(4, 512, dtype=int32), torch.zeros(4)
     ints = ints.to(int32)
     long, scale = ints.long(), 0.1
-    yield lambda ops: oracles.decode(ops, q, kv, tables, ints[:2], ints[:2], scale, s.window)
-    yield lambda ops: ops.attention_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, s.window)
+    more = s.window, s.soft_cap, torch.zeros(s.heads) if s.sinks else None
+    guesses = q.repeat_interleave(s.tokens, 0)
+    yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
+    if s.tokens > 1:
+        return
+    yield lambda ops: ops.attention_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, *more)
     if attention_only:
         return
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
@@ -147,7 +162,11 @@ def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, An
 
 
 def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: int, folder: Path) -> dict[str, Any]:
-    """Compile one kernel for sm_<arch> and read its machine code: registers, shared bytes, local bytes, HGMMAs."""
+    """Compile one kernel for sm_<arch> and read its machine code.
+
+    Registers and threads, shared and local bytes, and how many instructions spill, multiply matrices by warp groups
+    (HGMMA), and load or copy 128 bits from global memory; of copies to shared memory also those that are narrower.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -166,11 +185,13 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         "kernel": name,
         "arch": arch,
         "registers": int(usage["REG"]),
+        "threads": 32 * compiled.metadata.num_warps,
         "shared": compiled.metadata.shared,
         "stack": int(usage["STACK"]) + int(usage["LOCAL"]),
         "spills": sum(code.startswith(("STL", "LDL")) for code in opcodes),
         "hgmma": sum(code.startswith("HGMMA") for code in opcodes),
-        "copies": sorted({code for code in opcodes if code.startswith("LDGSTS")}),
+        "wide": sum(code.startswith("LDG") and code.endswith(".128") for code in opcodes),
+        "narrow": sum(code.startswith("LDGSTS") and not code.endswith(".128") for code in opcodes),
     }
 
 
@@ -194,7 +215,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
     assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 13
-    assert not [r for r in gate if r["spills"] or r["stack"]]
+    assert not [r for r in gate if r["spills"] or r["stack"] or r["registers"] * r["threads"] > REGISTERS]
 
 
 def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
@@ -209,7 +230,19 @@ def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: st
 
 def test_linear_streams_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
     found = [r for r in gate if r["kernel"].startswith("linear")]
-    assert found and all(r["copies"] and all(code.endswith(".128") for code in r["copies"]) for r in found), found
+    assert found and all(r["wide"] and not r["narrow"] for r in found), found
+
+
+def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:
+    """What is narrower copies the block table and the log2-sum-exps of pieces."""
+    decode = [r for r in gate if "attention_decode" in r["kernel"] and "fp32" not in r["kernel"]]
+    assert {r["arch"] for r in decode} == set(SHARED_LIMIT)
+    assert all(r["wide"] >= 24 and r["narrow"] < 16 for r in decode), decode
+
+
+def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> None:
+    decode = [r for r in gate if "attention_decode" in r["kernel"] and "tokens" not in r["kernel"]]
+    assert decode and not [r for r in decode if 2 * r["shared"] > SHARED_LIMIT[r["arch"]] or r["threads"] > 128]
 
 
 if __name__ == "__main__":
@@ -221,7 +254,7 @@ if __name__ == "__main__":
         jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch, shard is None)]
         if shard is not None:
             shapes = [(job, job[0].split(":")[1]) for job in jobs]
-            brief = [job for job, name in shapes if name in BRIEF or (job[-1] == 90 and name != LLAMA.name)]
+            brief = [job for job, name in shapes if name in BRIEF or (job[-1] == 90 and name not in WHOLE_ONLY)]
             jobs = brief[shard::SHARDS]
         for job in jobs:
             print(json.dumps(compile_and_inspect(*job, folder)), flush=True)

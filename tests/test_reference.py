@@ -17,6 +17,7 @@ some = settings(
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SHAPES = st.sampled_from([(1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (5, 1, 7)])
 WINDOWS = st.sampled_from([0, 0, 1, 20, 200])
+SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
 BLOCK_SIZES = st.sampled_from([1, 3, 16, 64])
 
 
@@ -102,21 +103,39 @@ def test_qk_norm_rope_store(
 
 
 @some
-@given(st.lists(st.integers(1, 150), min_size=1, max_size=5), SHAPES, dtypes, WINDOWS, BLOCK_SIZES)
+@given(
+    st.lists(st.integers(0, 150), min_size=1, max_size=5),
+    SHAPES,
+    dtypes,
+    WINDOWS,
+    BLOCK_SIZES,
+    st.sampled_from([1, 1, 2, 8]),
+    SOFT_CAPS,
+    st.booleans(),
+)
 def test_attention_decode(
-    lengths: list[int], shape: tuple[int, int, int], dtype: torch.dtype, window: int, block_size: int
+    lengths: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    block_size: int,
+    tokens: int,
+    soft_cap: float,
+    with_sinks: bool,
 ) -> None:
-    (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
-    passed = [max(0, n - window) for n in lengths] if window else None
+    (heads, kv_heads, d), scale, lengths = shape, shape[2] ** -0.5, [n + tokens for n in lengths]
+    passed = [max(0, n - (tokens - 1) - window) for n in lengths] if window else None
     paged = oracles.paged(lengths, kv_heads, d, block_size, dtype, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
-    q = torch.randn(len(slots), heads, d).to(dtype)
-    got = oracles.decode(reference, q, paged.kv, paged.tables, slots, lens, scale, window)
-    assert torch.equal(got[-1], torch.zeros(heads, d, dtype=dtype))
-    for b, slot in enumerate(slots[:-1].tolist()):
-        args = (q[b : b + 1], paged.context[slot], scale, window)
-        oracles.check_error(got[b : b + 1], oracles.attention(*args), oracles.attention(*args, naive=True))
+    q, options = torch.randn(len(slots) * tokens, heads, d).to(dtype), (window, soft_cap, torch.randn(heads) * 2)
+    options = options if with_sinks else (window, soft_cap, None)
+    got = oracles.decode(reference, q, paged.kv, paged.tables, slots, lens, scale, *options)
+    rows = got.unflatten(0, (-1, tokens))
+    assert not rows[-1].any()
+    for mine, theirs, slot in zip(rows[:-1], q.unflatten(0, (-1, tokens)), slots.tolist(), strict=False):
+        args = (theirs, paged.context[slot], scale, *options)
+        oracles.check_error(mine, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
 def test_attention_decode_in_several_gathers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +157,17 @@ def test_attention_decode_in_several_gathers(monkeypatch: pytest.MonkeyPatch) ->
     dtypes,
     WINDOWS,
     BLOCK_SIZES,
+    SOFT_CAPS,
+    st.booleans(),
 )
 def test_attention_prefill(
-    rows: list[tuple[int, int]], shape: tuple[int, int, int], dtype: torch.dtype, window: int, block_size: int
+    rows: list[tuple[int, int]],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    window: int,
+    block_size: int,
+    soft_cap: float,
+    with_sinks: bool,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
@@ -149,12 +176,13 @@ def test_attention_prefill(
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
-    got = reference.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, max(*counts, 2), scale, window)
+    most, options = max(*counts, 2), (window, soft_cap, torch.randn(heads) * 2 if with_sinks else None)
+    got = reference.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
         if n:
             tokens = slice(int(starts[b]), int(starts[b + 1]))
-            args = (q[tokens], paged.context[b], scale, window)
+            args = (q[tokens], paged.context[b], scale, *options)
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
