@@ -34,6 +34,7 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 LINEAR_ROWS = 64  # of a tile: the least for which sm_90 issues wgmma; rows that are padding fetch nothing
 LINEAR_PROGRAMS = 128  # at least, where K allows: each has 48 KB of weights on their way, 6 MB in all; 1 us brings 4.3
+LINEAR_REGISTERS = 255  # unasked, ptxas allows 128 for some shapes and spills; two programs of 128 threads still fit
 LINEAR_COUNTERS = 1 << 14  # tiles of outputs that programs may share
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # of an H200: what is assumed where there is no GPU
@@ -397,7 +398,7 @@ def linear(
     linear_kernel[(*grid, splits if shared else 1)](
         x, weight, bias, norm, residual, y, partial, squares, counters, tokens, eps,
         outputs, inputs, activation != "", activation == "gelu", splits, shared, LINEAR_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages,
+        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
     )  # fmt: skip
     return y
 
