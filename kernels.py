@@ -1047,14 +1047,17 @@ def prepare_inputs(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "ids_stride"],
+    do_not_specialize=["num_rows", "ids_stride", "counts_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
 )
 def post_update_kernel(
-    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, num_rows, ids_stride,
-    BLOCK: tl.constexpr,
+    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, kinds, token_counts,
+    num_rows, ids_stride, counts_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one."""
+    """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
+
+    And token_counts[slot, token] += 2 for slots with penalties.
+    """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows
     b_slot = tl.load(slots + o_b, mask=m_b, other=-1).to(tl.int64)
@@ -1068,6 +1071,10 @@ def post_update_kernel(
     b_known = tl.load(num_known + b_slot, mask=m_b, other=0)
     tl.store(token_ids + b_slot * ids_stride + b_known, b_token.to(tl.int32), mask=m_b)
     tl.store(num_known + b_slot, b_known + 1, mask=m_b)
+    if kinds is not None:
+        m_b = m_b & (tl.load(kinds + b_slot, mask=m_b, other=0) & 1 != 0)
+        p_count = token_counts + b_slot * counts_stride + b_token
+        tl.store(p_count, tl.load(p_count, mask=m_b) + 2, mask=m_b)
 
 
 def post_update(
@@ -1078,6 +1085,7 @@ def post_update(
     query_starts: torch.Tensor,
     sample_index: torch.Tensor,
     sampled: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> None:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
@@ -1085,13 +1093,16 @@ def post_update(
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
     """
     rows = len(slots)
     assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
 
     post_update_kernel[(triton.cdiv(rows, 128),)](
-        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, rows, token_ids.stride(0), 128
-    )
+        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled,
+        None if adjust is None else adjust.kinds, None if adjust is None else adjust.token_counts,
+        rows, token_ids.stride(0), 0 if adjust is None else adjust.token_counts.stride(0), 128,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["pairs"])

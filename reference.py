@@ -414,6 +414,7 @@ def post_update(
     query_starts: torch.Tensor,
     sample_index: torch.Tensor,
     sampled: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> None:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
@@ -421,14 +422,18 @@ def post_update(
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
     """
     live = slots >= 0
     slot = slots[live].long()
     num_computed[slot] += query_starts.diff()[live]
     ends = live & (sample_index >= 0)
     slot = slots[ends].long()
-    token_ids[slot, num_known[slot].long()] = sampled[sample_index[ends].long()].to(torch.int32)
+    tokens = sampled[sample_index[ends].long()]
+    token_ids[slot, num_known[slot].long()] = tokens.to(torch.int32)
     num_known[slot] += 1
+    if adjust is not None:
+        adjust.token_counts[slot, tokens] += 2 * (adjust.kinds[slot] & 1)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -463,13 +463,21 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
-    state = token_ids, computed + starts.diff().max(), computed
-    twin = tuple(x.clone() for x in state)
     index = torch.where(torch.rand(count) < 0.6, torch.randperm(count), -1).to(torch.int32)
-    sampled = torch.randint(0, 9999, (count,))
-    run("post_update", device, *state, slots, starts, index, sampled)
-    reference.post_update(*twin, slots, starts, index, sampled)
-    assert all(torch.equal(a, b) for a, b in zip(state, twin, strict=True))
+    sampled = torch.randint(0, 99, (count,))
+    for adjusted in (False, True):
+        state = token_ids.clone(), computed + starts.diff().max(), computed.clone()
+        fields = oracles.adjustments([0, 1, 2, 3, 4, 5, 6, 7], 99)
+        twin, fields_twin = (tuple(x.clone() for x in tensors) for tensors in (state, fields))
+        counts = fields[2].clone()
+        run("post_update", device, *state, slots, starts, index, sampled, kernels.Adjust(*fields) if adjusted else None)
+        adjust = reference.Adjust(*fields_twin) if adjusted else None
+        reference.post_update(*twin, slots, starts, index, sampled, adjust)
+        assert all(torch.equal(a, b) for a, b in zip((*state, fields[2]), (*twin, fields_twin[2]), strict=True))
+        for slot, i in zip(slots.tolist(), index.tolist(), strict=True):
+            if adjusted and slot % 2 == 1 and i >= 0:  # slots 1, 3, 5 and 7 have penalties
+                counts[slot, sampled[i]] += 2
+        assert torch.equal(fields[2], counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
