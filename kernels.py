@@ -923,12 +923,13 @@ def sample(
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def logprobs_kernel(
-    logits, ids, values, lse, keys, V: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr
+    logits, ids, values, lse, keys,
+    V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
 
-    One pass: the sum is kept relative to the largest x so far. keys [R, V] int64 order a row by x, the lowest id first
-    among equals, and give the id back: it is -key mod V. values, lse [R] float32.
+    One pass: the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 order a row's groups of GROUP
+    logits by their largest, the first group first among equals, which is -key mod GROUPS. values, lse [R] float32.
     """
     i_r = tl.program_id(0).to(tl.int64)
     p_logits = logits + i_r * V
@@ -943,7 +944,9 @@ def logprobs_kernel(
         b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
         peak = higher
         if HAS_KEYS:
-            tl.store(keys + i_r * V + o_v, _keys(b_x).to(tl.int64) * V - o_v, mask=o_v < V)
+            o_g = i_v // GROUP + tl.arange(0, BLOCK // GROUP)
+            b_key = _keys(tl.max(tl.reshape(b_x, [BLOCK // GROUP, GROUP]), 1))
+            tl.store(keys + i_r * GROUPS + o_g, b_key.to(tl.int64) * GROUPS - o_g, mask=o_g < GROUPS)
     total = tl.sum(b_sum, 0)
     b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # no finite logit: all logprobs are -inf, not NaN
     x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
@@ -965,15 +968,25 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
 
-    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    keys = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device) if k else None
-
     block = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
-    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, k > 0, block, num_warps=8)
-    # The likeliest are rarely asked for, so torch finds them. It finds them among the keys and not the logits, because
-    # it leaves open which of two equals comes first, and equals are common in bfloat16.
-    top_ids = ids.new_empty(rows, 0) if keys is None else -keys.topk(k).values % vocab
-    return values, top_ids, logits.gather(1, top_ids).float().clamp_(max=FLOAT_MAX.value) - lse[:, None]
+    group = min(block, SAMPLE_GROUP)
+    groups = triton.cdiv(vocab, group)
+    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    keys = torch.empty(rows, groups, dtype=torch.int64, device=logits.device) if k else None
+
+    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
+    if keys is None:
+        return values, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
+    # The k likeliest lie in the k groups that come first: in each of these one comes before all of any other group's.
+    # They are rarely asked for, so torch finds them. It sorts keys and not logits, because it leaves open which of two
+    # equals comes first, and equals are common in bfloat16. At 256 rows of 152k and k = 20 that takes 20 MB.
+    first = -keys.topk(min(k, groups)).values % groups
+    at = (first[:, :, None] * group + torch.arange(group, device=logits.device)).flatten(1)
+    x = logits.gather(1, at.clamp(max=vocab - 1)).float().clamp_(max=FLOAT_MAX.value)
+    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
+    keys = (order ^ ((order >> 31) & 0x7FFFFFFF)).long().mul_(vocab).sub_(at).masked_fill_(at >= vocab, -(2**63))
+    chosen = keys.topk(k).indices
+    return values, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
 
 
 # ------------------------------------------------------------------------------------------- batch state and blocks
