@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 VERSION = "0.1.0"
 DEMO = str(Path(__file__).parent / "demo")
 INT64 = range(-(2**63), 2**63)
+MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 
 T = TypeVar("T")
 
@@ -212,6 +213,18 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
+def is_token(value: Any) -> bool:
+    """Whether this may be a token's id, or, as JSON has it for a key, a string of one."""
+    if isinstance(value, str):
+        return value.isascii() and value.isdigit() and len(value) <= 10 and int(value) < 2**31
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def is_bias(value: Any) -> bool:
+    """Whether this may be added to a logit."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends; names and meanings are vLLM's.
@@ -221,6 +234,12 @@ class SamplingParams:
         top_p: keep the most likely tokens whose probabilities reach this sum.
         top_k: keep this many most likely tokens; 0 and -1 keep all.
         min_p: keep tokens at least this times as likely as the likeliest.
+        repetition_penalty: above 0 (here at most 100): the logits of tokens in the prompt or the output are divided by
+            it where they are positive, else multiplied.
+        presence_penalty: is taken from the logits of tokens in the output.
+        frequency_penalty: is taken from a token's logit as often as the output has it.
+        logit_bias: is added to the logits of these tokens; from -100 to 100, keys may be strings.
+        allowed_token_ids: no other tokens are drawn; None allows all.
         seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
         max_tokens: of output; None allows all that the context holds.
         n: answers to return.
@@ -242,6 +261,11 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     n: int = 1
@@ -262,13 +286,15 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
-                                ("length_penalty", -10.0, 10.0)):  # fmt: skip
+                                ("repetition_penalty", 0.0, 100.0), ("presence_penalty", -2.0, 2.0),
+                                ("frequency_penalty", -2.0, 2.0), ("length_penalty", -10.0, 10.0)):  # fmt: skip
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
             object.__setattr__(self, name, float(value))
-        if self.top_p == 0:
-            raise ValueError("top_p is 0; it must be above 0 and at most 1")
+        for name, high in (("top_p", 1), ("repetition_penalty", 100)):
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
         for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1]),
                                 ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024)):  # fmt: skip
             value = getattr(self, name)
@@ -291,7 +317,38 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        self._check_tokens()
         self._check_samples()
+
+    def _check_tokens(self) -> None:
+        """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
+        if not isinstance(self.logit_bias, dict | None):
+            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -100 to 100")
+        given = self.logit_bias or {}
+        if len(given) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
+        bias = {token: value for token, value in given.items() if is_token(token) and is_bias(value)}
+        if bad := given.keys() - bias.keys():
+            wrong = ", ".join(f"{token!r}: {given[token]!r}" for token in given if token in bad)
+            raise ValueError(f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -100 to 100")
+        object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
+        if (allowed := self.allowed_token_ids) is not None:
+            if not isinstance(allowed, list | tuple) or not allowed:
+                raise ValueError(f"allowed_token_ids is {allowed!r}; it must be a list of at least one token id")
+            for token in allowed:
+                if isinstance(token, str) or not is_token(token):
+                    raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+
+    def check_vocabulary(self, size: int) -> None:
+        """Whether `logit_bias` and `allowed_token_ids` are of a vocabulary of `size` tokens.
+
+        Raises:
+            ValueError: names those that are not.
+        """
+        for name in ("logit_bias", "allowed_token_ids"):
+            if outside := [token for token in getattr(self, name) or () if token >= size]:
+                raise ValueError(f"{name} has token ids {outside}; allowed: 0 to {size - 1}")
 
     def _check_samples(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -308,7 +365,10 @@ class SamplingParams:
         if self.temperature not in (0.0, 1.0):  # both leave the model's probabilities as they are
             raise ValueError(f"temperature is {self.temperature}; with use_beam_search it must be 0 or 1")
         for name, off, said in (("top_p", (1.0,), "1"), ("top_k", (0, -1), "0"), ("min_p", (0.0,), "0"),
-                                ("stop", ((),), "empty"), ("best_of", (None,), "left out")):  # fmt: skip
+                                ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
+                                ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
+                                ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
+                                ("best_of", (None,), "left out")):  # fmt: skip
             if getattr(self, name) not in off:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
 

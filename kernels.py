@@ -31,6 +31,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
+MAX_BIASES = tl.constexpr(1024)  # of a slot
 
 LINEAR_ROWS = 64  # of a tile: the least for which sm_90 issues wgmma; rows that are padding fetch nothing
 LINEAR_PROGRAMS = 128  # at least, where K allows: each has 48 KB of weights on their way, 6 MB in all; 1 us brings 4.3
@@ -47,8 +48,12 @@ MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of
 SWAP_PROGRAMS = 16
 SWAP_BYTES = 16384
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
-SAMPLE_SEARCH = 2048  # and while it searches, with 8 pivots for each of them
-SAMPLE_REGISTERS = 128  # unasked, ptxas allows 64 for some vocabularies and spills
+SAMPLE_GATHER = 1024  # while it picks some of them
+SAMPLE_SEARCH = 1024  # and while it searches, with 8 pivots for each of them
+SAMPLE_REGISTERS = 128  # so that two programs of 8 warps share a processor: 256 rows in one wave
+SAMPLE_GROUP = 64  # logits of which the largest is known: a cache line of bfloat16
+SAMPLE_GIST = 4096  # largest logits and samples of a row, which are held at a time: with more, groups are larger
+SAMPLE_BUFFER = 16384  # candidates for which sampling has room beside the row: at 256 rows 34 MB
 
 
 @triton.jit
@@ -831,10 +836,48 @@ def attention_prefill(
 
 
 @triton.jit
-def _tempered(p_logits, o_v, m_v, heat):
-    """x = logits / temperature [..] float32; -inf outside of m_v, and never +inf, so that x - peak is a number."""
+def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
+    """What `_logits` reads of row i_r."""
+    p_logits = logits + i_r.to(tl.int64) * V
+    if kinds is None:
+        return p_logits, None, None, None, None, None, None
+    else:
+        i_slot = i_slot.to(tl.int64)
+        return (
+            p_logits, tl.load(kinds + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
+            bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES, bitmask + i_slot * ((V + 31) // 32),
+        )  # fmt: skip
+
+
+@triton.jit
+def _logits(row, o_v, m_v):
+    """x [..] float32 of the row: its logits at o_v, as `Adjust` changes them; -inf outside of m_v, and never +inf."""
+    p_logits, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
     b_x = tl.load(p_logits + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
-    return tl.minimum(tl.div_rn(b_x, heat), FLOAT_MAX)
+    if kinds is not None:
+        if kinds & 4 != 0:
+            b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
+            b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
+        if kinds & 2 != 0:  # the ids ascend: look at those between the first of o_v and the last
+            b_id = tl.load(p_bias_ids + tl.arange(0, MAX_BIASES))
+            i_begin = tl.sum((b_id < tl.min(tl.where(m_v, o_v, NO_ID))).to(tl.int32), 0)
+            i_end = tl.sum((b_id <= tl.max(tl.where(m_v, o_v, -1))).to(tl.int32), 0)
+            for i in range(i_begin, i_end):
+                b_x += tl.where(o_v == tl.load(p_bias_ids + i), tl.load(p_biases + i), 0.0)
+        if kinds & 1 != 0:
+            b_count = tl.load(p_counts + o_v, mask=m_v, other=0)
+            repetition = tl.load(p_penalties)
+            b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
+            b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
+            b_x -= tl.where(b_count > 1, tl.load(p_penalties + 2), 0.0)
+    return tl.minimum(b_x, FLOAT_MAX)  # x - peak stays a number
+
+
+@triton.jit
+def _candidates(row, p_values, o_v, n, held):
+    """x [..] float32: where `held`, the n values at p_values, else the n logits of the row; -inf from n on."""
+    m_v = o_v < n
+    return tl.load(p_values + o_v, mask=m_v, other=float("-inf")) if held else _logits(row, o_v, m_v)
 
 
 @triton.jit
@@ -845,64 +888,161 @@ def _keys(b_x):
 
 
 @triton.jit
-def sample_chunks_kernel(
-    logits, slots, temperature, chunk_max, chunk_sum, chunk_id,
-    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """max, sum(exp(x - max)) and the lowest id of the max, of each chunk of each row of x = logits / temperature.
+def _key(x):
+    """`_keys` of one number, int64."""
+    return tl.max(_keys(tl.zeros([1], tl.float32) + x), 0).to(tl.int64)
 
-    logits [R, V]; chunk_max, chunk_sum float32 and chunk_id int32, [R, CHUNKS]. One program per row and chunk.
+
+@triton.jit
+def _values(keys):
+    """The float32 whose `_keys` are these, for keys from -inf's to inf's."""
+    b_bits = keys.to(tl.int32)
+    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scale(heat):
+    """log2(e) / temperature, finite, so that exp(x / temperature) is exp2 of a number, and of 0 where x is 0."""
+    return tl.minimum(LOG2E / heat, FLOAT_MAX)
+
+
+@triton.jit
+def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
+    """top_k, 0 where it is off; top_p; min_p; and whether any of them is on."""
+    k, share, least = tl.load(p_top_k + i_slot), tl.load(p_top_p + i_slot), tl.load(p_min_p + i_slot)
+    k = tl.where((k > 0) & (k < V), k, 0)
+    return k, share, least, (k > 0) | (share < 1.0) | (least > 0.0)
+
+
+@triton.jit
+def sample_chunks_kernel(
+    logits, slots, temperature, top_k, top_p, min_p, kinds, penalties, token_counts, bias_ids, biases, bitmask,
+    chunk_max, chunk_sum, chunk_id, gist, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
+
+    chunk_max, chunk_sum float32 and chunk_id int32, [R, CHUNKS]. One program per row and chunk. A row that is filtered
+    also gets its gist [R, 3 GROUPS] float32: the max of each GROUP logits, and then two samples of each group, of the
+    others (-inf, where that is the max).
     """
     i_r, i_c = tl.program_id(0), tl.program_id(1)
     i_slot = tl.load(slots + i_r)
     if i_slot < 0:
         return
     heat = tl.load(temperature + i_slot)
-    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-    m_v = o_v < V
-    b_x = _tempered(logits + i_r.to(tl.int64) * V, o_v, m_v, tl.where(heat > 0, heat, 1.0))
-    b_max = tl.max(b_x, 0)
-    b_sum = tl.sum(tl.exp2((b_x - tl.maximum(b_max, -FLOAT_MAX)) * LOG2E), 0)
-    tl.store(chunk_max + i_r * CHUNKS + i_c, b_max)
-    tl.store(chunk_sum + i_r * CHUNKS + i_c, b_sum)
-    tl.store(chunk_id + i_r * CHUNKS + i_c, tl.min(tl.where(m_v & (b_x == b_max), o_v, NO_ID), 0))
+    o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    o_l = tl.arange(0, GROUP)
+    o_v = (o_g * GROUP)[:, None] + o_l[None, :]
+    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
+    b_x = _logits(row, o_v, o_v < V)
+    b_top = tl.max(b_x, 1)
+    b_at = tl.min(tl.where(b_x == b_top[:, None], o_l[None, :], GROUP), 1)
+    peak = tl.max(b_top, 0)
+    tl.store(chunk_max + i_r * CHUNKS + i_c, peak)
+    tl.store(chunk_id + i_r * CHUNKS + i_c, tl.min(tl.where(b_top == peak, o_g * GROUP + b_at, NO_ID), 0))
+    if heat > 0:
+        b_p = tl.exp2((b_x - tl.maximum(peak, -FLOAT_MAX)) * _scale(heat))
+        tl.store(chunk_sum + i_r * CHUNKS + i_c, tl.sum(tl.sum(b_p, 1), 0))
+        _, _, _, filtered = _filters(top_k, top_p, min_p, i_slot, V)
+        if filtered:
+            p_gist = gist + i_r.to(tl.int64) * (3 * GROUPS)
+            tl.store(p_gist + o_g, b_top, mask=o_g < GROUPS)
+            o_s = (GROUPS + o_g * 2)[:, None] + (o_l // (GROUP // 2))[None, :]
+            m_s = (o_g < GROUPS)[:, None] & (o_l % (GROUP // 2) == 0)[None, :]
+            tl.store(p_gist + o_s, tl.where(o_l[None, :] == b_at[:, None], float("-inf"), b_x), mask=m_s)
 
 
 @triton.jit
-def _search(
-    p_logits, heat, peak, low, high, goal, floor, V: tl.constexpr, CHUNK: tl.constexpr, MASS: tl.constexpr
-):  # fmt: skip
-    """The largest key t in [low, high) for which the measure of {x: key(x) >= t} reaches `goal`; key(low)'s must do.
+def _cut(b_x, b_w, goal, low, high):
+    """The largest key t in [low, high) for which the b_w of {key(b_x) >= t} add up to `goal`; `low`, if none does."""
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        reached = tl.sum(tl.where(b_x >= _values(middle), b_w, 0.0), 0) >= goal
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle)
+    return low
 
-    The measure is the count, or with MASS the sum of exp(x - peak) over x with keys from `floor` on. Each pass over the
-    row tests 8 pivots, so it ends within 11 passes, on a key that is in the row: equal logits are never parted.
+
+@triton.jit
+def _search(row, p_values, n, held, scale, peak, low, high, goal, CHUNK: tl.constexpr, MASS: tl.constexpr):
+    """As `_cut`, over the n `_candidates`: the measure is their count, or with MASS exp((x - peak) / temperature).
+
+    Each pass tests 8 pivots, so the search ends within 11, on a key that is there: equal logits are never parted.
     """
     o_p = tl.arange(0, 8)
     while high - low > 1:
         b_pivot = low + (high - low) * (o_p + 1) // 9
-        b_key = b_pivot.to(tl.int32)
-        b_measure = tl.zeros([8], tl.float32)
-        for i_v in range(0, V, CHUNK):
+        b_sum = tl.zeros([8, CHUNK], tl.float32)
+        for i_v in range(0, n, CHUNK):
             o_v = i_v + tl.arange(0, CHUNK)
-            b_x = _tempered(p_logits, o_v, o_v < V, heat)
-            b_w = tl.where(o_v < V, 1.0, 0.0)
+            b_x = _candidates(row, p_values, o_v, n, held)
+            b_w = tl.where(o_v < n, 1.0, 0.0)
             if MASS:
-                b_w = tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0)
-            b_measure += tl.sum(tl.where(_keys(b_x)[None, :] >= b_key[:, None], b_w[None, :], 0.0), 1)
+                b_w = tl.exp2((b_x - peak) * scale)
+            b_sum += tl.where(b_x[None, :] >= _values(b_pivot)[:, None], b_w[None, :], 0.0)
+        b_measure = tl.sum(b_sum, 1)
         low = tl.max(tl.where(b_measure >= goal, b_pivot, low), 0)
         high = tl.min(tl.where(b_measure >= goal, high, b_pivot), 0)
     return low
 
 
 @triton.jit
+def _masses(row, p_values, n, held, scale, peak, floor, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """sum(exp((x - peak) / temperature)) of keys from `floor` on, in each chunk of the n `_candidates`, [BLOCK_C]."""
+    o_c = tl.arange(0, BLOCK_C)
+    b_mass = tl.zeros([BLOCK_C], tl.float32)
+    for i_c in range(0, tl.cdiv(n, CHUNK)):
+        b_x = _candidates(row, p_values, i_c * CHUNK + tl.arange(0, CHUNK), n, held)
+        b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
+        b_mass = tl.where(o_c == i_c, tl.sum(b_p, 0), b_mass)
+    return b_mass
+
+
+@triton.jit
+def _gather(
+    row, p_groups, num_groups, scale, peak, low, high, p_values, p_ids,
+    V: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BUFFER: tl.constexpr,
+):  # fmt: skip
+    """Write the logits of some groups with keys in [low, high), and their ids, one after the other, as far as there is
+    room; returns how many there are, their mass, and the mass of what is above them."""
+    n = 0
+    b_inside = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
+    b_above = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
+    for i_g in tl.range(0, num_groups, CHUNK // GROUP, num_stages=4):
+        o_g = i_g + tl.arange(0, CHUNK // GROUP)
+        b_g = tl.load(p_groups + o_g, mask=o_g < num_groups, other=V)
+        o_v = (b_g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+        b_x = _logits(row, o_v, o_v < V)
+        b_p = tl.exp2((b_x - peak) * scale)
+        m_above = b_x >= _values(high)
+        m_in = (o_v < V) & (b_x >= _values(low)) & ~m_above
+        b_above += tl.where(m_above, b_p, 0.0)
+        b_inside += tl.where(m_in, b_p, 0.0)
+        o_n = tl.cumsum(tl.reshape(m_in.to(tl.int32), [CHUNK]), 0) - 1
+        o_n = n + tl.reshape(o_n, [CHUNK // GROUP, GROUP])
+        tl.store(p_values + o_n, b_x, mask=m_in & (o_n < BUFFER))
+        tl.store(p_ids + o_n, o_v, mask=m_in & (o_n < BUFFER))
+        n += tl.sum(tl.sum(m_in.to(tl.int32), 1), 0)
+    return n, tl.sum(tl.sum(b_inside, 1), 0), tl.sum(tl.sum(b_above, 1), 0)
+
+
+@triton.jit
 def sample_pick_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, chunk_max, chunk_sum, chunk_id, ids,
-    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, SEARCH: tl.constexpr,
+    logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
+    kinds, penalties, token_counts, bias_ids, biases, bitmask,
+    chunk_max, chunk_sum, chunk_id, gist, groups, values, value_ids, ids,
+    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr, GATHER: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):  # fmt: skip
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
 
     Shapes as in sample_chunks_kernel, whose results spare a greedy row every look at its logits and an unfiltered row
-    all but one chunk. ids [R] int64.
+    all but one chunk. Of a filtered row they give bounds of t, so that only the groups of logits whose largest is above
+    the lower one are read, and what is between the two fits into the buffer: values float32 and value_ids int32,
+    [R, BUFFER], in order of id. The search for t goes on there. Where it does not fit, or the upper bound, which is
+    guessed, was wrong, the search goes over the whole row. groups [R, GROUPS] int32; ids [R] int64.
     """
     i_r = tl.program_id(0)
     i_slot = tl.load(slots + i_r)
@@ -918,47 +1058,101 @@ def sample_pick_kernel(
         b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
         tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
         return
-    p_logits = logits + i_r.to(tl.int64) * V
+    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
     peak = tl.maximum(peak, -FLOAT_MAX)
+    scale = _scale(heat)
     b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
-    b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * LOG2E)
-    k, share, least = tl.load(top_k + i_slot), tl.load(top_p + i_slot), tl.load(min_p + i_slot)
-    floor = _keys(tl.full([1], float("-inf"), tl.float32))
-    if (k > 0 and k < V) or (share < 1.0 or least > 0.0):
-        low = tl.min(floor, 0).to(tl.int64)
-        high = tl.max(_keys(tl.zeros([1], tl.float32) + peak), 0).to(tl.int64) + 1
-        if k > 0 and k < V:
-            low = _search(p_logits, heat, peak, low, high, k.to(tl.float32), floor, V, SEARCH, False)
+    b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)
+    k, share, least, filtered = _filters(top_k, top_p, min_p, i_slot, V)
+    p_values, p_ids = values + i_r.to(tl.int64) * BUFFER, value_ids + i_r.to(tl.int64) * BUFFER
+    no = heat <= 0  # as a value, that an `if` may change
+    floor, n, held = _key(float("-inf")), V, no
+    if filtered:
+        total = tl.sum(b_mass, 0)
+        bottom, top = floor, _key(peak) + 1
+        floor = _key(tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf")))
+        low, high, goal, guessed = floor, top, total * 0.0, no
+        p_gist = gist + i_r.to(tl.int64) * (3 * GROUPS)
+        o_a = tl.arange(0, BLOCK_A)
+        b_a = tl.load(p_gist + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
+        if (k > 0) | (share < 1.0):
+            # t is at least the k-th largest of the groups' largest; and at least where their mass alone reaches top_p.
+            b_w = tl.exp2((b_a - peak) * scale)
+            goal = share * total
+            if k > 0:
+                b_w = tl.where(b_a > float("-inf"), 1.0, 0.0)
+                goal = k.to(tl.float32)
+            low = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top)
+            guessed = (low == bottom) & (k == 0)
+            if guessed:
+                # These have too little mass. Guess from samples how much the others have at each key, and search 5
+                # standard errors to both sides (Floyd and Rivest, "Expected time bounds for selection", 1975).
+                b_s = tl.where(o_a >= GROUPS, b_w, 0.0)
+                sampled = tl.maximum(tl.sum(b_s, 0), 1e-30)
+                rest = tl.maximum(total - tl.sum(b_w - b_s, 0), 0.0) / sampled
+                b_w += b_s * (rest - 1.0)
+                guess = _cut(b_a, b_w, goal, bottom, top)
+                b_above = tl.where(b_a >= _values(guess), 1.0, 0.0)
+                b_error = b_s * (b_above - tl.sum(b_s * b_above, 0) / sampled)
+                error = 5.0 * rest * tl.sqrt(tl.sum(b_error * b_error, 0))
+                low = _cut(b_a, b_w, goal + error, bottom, guess + 1)
+                high = _cut(b_a, b_w, goal - error, guess, top) + 1
+
+        # Write what may survive, or what is between the guesses, into the buffer.
+        m_g = (o_a < GROUPS) & (b_a >= _values(low))
+        p_groups = groups + i_r * GROUPS
+        tl.store(p_groups + tl.cumsum(m_g.to(tl.int32), 0) - 1, o_a, mask=m_g)
+        tl.debug_barrier()  # other threads read it
+        num_groups = tl.sum(m_g.to(tl.int32), 0)
+        n, inside, above = _gather(
+            row, p_groups, num_groups, scale, peak, low, high, p_values, p_ids, V, GROUP, GATHER, BUFFER
+        )
+        tl.debug_barrier()
+        held = (n <= BUFFER) & ((guessed == 0) | ((above < goal) & (above + inside >= goal)))
+
+        # Search there, or, if they were too many or the guesses wrong, in the whole row.
+        if not held:
+            low, high, n, above = bottom, top, V, total * 0.0
+        if k > 0:
+            low = _search(row, p_values, n, held, scale, peak, low, high, k.to(tl.float32), SEARCH, False)
+            total = tl.sum(_masses(row, p_values, n, held, scale, peak, low, CHUNK, BLOCK_C), 0)
         if share < 1.0:
-            floor = tl.zeros([1], tl.int32) + low.to(tl.int32)
-            total = tl.zeros([], tl.float32)
-            for i_v in range(0, V, SEARCH):
-                o_v = i_v + tl.arange(0, SEARCH)
-                b_x = _tempered(p_logits, o_v, o_v < V, heat)
-                total += tl.sum(tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0), 0)
-            low = _search(p_logits, heat, peak, low, high, share * total, floor, V, SEARCH, True)
-        floor = tl.zeros([1], tl.int32) + low.to(tl.int32)
-        if least > 0.0:
-            floor = tl.maximum(floor, _keys(tl.zeros([1], tl.float32) + peak + tl.log(least)))
-        for i_c in range(0, CHUNKS):
-            o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-            b_x = _tempered(p_logits, o_v, o_v < V, heat)
-            mass = tl.sum(tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0), 0)
-            b_mass = tl.where(o_c == i_c, mass, b_mass)
+            low = _search(row, p_values, n, held, scale, peak, low, high, share * total - above, SEARCH, True)
+        floor = tl.maximum(low, floor)
+        if guessed:  # what is above the guesses is in the row alone
+            n, held = V, no
+        b_mass = _masses(row, p_values, n, held, scale, peak, floor, CHUNK, BLOCK_C)
 
     # Find the chunk in which the running sum passes the goal, then the token. Where rounding hides the crossing, the
     # last chunk (or token) that has any mass is the one.
     b_sum = tl.cumsum(b_mass, 0)
     goal = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot)) * tl.max(b_sum, 0)
     i_c = tl.min(tl.where((b_sum > goal) & (b_mass > 0), o_c, NO_ID), 0)
-    i_c = tl.where(i_c < CHUNKS, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
+    i_c = tl.where(i_c < BLOCK_C, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
     before = tl.sum(tl.where(o_c < i_c, b_mass, 0.0), 0)
     o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-    b_x = _tempered(p_logits, o_v, o_v < V, heat)
-    b_p = tl.where(_keys(b_x) >= floor, tl.exp2((b_x - peak) * LOG2E), 0.0)
+    b_x = _candidates(row, p_values, o_v, n, held)
+    b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
     i_v = tl.min(tl.where((before + tl.cumsum(b_p, 0) > goal) & (b_p > 0), o_v, NO_ID), 0)
-    i_v = tl.where(i_v < V, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
+    i_v = tl.where(i_v < n, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
+    if held:
+        i_v = tl.load(p_ids + i_v, mask=n > 0, other=0)
     tl.store(ids + i_r, i_v.to(tl.int64))
+
+
+class Adjust(NamedTuple):
+    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
+
+    x = -inf where the bitmask does not allow it; x += bias; x = x / repetition if x > 0 else x * repetition, where the
+    prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
+    """
+
+    kinds: torch.Tensor  # [S] int32, what of this the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
+    token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
+    bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
+    biases: torch.Tensor  # [S, 1024] float32
+    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
 
 
 def sample(
@@ -970,49 +1164,66 @@ def sample(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     num_known: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> torch.Tensor:
-    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x), x = logits / temperature.
+    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
 
-    t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the largest threshold that leaves at least top_p of the
-    mass of {x >= t_k}; t_m = max x + log(min_p). Equal logits stay or go together. u is the Philox number
-    tl.rand(seed, num_known), so a token depends on its row, its seed and its position alone.
+    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the
+    largest threshold that leaves at least top_p of the mass of {x >= t_k}; t_m = max x + temperature * log(min_p).
+    Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
+    its seed and its position alone.
 
     Args:
         logits: [R, V] float; not modified. slots: [R] int32.
-        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest logit, the lowest id among equals.
+        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
         top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
+        adjust: what makes x of the logits; None: nothing does, in any row.
 
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
+    assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
+    assert adjust is None or adjust.bias_ids.shape[1] == adjust.biases.shape[1] == MAX_BIASES.value
 
     chunk = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
     chunks = triton.cdiv(vocab, chunk)
+    group = min(chunk, max(SAMPLE_GROUP, triton.next_power_of_2(triton.cdiv(3 * vocab, SAMPLE_GIST))))
+    groups = triton.cdiv(vocab, group)
+    room = min(SAMPLE_BUFFER, chunks * chunk)
     chunk_max, chunk_sum = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
     chunk_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
+    gist = torch.empty(rows, 3 * groups, dtype=torch.float32, device=logits.device)
+    group_ids = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
+    values = torch.empty(rows, room, dtype=torch.float32, device=logits.device)
+    value_ids = torch.empty(rows, room, dtype=torch.int32, device=logits.device)
     ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
 
+    state = adjust or (None,) * len(Adjust._fields)
     sample_chunks_kernel[(rows, chunks)](
-        logits, slots, temperature, chunk_max, chunk_sum, chunk_id, vocab, chunks, chunk, num_warps=4
-    )
+        logits, slots, temperature, top_k, top_p, min_p, *state, chunk_max, chunk_sum, chunk_id, gist,
+        vocab, chunks, chunk, groups, group, num_warps=4,
+    )  # fmt: skip
     sample_pick_kernel[(rows,)](
-        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, chunk_max, chunk_sum, chunk_id, ids,
-        vocab, chunks, chunk, triton.next_power_of_2(chunks), min(chunk, SAMPLE_SEARCH), num_warps=8,
-        maxnreg=SAMPLE_REGISTERS,
+        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, chunk_max, chunk_sum, chunk_id,
+        gist, group_ids, values, value_ids, ids, vocab, chunks, chunk, triton.next_power_of_2(chunks),
+        groups, group, triton.next_power_of_2(3 * groups), room, min(chunk, SAMPLE_GATHER),
+        min(chunk, SAMPLE_SEARCH), num_warps=8,
+        maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
     )  # fmt: skip
     return ids
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def logprobs_kernel(
-    logits, ids, values, lse, keys, V: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr
+    logits, ids, values, lse, keys,
+    V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
 
-    One pass: the sum is kept relative to the largest x so far. keys [R, V] int64 order a row by x, the lowest id first
-    among equals, and give the id back: it is -key mod V. values, lse [R] float32.
+    One pass: the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 order a row's groups of GROUP
+    logits by their largest, the first group first among equals, which is -key mod GROUPS. values, lse [R] float32.
     """
     i_r = tl.program_id(0).to(tl.int64)
     p_logits = logits + i_r * V
@@ -1027,7 +1238,9 @@ def logprobs_kernel(
         b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
         peak = higher
         if HAS_KEYS:
-            tl.store(keys + i_r * V + o_v, _keys(b_x).to(tl.int64) * V - o_v, mask=o_v < V)
+            o_g = i_v // GROUP + tl.arange(0, BLOCK // GROUP)
+            b_key = _keys(tl.max(tl.reshape(b_x, [BLOCK // GROUP, GROUP]), 1))
+            tl.store(keys + i_r * GROUPS + o_g, b_key.to(tl.int64) * GROUPS - o_g, mask=o_g < GROUPS)
     total = tl.sum(b_sum, 0)
     b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # no finite logit: all logprobs are -inf, not NaN
     x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
@@ -1049,15 +1262,25 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
 
-    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    keys = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device) if k else None
-
     block = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
-    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, k > 0, block, num_warps=8)
-    # The likeliest are rarely asked for, so torch finds them. It finds them among the keys and not the logits, because
-    # it leaves open which of two equals comes first, and equals are common in bfloat16.
-    top_ids = ids.new_empty(rows, 0) if keys is None else -keys.topk(k).values % vocab
-    return values, top_ids, logits.gather(1, top_ids).float().clamp_(max=FLOAT_MAX.value) - lse[:, None]
+    group = min(block, SAMPLE_GROUP)
+    groups = triton.cdiv(vocab, group)
+    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    keys = torch.empty(rows, groups, dtype=torch.int64, device=logits.device) if k else None
+
+    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
+    if keys is None:
+        return values, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
+    # The k likeliest lie in the k groups that come first: in each of these one comes before all of any other group's.
+    # They are rarely asked for, so torch finds them. It sorts keys and not logits, because it leaves open which of two
+    # equals comes first, and equals are common in bfloat16. At 256 rows of 152k and k = 20 that takes 20 MB.
+    first = -keys.topk(min(k, groups)).values % groups
+    at = (first[:, :, None] * group + torch.arange(group, device=logits.device)).flatten(1)
+    x = logits.gather(1, at.clamp(max=vocab - 1)).float().clamp_(max=FLOAT_MAX.value)
+    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
+    keys = (order ^ ((order >> 31) & 0x7FFFFFFF)).long().mul_(vocab).sub_(at).masked_fill_(at >= vocab, -(2**63))
+    chosen = keys.topk(k).indices
+    return values, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
 
 
 # ------------------------------------------------------------------------------------------- batch state and blocks
@@ -1131,14 +1354,17 @@ def prepare_inputs(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "ids_stride"],
+    do_not_specialize=["num_rows", "ids_stride", "counts_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
 )
 def post_update_kernel(
-    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, num_rows, ids_stride,
-    BLOCK: tl.constexpr,
+    token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, kinds, token_counts,
+    num_rows, ids_stride, counts_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one."""
+    """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
+
+    And token_counts[slot, token] += 2 for slots with penalties.
+    """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows
     b_slot = tl.load(slots + o_b, mask=m_b, other=-1).to(tl.int64)
@@ -1152,6 +1378,10 @@ def post_update_kernel(
     b_known = tl.load(num_known + b_slot, mask=m_b, other=0)
     tl.store(token_ids + b_slot * ids_stride + b_known, b_token.to(tl.int32), mask=m_b)
     tl.store(num_known + b_slot, b_known + 1, mask=m_b)
+    if kinds is not None:
+        m_b = m_b & (tl.load(kinds + b_slot, mask=m_b, other=0) & 1 != 0)
+        p_count = token_counts + b_slot * counts_stride + b_token
+        tl.store(p_count, tl.load(p_count, mask=m_b) + 2, mask=m_b)
 
 
 def post_update(
@@ -1162,6 +1392,7 @@ def post_update(
     query_starts: torch.Tensor,
     sample_index: torch.Tensor,
     sampled: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> None:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
@@ -1169,13 +1400,16 @@ def post_update(
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
     """
     rows = len(slots)
     assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
 
     post_update_kernel[(triton.cdiv(rows, 128),)](
-        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, rows, token_ids.stride(0), 128
-    )
+        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled,
+        None if adjust is None else adjust.kinds, None if adjust is None else adjust.token_counts,
+        rows, token_ids.stride(0), 0 if adjust is None else adjust.token_counts.stride(0), 128,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["pairs"])

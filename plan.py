@@ -23,6 +23,10 @@ class NewRow:
     seed: int
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
     name: str = ""  # of the request and sample, for the KV sanitizer
+    penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
+    num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(slots=True)

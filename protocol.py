@@ -143,13 +143,12 @@ class Field(NamedTuple):
 
 # What OpenAI's or vLLM's clients may send and this server cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
-    "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
+    "min_tokens": (0,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
     "suffix": ("",), "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"), "chat_template": (), "documents": ([],),
     "reasoning_effort": (), "modalities": (["text"],), "audio": (), "web_search_options": (), "prompt_embeds": (),
-    "allowed_token_ids": ([],), "truncate_prompt_tokens": (), "bad_words": ([],), "logits_processors": ([],),
+    "truncate_prompt_tokens": (), "bad_words": ([],), "logits_processors": ([],),
     "return_token_ids": (False,),
 }  # fmt: skip
 SAMPLING = {"stop": stop_strings, "stop_token_ids": token_ids}

@@ -291,6 +291,21 @@ def attention_prefill(
     return out
 
 
+class Adjust(NamedTuple):
+    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
+
+    x = -inf where the bitmask does not allow it; x += bias; x = x / repetition if x > 0 else x * repetition, where the
+    prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
+    """
+
+    kinds: torch.Tensor  # [S] int32, what of this the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
+    token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
+    bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
+    biases: torch.Tensor  # [S, 1024] float32
+    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+
+
 def sample(
     logits: torch.Tensor,
     slots: torch.Tensor,
@@ -300,30 +315,38 @@ def sample(
     min_p: torch.Tensor,
     seeds: torch.Tensor,
     num_known: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> torch.Tensor:
-    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x), x = logits / temperature.
+    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
 
-    t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the largest threshold that leaves at least top_p of the
-    mass of {x >= t_k}; t_m = max x + log(min_p). Equal logits stay or go together. u is the Philox number that
-    tl.rand(seed, num_known) gives, so a token depends on its row, its seed and its position alone.
+    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the
+    largest threshold that leaves at least top_p of the mass of {x >= t_k}; t_m = max x + temperature * log(min_p).
+    Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
+    its seed and its position alone.
 
     Args:
         logits: [R, V] float; not modified. slots: [R] int32.
-        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest logit, the lowest id among equals.
+        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
         top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
+        adjust: what makes x of the logits; None: nothing does, in any row.
 
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
     """
     slot = slots.long().clamp(min=0)
+    if adjust is not None:
+        logits = logits.to(torch.float32, copy=True)
+        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
+            _adjust(logits[row], Adjust(*(state[slot[row]] for state in adjust)))
     heat = temperature[slot]
-    if not bool(((heat > 0) & (slots >= 0)).any()):
+    if not heat.any():
         return _likeliest_one(logits).masked_fill(slots < 0, 0)
-    # The clamps keep x - peak a number when a tiny temperature overflows x, and when every logit is -inf.
-    x = (logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]).clamp_(max=FLOAT_MAX)
+    # The clamps keep x - peak a number where a logit is infinite, and when every one is -inf.
+    x = logits.float().clamp(max=FLOAT_MAX)
     peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
-    mass = torch.exp(x - peak)
-    floor = peak[:, 0] + min_p[slot].log()
+    warm = torch.where(heat > 0, heat, 1.0)
+    mass = (x - peak).div_(warm[:, None]).exp_()
+    floor = peak[:, 0] + warm * min_p[slot].log()
     filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
     rows = filtered.nonzero()[:, 0]
     if len(rows):
@@ -352,6 +375,22 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     at = torch.cat((ids[:, None], _likeliest(x, k)), dim=1) if k else ids[:, None]
     values = x.gather(1, at) - lse
     return values[:, 0], at[:, 1:], values[:, 1:]
+
+
+def _adjust(x: torch.Tensor, adjust: Adjust) -> None:
+    """Adjust the logits x [V] float32 of a row in place, by what `adjust` has for its slot."""
+    kinds = int(adjust.kinds)
+    if kinds & 4:
+        bits = torch.arange(32, dtype=torch.int32, device=x.device)
+        x.masked_fill_((adjust.bitmask[:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
+    if kinds & 2:
+        given = adjust.bias_ids < len(x)
+        x[adjust.bias_ids[given].long()] += adjust.biases[given]
+    if kinds & 1:
+        repetition, frequency, presence = adjust.penalties
+        x.copy_(torch.where(adjust.token_counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
+        times = adjust.token_counts >> 1
+        x.sub_(times * frequency).sub_((times > 0) * presence)
 
 
 def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -433,6 +472,7 @@ def post_update(
     query_starts: torch.Tensor,
     sample_index: torch.Tensor,
     sampled: torch.Tensor,
+    adjust: Adjust | None = None,
 ) -> None:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
@@ -440,14 +480,18 @@ def post_update(
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
     """
     live = slots >= 0
     slot = slots[live].long()
     num_computed[slot] += query_starts.diff()[live]
     ends = live & (sample_index >= 0)
     slot = slots[ends].long()
-    token_ids[slot, num_known[slot].long()] = sampled[sample_index[ends].long()].to(torch.int32)
+    tokens = sampled[sample_index[ends].long()]
+    token_ids[slot, num_known[slot].long()] = tokens.to(torch.int32)
     num_known[slot] += 1
+    if adjust is not None:
+        adjust.token_counts[slot, tokens] += 2 * (adjust.kinds[slot] & 1)
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -139,10 +139,12 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            ValueError: the prompt is empty, has a token outside of the vocabulary, leaves no room for output within
-                `max_model_len`, or could outgrow the whole KV pool; or a beam search is too wide.
+            ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
+                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; or a beam search
+                is too wide.
         """
         params, num_prompt = request.params, request.num_prompt
+        params.check_vocabulary(self.vocab_size)
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
         if num_prompt == 0:
@@ -590,10 +592,13 @@ class Scheduler:
             num_logprobs = min(group.beams.num_candidates, self.vocab_size)
         elif params.num_samples > params.n:
             num_logprobs = 0
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(seq.slot, list(seq.tokens), seq.num_computed, list(seq.blocks),
                    0.0 if group.beams is not None else params.temperature, params.top_k, params.top_p, params.min_p,
-                   group.seed, num_logprobs, group.name if self.config.sanitize_kv else ""))  # fmt: skip
+                   group.seed, num_logprobs, group.name if self.config.sanitize_kv else "",
+                   penalties if penalties != (1.0, 0.0, 0.0) else None, group.request.num_prompt,
+                   params.logit_bias, params.allowed_token_ids))  # fmt: skip
 
     def _count_recomputed(self, seq: Sequence) -> None:
         if (again := seq.lost - seq.num_computed) > 0:

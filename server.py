@@ -394,6 +394,7 @@ class Api:
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
         try:
             params = [SamplingParams(**given, max_tokens=tokens) for tokens in left]
+            params[0].check_vocabulary(self.facts["vocab_size"])
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
         self._check_samples(params[0], len(left), sum(left), fields["stream"])

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 import cpu
-from config import EngineConfig, ModelConfig
+from config import MAX_LOGIT_BIAS, EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
 from parallel import Group
 from sanitizer import KVSanitizer
@@ -27,6 +27,7 @@ from scheduler import Logprobs, NewRow, StepPlan, StepResult
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
 MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
+NO_ID = 2**31 - 1
 
 
 class Worker:
@@ -161,7 +162,10 @@ class Worker:
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 
     def new_state(self, slots: int) -> BatchState:
-        return BatchState(slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, self.device)
+        vocab_size = self.model_config.vocab_size
+        return BatchState(
+            slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, vocab_size, self.device
+        )
 
     def blocks_per_seq(self) -> int:
         """Blocks of a sequence at full length, those of its lookahead slots among them."""
@@ -198,7 +202,8 @@ class Worker:
         activations = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info()
-        return max(0, int(total * self.config.gpu_memory_utilization) - (total - free) - activations)
+        counts = self.config.max_num_seqs * self.model_config.vocab_size * 4  # what of the batch state is large
+        return max(0, int(total * self.config.gpu_memory_utilization) - (total - free) - activations - counts)
 
     @torch.inference_mode()
     def profile(self) -> None:
@@ -210,7 +215,7 @@ class Worker:
         self.run(StepPlan(0, rows=[(0, count)], new=[row]))
         logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
-        sampled = self.state.sample(self.ops, logits, slots)
+        sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
 
@@ -224,8 +229,9 @@ class Worker:
         if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
             length = min(length, 2 * self.config.block_size)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
-        for temperature, num_logprobs in tqdm(((0.0, 0), (1.0, 1)), desc="Warming up", leave=False, disable=None):
-            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs)
+        rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
+        for temperature, num_logprobs, penalties in tqdm(rows, desc="Warming up", leave=False, disable=None):
+            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs, penalties=penalties)
             begun = time.perf_counter()
             self.run(StepPlan(0, rows=[(0, length)], new=[row]))
             seconds = time.perf_counter() - begun
@@ -313,12 +319,14 @@ class Worker:
         hidden = self.model.forward(batch, self.pool)
         if self.sanitizer:
             self.sanitizer.check_hidden(plan, hidden)
-        sampled = torch.empty(0, dtype=torch.int64, device=self.device)
+        sampled, adjust = torch.empty(0, dtype=torch.int64, device=self.device), state.adjust(ops)
         if samples.any():
             last = self.to_device(starts[1:][samples] - 1)  # the head is only for rows that sample
             logits = self.model.logits(hidden[last])
-            sampled = state.sample(ops, logits, slots if samples.all() else self.to_device(rows[samples, 0]))
-        ops.post_update(state.token_ids, state.num_known, state.num_computed, slots, query_starts, sample_at, sampled)
+            sampled = state.sample(ops, logits, slots if samples.all() else self.to_device(rows[samples, 0]), adjust)
+        ops.post_update(
+            state.token_ids, state.num_known, state.num_computed, slots, query_starts, sample_at, sampled, adjust
+        )
         tokens = np.full(len(rows), -1, dtype=np.int64)
         tokens[samples] = sampled.cpu().numpy()
         result = StepResult(plan.step, tokens.tolist())
@@ -354,10 +362,14 @@ class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, at fixed addresses.
 
     `known` and `computed` mirror two of the tensors on the host, so that the worker can tell which rows sample without
-    asking the device; `num_logprobs` is of use on the host alone.
+    asking the device; `num_logprobs` is of use on the host alone. `adjusted` mirrors `kinds`: see `ops.Adjust`.
+    Counting each slot's tokens takes 4 bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or
+    without penalties, so that nothing is allocated once requests come; on a CPU memory is taken as it is used.
     """
 
-    def __init__(self, slots: int, max_model_len: int, max_blocks: int, block_size: int, device: str):
+    def __init__(
+        self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str
+    ):  # fmt: skip
         def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -370,12 +382,21 @@ class BatchState:
         self.top_p = new(slots, dtype=torch.float32)
         self.min_p = new(slots, dtype=torch.float32)
         self.seeds = new(slots, dtype=torch.int64)
+        self.kinds = new(slots)
+        self.penalties = new(slots, 3, dtype=torch.float32)
+        self.token_counts = new(slots, vocab_size)
+        self.bias_ids = new(slots, MAX_LOGIT_BIAS)
+        self.biases = new(slots, MAX_LOGIT_BIAS, dtype=torch.float32)
+        self.bitmask = new(slots, -(-vocab_size // 32))
         self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
+        self.adjusted = np.zeros(slots, dtype=np.int32)
         self.num_blocks = [0] * slots
 
     def apply(self, plan: StepPlan) -> None:
         """Sequences leave, enter and grow."""
         self.known[plan.released] = self.computed[plan.released] = 0
+        for slot in plan.released:
+            self._set_kinds(slot, 0)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.known[slot], self.computed[slot] = length, row.num_computed
@@ -385,8 +406,31 @@ class BatchState:
             self.top_k[slot], self.seeds[slot], self.num_logprobs[slot] = row.top_k, row.seed, row.num_logprobs
             self.num_blocks[slot] = 0
             self._grow(slot, row.blocks)
+            self._enter(row)
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
+
+    def _enter(self, row: NewRow) -> None:
+        """Write down what changes the logits of a new row: rarely anything, so none of it takes a kernel of ours."""
+        slot, bias, allowed = row.slot, row.logit_bias, row.allowed_token_ids
+        self._set_kinds(slot, (row.penalties is not None) + 2 * (bias is not None) + 4 * (allowed is not None))
+        if row.penalties is not None:
+            self.penalties[slot] = torch.tensor(row.penalties)
+            counts, ids = self.token_counts[slot].zero_(), self.token_ids[slot, : len(row.token_ids)]
+            counts[ids[: row.num_prompt].long()] = 1
+            counts.index_add_(0, ids[row.num_prompt :], torch.full_like(ids[row.num_prompt :], 2))
+        if bias is not None:
+            self.bias_ids[slot] = NO_ID
+            self.bias_ids[slot, : len(bias)] = self._ints(sorted(bias))
+            self.biases[slot, : len(bias)] = torch.tensor([bias[token] for token in sorted(bias)])
+        if allowed is not None:
+            bits = np.zeros(32 * self.bitmask.shape[1], dtype=np.uint8)
+            bits[list(allowed)] = 1
+            self.bitmask[slot] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+    def _set_kinds(self, slot: int, kinds: int) -> None:
+        if self.adjusted[slot] != kinds:
+            self.adjusted[slot] = self.kinds[slot] = kinds
 
     def _grow(self, slot: int, blocks: list[int]) -> None:
         begin = self.num_blocks[slot]
@@ -405,10 +449,16 @@ class BatchState:
         self.known[slots[samples]] += 1
         return samples
 
-    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The next token [R] of each of `slots` [R], from logits [R, vocab]."""
+    def adjust(self, ops: ModuleType) -> Any:
+        """`ops.Adjust` of all slots, or None where it changes nothing in any."""
+        if not self.adjusted.any():
+            return None
+        return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
+
+    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
+        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
         return ops.sample(
-            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known
+            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
         )
 
 

@@ -184,9 +184,11 @@ def logprobs(x: torch.Tensor) -> torch.Tensor:
     return x - x.exp().sum(-1, keepdim=True).log()
 
 
-def survivors(x: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the logits x [V] float32 (tempered) may be drawn, and exp(x - max) in float64."""
-    mass = (x.double() - x.double().max()).exp()
+def survivors(
+    x: torch.Tensor, top_k: int, top_p: float, min_p: float, heat: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the logits x [V] float32 may be drawn at temperature `heat`, and exp((x - max) / heat) in float64."""
+    mass = ((x.double() - x.double().max()) / heat).exp()
     k_ok = (
         x >= x.sort(descending=True).values[top_k - 1] if 0 < top_k < len(x) else torch.ones_like(x, dtype=torch.bool)
     )
@@ -195,6 +197,42 @@ def survivors(x: torch.Tensor, top_k: int, top_p: float, min_p: float) -> tuple[
         goal = top_p * mass[k_ok].sum()
         p_ok = x >= next(t for t in x.unique().flip(0) if mass[k_ok & (x >= t)].sum() >= goal * (1 - 1e-12))
     return k_ok & p_ok & (mass >= min_p), mass
+
+
+def adjustments(kinds: list[int], vocab: int) -> tuple[torch.Tensor, ...]:
+    """The fields of a random `Adjust` for as many slots as `kinds`; what a slot has no use for is NaN or nonsense."""
+    slots = len(kinds)
+    uses = [torch.tensor([kind & bit != 0 for kind in kinds])[:, None] for bit in (1, 2, 4)]
+    penalties = torch.stack((0.5 + torch.rand(slots), 4 * torch.rand(slots) - 2, 4 * torch.rand(slots) - 2), 1)
+    counts = torch.randint(1, 9, (slots, vocab)) * (torch.rand(slots, vocab) < 0.3)
+    ids, biases = torch.full((slots, 1024), 2**31 - 1), torch.full((slots, 1024), torch.nan)
+    for slot in range(slots):
+        some = torch.randperm(vocab)[: int(torch.randint(0, min(vocab, 40) + 1, ()))].sort().values
+        ids[slot, : len(some)], biases[slot, : len(some)] = some, torch.randn(len(some)) * 8
+    words = torch.randint(-(2**31), 2**31, (slots, -(-vocab // 32)))
+    fields = (
+        torch.tensor(kinds), penalties.where(uses[0], torch.nan), counts.where(uses[0], -7),
+        ids.where(uses[1], -7), biases.where(uses[1], torch.nan), words.where(uses[2], 0),
+    )  # fmt: skip
+    return tuple(field if field.is_floating_point() else field.to(torch.int32) for field in fields)
+
+
+def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Logits x [V] as `sample` changes them for a slot, float32: token by token, each step rounded as IEEE has it."""
+    kinds, penalties, counts, bias_ids, biases, bitmask = (field[slot] for field in fields)
+    repetition, frequency, presence = penalties
+    bias, y = dict(zip(bias_ids.tolist(), biases, strict=True)), x.float().clone()
+    for v in range(len(x)):
+        word = int(bitmask[v // 32])
+        if kinds & 4 and not word >> v % 32 & 1:
+            y[v] = -torch.inf
+        if kinds & 2 and v in bias:
+            y[v] += bias[v]
+        if kinds & 1 and counts[v] > 0:
+            y[v] = y[v] / repetition if y[v] > 0 else y[v] * repetition
+            y[v] -= frequency * (counts[v] // 2)
+            y[v] -= presence if counts[v] > 1 else 0.0
+    return y
 
 
 def philox(seed: int, position: int) -> float:

@@ -167,6 +167,33 @@ def test_together_and_one_by_one(llm):
     assert together == alone
 
 
+def test_penalties_and_biases_do_not_depend_on_how_tokens_are_computed(llm, make_llm):
+    """What a preempted request's output counted is counted again, and prompts do not count as output."""
+    prompts, params = [[5 + i * 37 % 90 for i in range(3 * j, 9 * j + 4)] for j in range(16)], []
+    for j in range(16):
+        fields = {"repetition_penalty": 1.3} if j % 3 == 0 else {}
+        fields |= {"frequency_penalty": 0.7, "presence_penalty": -0.2} if j % 3 == 1 else {}
+        fields |= {"logit_bias": {j: 3.0, 80: -100.0}} if j % 4 == 0 else {}
+        fields |= {"allowed_token_ids": [*range(40, 640)]} if j % 5 == 0 else {}
+        params.append(SamplingParams(temperature=j % 2, top_k=40, seed=j, max_tokens=40, ignore_eos=True, **fields))
+    want = tokens(llm.generate(prompts, params, use_tqdm=False))
+    for j in (0, 1, 4, 9):
+        assert tokens(llm.generate(prompts[j], params[j], use_tqdm=False)) == [want[j]]
+    assert all(set(want[j]) <= set(range(40, 640)) for j in range(0, 16, 5))
+    plain = [replace(p, repetition_penalty=1.0, frequency_penalty=0.0, presence_penalty=0.0) for p in params]
+    free = tokens(llm.generate(prompts, plain, use_tqdm=False))
+    for kind in range(3):  # where nothing is penalized nothing changes
+        same = [free[j] == want[j] for j in range(kind, 16, 3)]
+        assert all(same) if kind == 2 else not any(same)
+    few = FEW | {"num_gpu_blocks_override": 160}
+    for fields in ({"max_num_batched_tokens": 32, "max_num_seqs": 32}, few | {"preemption_mode": "recompute"},
+                   few | {"preemption_mode": "swap", "swap_space": 0.01}):  # fmt: skip
+        other = make_llm(**fields)
+        assert tokens(other.generate(prompts, params, use_tqdm=False)) == want
+        if "preemption_mode" in fields:
+            assert other.core.metrics()["num_preemptions_total"] > 5
+
+
 def test_priorities_change_the_order_and_not_the_tokens(make_llm, work, answers):
     llm = make_llm(scheduling_policy="priority", **FEW)
     ranks = [i * 7 % 5 for i in range(len(answers))]
@@ -349,7 +376,10 @@ def test_core_survives_a_refusal_in_full_flight(llm):
 
 
 def test_messages_carry_sampling_params_whole():
-    params = SamplingParams(temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63))
+    params = SamplingParams(
+        temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63), presence_penalty=-1,
+        logit_bias={"7": 3, 2: -0.5}, allowed_token_ids=[2, 7],
+    )  # fmt: skip
     one, other = socket.socketpair()
     with one, other:
         send_frame(one, Codec(), Add("x", [1, 2], params))

@@ -26,7 +26,13 @@ def record(path: Path, depth: int = 1, **fields) -> list[str]:
         journal.tick()
         journal.add(
             engine.add(
-                str(i), prompt(6 + i, i % 3), priority=i % 3, max_tokens=25, salt="ab"[i % 2], n=1 + (i % 4 == 1)
+                str(i),
+                prompt(6 + i, i % 3),
+                priority=i % 3,
+                max_tokens=25,
+                salt="ab"[i % 2],
+                n=1 + (i % 4 == 1),
+                logit_bias={5: 1.5, 7: -2} if i == 3 else None,
             ).request
         )
         if i == 7:

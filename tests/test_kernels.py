@@ -60,10 +60,12 @@ def call(ops: ModuleType, op: str) -> Callable[..., Any]:
 def run(op: str, device: str, *args: Any) -> Any:
     """kernels.<op> on the device; its result comes back to the CPU, and so does what it wrote in place."""
     moved = [x.to(device) if isinstance(x, torch.Tensor) and device != "cpu" else x for x in args]
+    moved = [type(x)(*(y.to(device) for y in x)) if isinstance(x, tuple) else x for x in moved]
     result = call(kernels, op)(*moved)
     for x, there in zip(args, moved, strict=True):
-        if isinstance(x, torch.Tensor) and x is not there:
-            x.copy_(there)
+        for y, back in zip(x, there, strict=True) if isinstance(x, tuple) else [(x, there)]:
+            if isinstance(y, torch.Tensor) and y is not back:
+                y.copy_(back)
     return [x.cpu() for x in result] if isinstance(result, tuple) else None if result is None else result.cpu()
 
 
@@ -380,11 +382,11 @@ def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
         oracles.check_error(got, want, naive)
 
 
-def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
+def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
     """`drawn` may be drawn, and u falls into its share of the mass: up to float32's rounding of running sums."""
 
     def fits(p: float) -> bool:
-        allowed, mass = oracles.survivors(x, top_k, p, min_p)
+        allowed, mass = oracles.survivors(x, top_k, p, min_p, heat)
         share = (mass * allowed / mass[allowed].sum()).cumsum(0)
         low = share[drawn] - mass[drawn] / mass[allowed].sum()
         return bool(allowed[drawn] and low - 1e-6 <= u <= share[drawn] + 1e-6)
@@ -392,8 +394,12 @@ def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float,
     assert any(fits(p) for p in ((top_p, top_p * (1 - 3e-6), top_p * (1 + 3e-6)) if top_p < 1 else (1.0,)))
 
 
+SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "GIST": 256, "BUFFER": 128, "GATHER": 64, "SEARCH": 64}
+
+
 @settings(parent=few, max_examples=60)
 @given(
+    st.booleans(),
     st.sampled_from([1, 2, 50, 257, 1000, 4097, 5001]),
     st.sampled_from([0.3, 1.0, 2.5]),
     st.sampled_from([0, -1, 1, 2, 40, 4096, 10**6]),
@@ -402,9 +408,12 @@ def check_drawn(x: torch.Tensor, drawn: int, u: float, top_k: int, top_p: float,
     st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "neighbours", "mostly -inf", "huge"]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
+    st.sampled_from([None, None, 0, 1, 2, 3, 4, 7]),
 )
 def test_sample(
     device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    small: bool,
     vocab: int,
     heat: float,
     top_k: int,
@@ -413,7 +422,10 @@ def test_sample(
     kind: str,
     dtype: torch.dtype,
     ascending: bool,
+    kinds: int | None,
 ) -> None:
+    """With small sizes a row of 1,000 has several chunks, and more candidates than fit into the buffer."""
+    vocab = min(vocab, 1000) if small else vocab
     logits = torch.randn(3, vocab) * 4
     if kind == "ties":
         logits = logits.round()
@@ -437,14 +449,24 @@ def test_sample(
     slots = ints(3, -1, 2)
     if ascending:  # with u close to 0 the first survivor is drawn: the one at the threshold itself
         seeds[3] = reference._uniform(torch.arange(4096), known[3].expand(4096)).argmin()
-    args = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known)
-    got, twin = run("sample", device, *args), reference.sample(*args)
+    args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
+    adjust: tuple[Any, ...] = (None, None)
+    if kinds is not None:
+        fields = oracles.adjustments([0, 7, kinds, kinds], vocab)
+        x = torch.stack([oracles.adjusted(logits[i], slot, fields) for i, slot in enumerate((3, 1, 2))])
+        adjust = kernels.Adjust(*fields), reference.Adjust(*fields)
+    with monkeypatch.context() as patch:
+        for name in SAMPLE_SIZES if small else ():
+            patch.setattr(kernels, f"SAMPLE_{name}", SAMPLE_SIZES[name])
+        got, twin = run("sample", device, *args, adjust[0]), reference.sample(*args, adjust[1])
     assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
-    assert got[2] == twin[2] == int((logits[2] == logits[2].max()).nonzero()[0])
+    assert got[2] == twin[2] == int((x[2] == x[2].max()).nonzero()[0])
     u = oracles.philox(int(seeds[3]), int(known[3]))
-    tempered = logits[0].float() / torch.tensor(heat)
     for drawn in (int(got[0]), int(twin[0])):
-        check_drawn(tempered, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+        if x[0].isfinite().any():
+            check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+        else:
+            assert drawn == 0
 
 
 @pytest.mark.parametrize("spread", [1.5, 2**-23])
@@ -559,13 +581,21 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
-    state = token_ids, computed + starts.diff().max(), computed
-    twin = tuple(x.clone() for x in state)
     index = torch.where(torch.rand(count) < 0.6, torch.randperm(count), -1).to(torch.int32)
-    sampled = torch.randint(0, 9999, (count,))
-    run("post_update", device, *state, slots, starts, index, sampled)
-    reference.post_update(*twin, slots, starts, index, sampled)
-    assert all(torch.equal(a, b) for a, b in zip(state, twin, strict=True))
+    sampled = torch.randint(0, 99, (count,))
+    for adjusted in (False, True):
+        state = token_ids.clone(), computed + starts.diff().max(), computed.clone()
+        fields = oracles.adjustments([0, 1, 2, 3, 4, 5, 6, 7], 99)
+        twin, fields_twin = (tuple(x.clone() for x in tensors) for tensors in (state, fields))
+        counts = fields[2].clone()
+        run("post_update", device, *state, slots, starts, index, sampled, kernels.Adjust(*fields) if adjusted else None)
+        adjust = reference.Adjust(*fields_twin) if adjusted else None
+        reference.post_update(*twin, slots, starts, index, sampled, adjust)
+        assert all(torch.equal(a, b) for a, b in zip((*state, fields[2]), (*twin, fields_twin[2]), strict=True))
+        for slot, i in zip(slots.tolist(), index.tolist(), strict=True):
+            if adjusted and slot in (1, 3, 5, 7) and i >= 0:  # they have penalties
+                counts[slot, sampled[i]] += 2
+        assert torch.equal(fields[2], counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

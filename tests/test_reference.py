@@ -221,8 +221,7 @@ def test_sample(vocab: int, heat: float, top_k: int, top_p: float, min_p: float,
     got = reference.sample(logits, ints(3, -1, 2), heats, top_ks, top_ps, min_ps, seeds, known)
     assert got.dtype == torch.int64 and got[1] == 0 and torch.equal(logits, before)
     assert got[2] == int((logits[2] == logits[2].max()).nonzero()[0])
-    tempered = logits[0] / torch.tensor(heat)
-    allowed, mass = oracles.survivors(tempered, top_k, float(top_ps[0]), float(min_ps[0]))
+    allowed, mass = oracles.survivors(logits[0], top_k, float(top_ps[0]), float(min_ps[0]), heat)
     share = (mass * allowed / mass[allowed].sum()).cumsum(0)
     u, drawn = oracles.philox(int(seeds[3]), int(known[3])), int(got[0])
     assert allowed[drawn]

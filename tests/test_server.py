@@ -179,10 +179,21 @@ BAD = {  # field: values that are refused on both generating routes
     "prompt_logprobs": [0, 1],
     "echo": [True],
     "suffix": ["x"],
-    "presence_penalty": [0.1],
-    "frequency_penalty": [-1],
-    "repetition_penalty": [1.1, 0],
-    "logit_bias": [{"1": 5}],
+    "presence_penalty": [-2.1, 2.1, "1", True],
+    "frequency_penalty": [-2.5, 3, [1]],
+    "repetition_penalty": [0, -1, 101, "1.1"],
+    "logit_bias": [
+        {"a": 5},
+        {"-1": 0},
+        {"5": 100.5},
+        {"5": "1"},
+        {"5": True},
+        {"1.5": 1},
+        {"1024": 1},
+        [5],
+        1,
+        {str(i): 1 for i in range(1025)},
+    ],
     "min_tokens": [1],
     "response_format": [{"type": "json_object"}, "text"],
     "tools": [[{"type": "function"}]],
@@ -193,7 +204,7 @@ BAD = {  # field: values that are refused on both generating routes
     "priority": [1, -1],
     "chat_template": ["{{ messages }}"],
     "bad_words": [["a"]],
-    "allowed_token_ids": [[1]],
+    "allowed_token_ids": [[], [-1], [1.0], [True], ["1"], [5, 1024], 5, {"1": 1}],
 }
 BAD_PROMPTS = [
     "", [], [[]], [""], 5, {"a": 1}, [1.5], ["a", 1], [1, "a"], [[1], "a"], [-1], [1024], [[1], [2**40]], [True],
@@ -239,6 +250,19 @@ def test_null_is_the_default_and_unknown_fields_are_tolerated(
     same = {name: values[0] for name, values in NOT_YET.items() if values}
     assert post(http_client, route, **same).json["choices"] == plain
     assert len({str(params) for _, params, _ in engine.added}) == 1
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_what_changes_logits_reaches_the_engine(
+    http_client: FlaskClient, engine: ScriptedClient, route: str
+) -> None:  # fmt: skip
+    fields = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.25, "allowed_token_ids": [5, 9]}
+    post(http_client, route, **fields, logit_bias={"5": -100, "1023": 0.5})
+    post(http_client, route, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={})
+    (_, params, _), (_, plain, _) = engine.added
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2.0, 0.5, 1.25)
+    assert params.logit_bias == {5: -100.0, 1023: 0.5} and params.allowed_token_ids == (5, 9)
+    assert (plain.presence_penalty, plain.repetition_penalty, plain.logit_bias) == (0.0, 1.0, None)
 
 
 def test_the_table_has_one_row_for_each_field() -> None:
@@ -651,6 +675,10 @@ def test_beams_come_as_the_engine_ranks_them(http_client: FlaskClient, engine: S
         ({"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
         ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
         ({"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
+        ({"use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias", ["use_beam_search", "left out"]),
+        ({"use_beam_search": True, "repetition_penalty": 1.5}, "repetition_penalty", ["1.5", "use_beam_search"]),
+        ({"logit_bias": {"7": 1, "x": 2, "8": 101}}, "logit_bias", ["'x': 2", "'8': 101", "-100 to 100"]),
+        ({"logit_bias": {"7": 1, "1024": 2, "1025": 1}}, "logit_bias", ["[1024, 1025]", "0 to 1023"]),
         ({"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
         ({"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
         ({"n": 65537}, "n", ["n is 65537", "from 1 to 65536"]),

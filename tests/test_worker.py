@@ -244,3 +244,24 @@ def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make,
     again = row(2, [*prompt, int(found[0][0].argmax())], blocks=list(range(24, 32)))
     worker.step(StepPlan(10, rows=[(2, 22)], new=[again]))
     assert torch.equal(found[-1], second)
+
+
+def test_rows_keep_count_of_their_tokens(make):
+    """At first from the plan, of which a preempted row's output is a part, then on the device; a slot forgets."""
+    worker, state = make(), None
+    state = worker.state
+    row_ids = [3, 4, 3, 5, 5, 6]
+    changed = row(2, row_ids)
+    changed.penalties, changed.num_prompt = (1.2, 0.5, 0.25), 3
+    changed.logit_bias, changed.allowed_token_ids = {9: -3.0, 4: 2.0}, (0, 31, 32, 96, 31)
+    tokens = worker.step(StepPlan(0, rows=[(2, 6), (3, 2)], new=[changed, row(3, [7, 7])])).token_ids
+    tokens[1:] = worker.step(StepPlan(1, rows=[(2, 1), (3, 1)])).token_ids[:1]
+    want = torch.zeros(97, dtype=torch.int32)
+    want[[3, 4]] = 1
+    for token in (*row_ids[3:], *tokens):
+        want[token] += 2
+    assert torch.equal(state.token_counts[2], want) and not state.token_counts[3].any()
+    assert state.kinds.tolist() == [0, 0, 7, 0, 0, 0, 0, 0] and state.bias_ids[2, :3].tolist() == [4, 9, 2**31 - 1]
+    assert state.biases[2, :2].tolist() == [2.0, -3.0] and state.bitmask[2].tolist() == [1 - 2**31, 1, 0, 1]
+    worker.step(StepPlan(2, rows=[(2, 2)], released=[2, 3], new=[row(2, [1, 2])]))
+    assert not state.kinds.any() and state.adjust(worker.ops) is None
