@@ -302,15 +302,17 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
 
 # ---------------------------------------------------------------------------------------------------------- sampling
 
-SAMPLERS = (("greedy", 0.0, 0, 1.0), ("temperature", 1.0, 0, 1.0), ("top-p 0.95", 1.0, 0, 0.95),
-            ("top-k 50, top-p 0.9", 0.8, 50, 0.9))  # fmt: skip
+SAMPLERS = (("greedy", 0.0, 0, 1.0, False), ("temperature", 1.0, 0, 1.0, False), ("top-p 0.95", 1.0, 0, 0.95, False),
+            ("top-k 50, top-p 0.9", 0.8, 50, 0.9, False), ("the same, penalties", 0.8, 50, 0.9, True))  # fmt: skip
 
 
 def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
     """sample and logprobs; sorting is how most samplers without a kernel of their own cut off."""
-    for name, heat, top_k, top_p in SAMPLERS:
+    for name, heat, top_k, top_p, penalized in SAMPLERS:
 
-        def make(device: str, heat: float = heat, top_k: int = top_k, top_p: float = top_p) -> Inputs:
+        def make(
+            device: str, heat: float = heat, top_k: int = top_k, top_p: float = top_p, penalized: bool = penalized
+        ) -> Inputs:
             logits = draw(device, rows, s.vocab, scale=3.0)
 
             def every(value: float, dtype: torch.dtype) -> torch.Tensor:
@@ -320,12 +322,16 @@ def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
             state = every(0.0, torch.float32), torch.arange(rows, device=device), every(7, torch.int32)
             slots = ints(range(rows), device)
 
+            if penalized:
+                adjust = penalties(rows, s.vocab, device)
+                return Inputs(lambda ops: ops.sample(logits, slots, *options, *state, ops.Adjust(*adjust)))
+
             def library() -> torch.Tensor:
                 return logits.argmax(-1) if heat == 0 else sort_and_draw(logits, heat, top_k, top_p)
 
             return Inputs(lambda ops: ops.sample(logits, slots, *options, *state), (), {"torch": library})
 
-        yield Case("sample", f"{rows} rows, {name}", 2 * rows * s.vocab, 0, make)
+        yield Case("sample", f"{rows} rows, {name}", (6 if penalized else 2) * rows * s.vocab, 0, make)
 
     def logprobs(device: str) -> Inputs:
         logits = draw(device, rows, s.vocab, scale=3.0)
@@ -333,6 +339,15 @@ def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
         return Inputs(lambda ops: ops.logprobs(logits, ids, 5), (), {"torch": lambda: logits.float().log_softmax(-1)})
 
     yield Case("logprobs", f"{rows} rows, 5 likeliest", 2 * rows * s.vocab, 0, logprobs)
+
+
+def penalties(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
+    """The fields of `Adjust` for rows with penalties alone, a thousandth of whose vocabulary has occurred."""
+    counts = (torch.rand(rows, vocab, device=device) < 1e-3).to(torch.int32) * 3
+    bias_ids = torch.full((rows, 1024), 2**31 - 1, dtype=torch.int32, device=device)
+    words = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=device)
+    each = torch.tensor([1.1, 0.2, 0.1], device=device).repeat(rows, 1)
+    return ints([1] * rows, device), each, counts, bias_ids, torch.zeros(rows, 1024, device=device), words
 
 
 def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The Triton specializations that the shapes below need, compiled for sm_80, sm_90 and sm_100 without a GPU.
 
 The test compiles those of BRIEF for sm_80 and sm_100 and all but those of WHOLE_ONLY, which are much like others, for
-sm_90, and of matrix products and activations just what differs in kind. The whole table takes some ten minutes:
-python tests/test_compile_gate.py
+sm_90, and of matrix products and activations just what differs in kind. The whole table, which docs/kernels.md has,
+takes ten minutes on two cores: python tests/test_compile_gate.py
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -185,9 +186,9 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
     usage = dict(
         field.split(":") for line in dump.splitlines() if "REG:" in line for field in line.split() if ":" in field
     )
-    opcodes = [
-        word.rstrip(";") for line in dump.splitlines() if line.lstrip().startswith("/*") for word in line.split()
-    ]
+    # A line is /*address*/, perhaps @predicate, and the instruction.
+    code = [line.split()[1:] for line in dump.splitlines() if line.lstrip().startswith("/*") and ";" in line]
+    opcodes = [words[words[0].startswith("@")].rstrip(";") for words in code]
     return {
         "kernel": name,
         "arch": arch,
@@ -196,20 +197,43 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         "shared": compiled.metadata.shared,
         "stack": int(usage["STACK"]) + int(usage["LOCAL"]),
         "spills": sum(code.startswith(("STL", "LDL")) for code in opcodes),
+        "instructions": len(opcodes),
         "hgmma": sum(code.startswith("HGMMA") for code in opcodes),
         "wide": sum(code.startswith("LDG") and code.endswith(".128") for code in opcodes),
         "narrow": sum(code.startswith("LDGSTS") and not code.endswith(".128") for code in opcodes),
     }
 
 
-def run_shard(shard: int, folder: Path) -> list[dict[str, Any]]:
+def print_table(results: list[dict[str, Any]]) -> None:
+    """In Markdown: the most that any specialization of a kernel has of each, by shape and chip."""
+    columns = ("registers", "threads", "shared", "instructions", "wide", "hgmma", "spills")
+    print("| kernel | shape | sm |", " | ".join(columns).replace("wide", "128-bit loads"), "|")
+    print("|---" * (3 + len(columns)) + "|")
+    rows: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for result in results:
+        rows.setdefault((*result["kernel"].split(":"), str(result["arch"])), []).append(result)
+    for key, found in sorted(rows.items(), key=lambda row: (row[0][0], row[0][1], int(row[0][2]))):
+        most = [f"{max(result[name] for result in found):,}" for name in columns]
+        print("|", " | ".join([*key, *most]), "|")
+
+
+def run_shard(shard: int, folder: Path, *whole: str) -> list[dict[str, Any]]:
     """Results of every SHARDS-th kernel, in a process in which Triton compiles rather than interprets."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     env["TRITON_CACHE_DIR"] = str(folder / "cache")
-    command = [sys.executable, __file__, str(shard), str(folder)]
+    command = [sys.executable, __file__, str(shard), str(folder), *whole]
     done = subprocess.run(command, env=env, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def compile_shard(shard: int, folder: Path, whole: bool) -> None:
+    """What the process of `run_shard` does."""
+    jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch, whole)]
+    shapes = [(job, job[0].split(":")[1]) for job in jobs]
+    taken = [job for job, name in shapes if whole or name in BRIEF or (job[-1] == 90 and name not in WHOLE_ONLY)]
+    for job in taken[shard::SHARDS]:
+        print(json.dumps(compile_and_inspect(*job, folder)), flush=True)
 
 
 @pytest.fixture(scope="module")
@@ -253,15 +277,10 @@ def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> N
 
 
 if __name__ == "__main__":
-    import tempfile
-
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    with tempfile.TemporaryDirectory() as default:
-        shard, folder = (int(sys.argv[1]), Path(sys.argv[2])) if len(sys.argv) > 1 else (None, Path(default))
-        jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch, shard is None)]
-        if shard is not None:
-            shapes = [(job, job[0].split(":")[1]) for job in jobs]
-            brief = [job for job, name in shapes if name in BRIEF or (job[-1] == 90 and name not in WHOLE_ONLY)]
-            jobs = brief[shard::SHARDS]
-        for job in jobs:
-            print(json.dumps(compile_and_inspect(*job, folder)), flush=True)
+    if len(sys.argv) > 1:
+        compile_shard(int(sys.argv[1]), Path(sys.argv[2]), "whole" in sys.argv)
+    else:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(SHARDS) as threads:
+            shards = threads.map(lambda shard: run_shard(shard, Path(folder), "whole"), range(SHARDS))
+            print_table([result for shard in shards for result in shard])
