@@ -397,7 +397,7 @@ def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, 
 SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "GIST": 256, "BUFFER": 128, "GATHER": 64, "SEARCH": 64}
 
 
-@settings(parent=few, max_examples=60)
+@settings(parent=few, max_examples=45)
 @given(
     st.booleans(),
     st.sampled_from([1, 2, 50, 257, 1000, 4097, 5001]),
@@ -405,7 +405,9 @@ SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "GIST": 256, "BUFFER": 128, "GATHER": 
     st.sampled_from([0, -1, 1, 2, 40, 4096, 10**6]),
     st.sampled_from([1.0, 0.9, 0.5, 1e-6]),
     st.sampled_from([0.0, 0.0, 0.05, 1.0]),
-    st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "neighbours", "mostly -inf", "huge"]),
+    st.sampled_from(
+        ["normal", "ties", "flat", "zeros of both signs", "neighbours", "mostly -inf", "huge", "samples mislead"]
+    ),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
     st.sampled_from([None, None, 0, 1, 2, 3, 4, 7]),
@@ -440,6 +442,8 @@ def test_sample(
         logits[:, vocab // 2] = 1.0
     elif kind == "huge":
         logits *= 1e4
+    elif kind == "samples mislead":  # the kernel takes them from every 4th place or more
+        logits = logits / 8 - torch.where(torch.arange(vocab) % 4 == 0, 2.0, 0.0)
     logits = (logits.sort().values if ascending else logits).to(dtype)
     untouched = logits.clone()
     full = (torch.full((4,), value) for value in (heat, top_k, top_p, min_p))
@@ -467,6 +471,26 @@ def test_sample(
             check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
         else:
             assert drawn == 0
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch, heat: float) -> None:
+    """So much that it is drawn: the first and the last of each chunk, too."""
+    for name, size in {"CHUNK": 16, "GROUP": 8, "GATHER": 16, "SEARCH": 16}.items():
+        monkeypatch.setattr(kernels, f"SAMPLE_{name}", size)
+    fields = [field.clone() for field in oracles.adjustments([2] * 37, 37)]
+    fields[3][:], fields[4][:] = 2**31 - 1, 0.0
+    fields[3][:, 0], fields[4][:, 0] = torch.arange(37), 90.0
+    state = (
+        torch.full((37,), heat),
+        ints(*[3] * 37),
+        torch.ones(37),
+        torch.zeros(37),
+        torch.arange(37),
+        ints(*range(37)),
+    )
+    got = run("sample", device, torch.randn(37, 37), ints(*range(37)), *state, kernels.Adjust(*fields))
+    assert got.tolist() == list(range(37))
 
 
 @pytest.mark.parametrize("spread", [1.5, 2**-23])
