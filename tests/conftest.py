@@ -8,13 +8,16 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+import cpu
 from config import DEMO
 from engine import LLM
 from tasks import Tasks
 
-# Two processes of pytest-xdist that had two threads each would mostly wait for each other.
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
-torch.set_num_threads(THREADS)
+torch.set_num_threads(2)
+if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each would mostly wait for each other
+    settle = cpu.settle
+    cpu.settle = lambda threads, *more: settle(threads or 1, *more)
+    torch.set_num_threads(1)
 # A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
 SERVED = [
     "test_server.py", "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py",
@@ -25,7 +28,7 @@ collect_ignore = [] if find_spec("flask") else SERVED
 @pytest.fixture(scope="session")
 def make_llm():
     """Makes an `LLM` on the demo in float32, with other options where given."""
-    return lambda **fields: LLM(DEMO, **({"dtype": "float32", "device": "cpu", "threads": THREADS} | fields))
+    return lambda **fields: LLM(DEMO, **({"dtype": "float32", "device": "cpu"} | fields))
 
 
 @pytest.fixture(scope="session")

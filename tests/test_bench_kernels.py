@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.size}")
 def test_each_case_is_checked_against_its_twin(case):
-    assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of log(0)
+        assert bench_kernels.check(case, kernels, reference, "cpu") <= 1e-2
     for i, wrong in enumerate((50, float("nan"))):
         found = bench_kernels.results(case.make("cpu"), reference)[-1].clone()
         if i == 0 or found.is_floating_point():

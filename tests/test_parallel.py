@@ -34,6 +34,7 @@ CASES = {
     "llama-tiny-vocabulary": shape("Llama", 5, 4, 2),  # of which the last of four ranks holds nothing
     "mistral-window": shape("Mistral", 64, 4, 4, sliding_window=9, head_dim=8),
     "qwen2-tied": shape("Qwen2", 101, 4, 2, tie_word_embeddings=True),
+    "ernie": shape("Ernie4_5", 71, 4, 2, head_dim=32, use_bias=False),
     "qwen3-one-kv-head": shape("Qwen3", 131, 8, 1, head_dim=32),
     "qwen3-biases-tied": shape("Qwen3", 67, 4, 4, attention_bias=True, tie_word_embeddings=True),
 }

@@ -22,7 +22,7 @@ from kv_cache import BlockManager
 from sanitizer import KVSanitizer, SanitizerError
 from scheduler import Scheduler, StepPlan, StepResult
 from test_engine import FEW, GREEDY, STORY, tokens
-from test_scheduler import FakeWorker, prompt
+from test_scheduler import VOCAB, FakeWorker, prompt
 from test_worker import SHAPE
 from worker import BatchState
 
@@ -220,7 +220,7 @@ class CheckedWorker(FakeWorker):
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
         super().__init__(config, num_blocks, num_host_blocks, window)
         columns = -(-64 // self.size)
-        self.state = BatchState(config.max_num_seqs, 64, columns, self.size, "cpu")
+        self.state = BatchState(config.max_num_seqs, 64, columns, self.size, VOCAB, "cpu")
         self.kv, self.host_kv = (torch.zeros(n, self.size) for n in (num_blocks, num_host_blocks))
         self.sanitizer = KVSanitizer(
             self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, window
