@@ -23,6 +23,8 @@ from gunicorn.errors import HaltServer
 from child import Child
 from config import ServerConfig
 
+# Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
+SAME_SIGNAL = 0.5
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
@@ -86,12 +88,15 @@ class DrainingArbiter(Arbiter):
         super().__init__(app)
         self.children, self.board, self.drain_timeout = app.children, app.board, app.config.drain_timeout
         self.deadline = math.inf
+        self.first_signal = 0.0
 
     def handle_term(self) -> None:
-        if self.board.draining:
+        now = time.monotonic()
+        if not self.board.draining:
+            self.board.drain()
+            self.deadline, self.first_signal = now + self.drain_timeout, now
+        elif now > self.first_signal + SAME_SIGNAL:
             self._cut()
-        self.board.drain()
-        self.deadline = time.monotonic() + self.drain_timeout
 
     handle_int = handle_term
 
