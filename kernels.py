@@ -52,7 +52,7 @@ SAMPLE_GATHER = 1024  # while it picks some of them
 SAMPLE_SEARCH = 1024  # and while it searches, with 8 pivots for each of them
 SAMPLE_REGISTERS = 128  # so that two programs of 8 warps share a processor: 256 rows in one wave
 SAMPLE_GROUP = 64  # logits of which the largest is known: a cache line of bfloat16
-SAMPLE_GIST = 4096  # largest logits and samples of a row, which are held at a time: with more, groups are larger
+SAMPLE_GIST = 8192  # largest logits and samples of a row, which are held at a time: with more, groups are larger
 SAMPLE_BUFFER = 16384  # candidates for which sampling has room beside the row: at 256 rows 34 MB
 
 
@@ -840,7 +840,7 @@ def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, 
     """What `_logits` reads of row i_r."""
     p_logits = logits + i_r.to(tl.int64) * V
     if kinds is None:
-        return p_logits, None, None, None, None, None, None
+        return (p_logits,)
     else:
         i_slot = i_slot.to(tl.int64)
         return (
@@ -852,9 +852,9 @@ def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, 
 @triton.jit
 def _logits(row, o_v, m_v):
     """x [..] float32 of the row: its logits at o_v, as `Adjust` changes them; -inf outside of m_v, and never +inf."""
-    p_logits, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
-    b_x = tl.load(p_logits + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
-    if kinds is not None:
+    b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
+    if len(row) > 1:
+        _, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
         if kinds & 4 != 0:
             b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
             b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
@@ -1009,7 +1009,7 @@ def _gather(
     n = 0
     b_inside = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
     b_above = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
-    for i_g in tl.range(0, num_groups, CHUNK // GROUP, num_stages=4):
+    for i_g in tl.range(0, num_groups, CHUNK // GROUP, num_stages=3):
         o_g = i_g + tl.arange(0, CHUNK // GROUP)
         b_g = tl.load(p_groups + o_g, mask=o_g < num_groups, other=V)
         o_v = (b_g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
@@ -1085,16 +1085,17 @@ def sample_pick_kernel(
             low = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top)
             guessed = (low == bottom) & (k == 0)
             if guessed:
-                # These have too little mass. Guess from samples how much the others have at each key, and search 5
+                # These have too little mass. Guess from samples how much the others have at each key, and search 4
                 # standard errors to both sides (Floyd and Rivest, "Expected time bounds for selection", 1975).
-                b_s = tl.where(o_a >= GROUPS, b_w, 0.0)
-                sampled = tl.maximum(tl.sum(b_s, 0), 1e-30)
-                rest = tl.maximum(total - tl.sum(b_w - b_s, 0), 0.0) / sampled
-                b_w += b_s * (rest - 1.0)
+                m_s = o_a >= GROUPS
+                sampled = tl.maximum(tl.sum(tl.where(m_s, b_w, 0.0), 0), 1e-30)
+                rest = tl.maximum(total - tl.sum(tl.where(m_s, 0.0, b_w), 0), 1e-30)
+                b_w *= tl.where(m_s, rest / sampled, 1.0)
                 guess = _cut(b_a, b_w, goal, bottom, top)
-                b_above = tl.where(b_a >= _values(guess), 1.0, 0.0)
-                b_error = b_s * (b_above - tl.sum(b_s * b_above, 0) / sampled)
-                error = 5.0 * rest * tl.sqrt(tl.sum(b_error * b_error, 0))
+                m_above = b_a >= _values(guess)
+                part = tl.sum(tl.where(m_s & m_above, b_w, 0.0), 0) / rest
+                b_error = tl.where(m_s, b_w * tl.where(m_above, 1.0 - part, part), 0.0)
+                error = 4.0 * tl.sqrt(tl.sum(b_error * b_error, 0))
                 low = _cut(b_a, b_w, goal + error, bottom, guess + 1)
                 high = _cut(b_a, b_w, goal - error, guess, top) + 1
 
@@ -1108,11 +1109,13 @@ def sample_pick_kernel(
             row, p_groups, num_groups, scale, peak, low, high, p_values, p_ids, V, GROUP, GATHER, BUFFER
         )
         tl.debug_barrier()
-        held = (n <= BUFFER) & ((guessed == 0) | ((above < goal) & (above + inside >= goal)))
+        right = (guessed == 0) | ((above < goal) & (above + inside >= goal))
+        held = right & (n <= BUFFER)
 
         # Search there, or, if they were too many or the guesses wrong, in the whole row.
         if not held:
-            low, high, n, above = bottom, top, V, total * 0.0
+            low, high = tl.where(right, low, bottom), tl.where(right, high, top)
+            n, above = V, total * 0.0
         if k > 0:
             low = _search(row, p_values, n, held, scale, peak, low, high, k.to(tl.float32), SEARCH, False)
             total = tl.sum(_masses(row, p_values, n, held, scale, peak, low, CHUNK, BLOCK_C), 0)

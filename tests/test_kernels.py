@@ -478,19 +478,19 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
     """So much that it is drawn: the first and the last of each chunk, too."""
     for name, size in {"CHUNK": 16, "GROUP": 8, "GATHER": 16, "SEARCH": 16}.items():
         monkeypatch.setattr(kernels, f"SAMPLE_{name}", size)
-    fields = [field.clone() for field in oracles.adjustments([2] * 37, 37)]
+    fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
     fields[3][:], fields[4][:] = 2**31 - 1, 0.0
-    fields[3][:, 0], fields[4][:, 0] = torch.arange(37), 90.0
+    fields[3][:, 0], fields[4][:, 0] = torch.arange(19), 90.0
     state = (
-        torch.full((37,), heat),
-        ints(*[3] * 37),
-        torch.ones(37),
-        torch.zeros(37),
-        torch.arange(37),
-        ints(*range(37)),
+        torch.full((19,), heat),
+        ints(*[3] * 19),
+        torch.ones(19),
+        torch.zeros(19),
+        torch.arange(19),
+        ints(*range(19)),
     )
-    got = run("sample", device, torch.randn(37, 37), ints(*range(37)), *state, kernels.Adjust(*fields))
-    assert got.tolist() == list(range(37))
+    got = run("sample", device, torch.randn(19, 19), ints(*range(19)), *state, kernels.Adjust(*fields))
+    assert got.tolist() == list(range(19))
 
 
 @pytest.mark.parametrize("spread", [1.5, 2**-23])
