@@ -99,7 +99,8 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     words = torch.zeros(4, -(-s.vocab // 32), dtype=int32)
     counts, bias = torch.zeros(4, s.vocab, dtype=int32), torch.zeros(4, 1024)
     state = (ints, torch.zeros(4, 3), counts, bias.to(int32), bias, words)
-    yield lambda ops: ops.sample(*sampling, ops.Adjust(*state))
+    if whole or s is QWEN:
+        yield lambda ops: ops.sample(*sampling, ops.Adjust(*state))
     yield lambda ops: ops.logprobs(logits, long[:2], 0)
     yield lambda ops: ops.logprobs(logits, long[:2], 5)
     yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
