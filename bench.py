@@ -504,8 +504,8 @@ def machine() -> dict[str, str]:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run the benchmark that the command line names."""
+def new_parser() -> argparse.ArgumentParser:
+    """The command line: a command for each benchmark, with its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file, too")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -561,7 +561,12 @@ def main() -> None:
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Run the benchmark that the command line names."""
+    args = new_parser().parse_args()
     if args.command == "make-model":
         return make_model(args.folder, SHAPES[args.shape])
     if args.command == "scheduler":
