@@ -624,6 +624,7 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
     return block_q, max(16, block_n), block_d, 8 if many else 4
 
 
+@functools.cache
 def _decode_programs(device: torch.device, kv_heads: int) -> int:
     """Programs of attention_decode for each KV head: as many as run at once, whatever the batch is."""
     cuda = device.type == "cuda"
@@ -782,6 +783,7 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
     return block_m, 128 if block_d <= 32 else 64, block_d, 8, 3
 
 
+@functools.cache
 def _has_wgmma(device: torch.device) -> bool:
     """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] in (9, 10)
