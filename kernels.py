@@ -1030,6 +1030,36 @@ def _gather(
 
 
 @triton.jit
+def _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS: tl.constexpr, BLOCK_A: tl.constexpr):
+    """(low, high, goal, guessed): t, of top_k or else of top_p, is a key in [low, high), which is checked if `guessed`;
+    the count, or the mass, of what is at least t reaches `goal`. b_a [BLOCK_A] is the row's gist, `total` its mass."""
+    o_a = tl.arange(0, BLOCK_A)
+    # t is at least the k-th largest of the groups' largest; and at least where their mass alone reaches top_p.
+    b_w = tl.exp2((b_a - peak) * scale)
+    goal = share * total
+    if k > 0:
+        b_w = tl.where(b_a > float("-inf"), 1.0, 0.0)
+        goal = k.to(tl.float32)
+    low, high = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top), top
+    guessed = (low == bottom) & (k == 0)
+    if guessed:
+        # These have too little mass. Guess from samples how much the others have at each key, and search 4
+        # standard errors to both sides (Floyd and Rivest, "Expected time bounds for selection", 1975).
+        m_s = o_a >= GROUPS
+        sampled = tl.maximum(tl.sum(tl.where(m_s, b_w, 0.0), 0), 1e-30)
+        rest = tl.maximum(total - tl.sum(tl.where(m_s, 0.0, b_w), 0), 1e-30)
+        b_w *= tl.where(m_s, rest / sampled, 1.0)
+        guess = _cut(b_a, b_w, goal, bottom, top)
+        m_above = b_a >= _values(guess)
+        part = tl.sum(tl.where(m_s & m_above, b_w, 0.0), 0) / rest
+        b_error = tl.where(m_s, b_w * tl.where(m_above, 1.0 - part, part), 0.0)
+        error = 4.0 * tl.sqrt(tl.sum(b_error * b_error, 0))
+        low = _cut(b_a, b_w, goal + error, bottom, guess + 1)
+        high = _cut(b_a, b_w, goal - error, guess, top) + 1
+    return low, high, goal, guessed
+
+
+@triton.jit
 def sample_pick_kernel(
     logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
     kinds, penalties, token_counts, bias_ids, biases, bitmask,
@@ -1078,28 +1108,7 @@ def sample_pick_kernel(
         o_a = tl.arange(0, BLOCK_A)
         b_a = tl.load(p_gist + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
         if (k > 0) | (share < 1.0):
-            # t is at least the k-th largest of the groups' largest; and at least where their mass alone reaches top_p.
-            b_w = tl.exp2((b_a - peak) * scale)
-            goal = share * total
-            if k > 0:
-                b_w = tl.where(b_a > float("-inf"), 1.0, 0.0)
-                goal = k.to(tl.float32)
-            low = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top)
-            guessed = (low == bottom) & (k == 0)
-            if guessed:
-                # These have too little mass. Guess from samples how much the others have at each key, and search 4
-                # standard errors to both sides (Floyd and Rivest, "Expected time bounds for selection", 1975).
-                m_s = o_a >= GROUPS
-                sampled = tl.maximum(tl.sum(tl.where(m_s, b_w, 0.0), 0), 1e-30)
-                rest = tl.maximum(total - tl.sum(tl.where(m_s, 0.0, b_w), 0), 1e-30)
-                b_w *= tl.where(m_s, rest / sampled, 1.0)
-                guess = _cut(b_a, b_w, goal, bottom, top)
-                m_above = b_a >= _values(guess)
-                part = tl.sum(tl.where(m_s & m_above, b_w, 0.0), 0) / rest
-                b_error = tl.where(m_s, b_w * tl.where(m_above, 1.0 - part, part), 0.0)
-                error = 4.0 * tl.sqrt(tl.sum(b_error * b_error, 0))
-                low = _cut(b_a, b_w, goal + error, bottom, guess + 1)
-                high = _cut(b_a, b_w, goal - error, guess, top) + 1
+            low, high, goal, guessed = _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS, BLOCK_A)
 
         # Write what may survive, or what is between the guesses, into the buffer.
         m_g = (o_a < GROUPS) & (b_a >= _values(low))
