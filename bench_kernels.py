@@ -364,7 +364,15 @@ def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -
 
 
 def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterator[Case]:
-    """prepare_inputs and post_update of a decode step."""
+    """apply_writes, prepare_inputs and post_update of a decode step, in which a sixteenth of the rows grow."""
+
+    def apply(device: str) -> Inputs:
+        state = torch.zeros(rows * max_model_len, dtype=torch.int32, device=device)
+        sizes = torch.tensor([rows, rows + 1, rows, *[1] * (rows // 16)])
+        places = torch.arange(len(sizes)) * (rows + 1)
+        writes = torch.stack((places, sizes.cumsum(0) - sizes, sizes), 1).to(device)
+        values = torch.ones(int(sizes.sum()), dtype=torch.int32, device=device)
+        return Inputs(lambda ops: ops.apply_writes(state, writes, values), (state,))
 
     def prepare(device: str) -> Inputs:
         ids, tables = (torch.ones(rows, n, dtype=torch.int32, device=device) for n in (max_model_len + 1, 64))
@@ -380,6 +388,7 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
             lambda ops: ops.post_update(ids, known, computed, slots, starts, slots, sampled), (ids, known, computed)
         )
 
+    yield Case("apply_writes", f"{rows} rows", 2 * 4 * (3 * rows + 1 + rows // 16), 0, apply, True)
     yield Case("prepare_inputs", f"{rows} rows", rows * (4 * 5 + 8 * 2 + 4 * 2), 0, prepare, True)
     yield Case("post_update", f"{rows} rows", rows * (4 * 8 + 8), 0, update, True)
 

@@ -102,7 +102,8 @@ class EngineConfig:
     )
     data_parallel_rank: int = option(0, "")  # which of them this is
     async_scheduling: bool | None = option(
-        None, "plan a step before the result of the one before is in; by default where workers are processes"
+        None,
+        "plan a step before the result of the one before is in; by default on cuda, and where workers are processes",
     )
     lockstep: bool = option(False, "")  # they step together in waves, as those of a model with experts must
     distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
@@ -111,6 +112,9 @@ class EngineConfig:
         "several hosts; auto: uni for LLM on one device, else mp",
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
+    enforce_eager: bool = option(
+        False, "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step"
+    )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(
         None, "file for a journal of JSON lines: what the scheduler was told and what it decided"

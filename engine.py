@@ -63,7 +63,7 @@ class EngineCore:
             self.scheduler.clock = self.journal.clock
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
-        overlap = isinstance(self.executor, MpExecutor) if config.async_scheduling is None else config.async_scheduling
+        overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
         self.depth = 2 if overlap else 1  # of these there are at most so many
         self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
 

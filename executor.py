@@ -37,6 +37,7 @@ from wire import Call, Codec, Reply
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
+LOOK = 2e-5  # seconds of looking for another plan, before the device is asked again whether it is done with one
 TURN = 0.05  # seconds of waiting for one rank's reply, before the next rank's is looked at
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it says
@@ -61,19 +62,21 @@ class UniExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
-        self.plans: deque[StepPlan] = deque()
+        self.overlaps = self.worker.device == "cuda"  # so that a step runs while the next one is planned
+        self.steps: deque[Any] = deque()  # plans, or else what `Worker.launch` has made of them
 
     def facts(self) -> dict[str, Any]:
         """What the worker measured and chose; see `Worker.facts`."""
         return self.worker.facts()
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over."""
-        self.plans.append(plan)
+        """Hand a plan over: a GPU begins with it; a CPU would keep the caller from what came of the last one."""
+        self.steps.append(self.worker.launch(plan) if self.overlaps else plan)
 
     def result(self) -> StepResult:
-        """The result of the oldest plan that was handed over; it is run now."""
-        return self.worker.step(self.plans.popleft())
+        """The result of the oldest plan that was handed over."""
+        step = self.steps.popleft()
+        return step.result() if self.overlaps else self.worker.step(step)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """What a method of `Worker` returns on each rank."""
@@ -88,7 +91,7 @@ class UniExecutor:
 
     def forget(self) -> None:
         """Nobody wants the results any more of plans that were handed over."""
-        self.plans.clear()
+        self.steps.clear()
 
     def close(self) -> None:
         """Nothing to end."""
@@ -111,6 +114,7 @@ class TorchrunExecutor(UniExecutor):
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         super().__init__(config, model_config, "env://")
+        self.overlaps = False
         self.size = config.tensor_parallel_size
         self.worker.group.set_timeout(config.step_timeout)
         self.codec, self.channel = Codec(), self.worker.group.channel(config.step_timeout)
@@ -119,7 +123,7 @@ class TorchrunExecutor(UniExecutor):
     def result(self) -> StepResult:
         """The result of the oldest plan that was handed over; all ranks run it now."""
         with self.channel.turn():
-            self.channel.broadcast(self.codec.encode(self.plans[0]))
+            self.channel.broadcast(self.codec.encode(self.steps[0]))
             return super().result()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -169,6 +173,8 @@ class MpExecutor:
         ValueError: see `Worker`; or the script that called has no `__main__` guard.
         WorkerError: a worker died while it started.
     """
+
+    overlaps = True  # a step runs while the next one is planned
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -395,14 +401,22 @@ def worker_main(
         send(codec.encode(Reply(0, error=str(error))))
         return
     send(codec.encode(Reply(0, worker.facts())))
+    launched: deque[Any] = deque()
     while True:
-        if data := plans.read(NEVER):
-            message = codec.decode(data)
-            try:
-                send(answer(worker, message, codec))
-            except Exception as error:
-                send(codec.encode(Reply(message.step, error=f"{type(error).__name__}: {error}")))
-                raise
+        step = launched[0].step if launched else 0
+        try:
+            if launched and launched[0].ready():
+                send(codec.encode(launched.popleft().result()))
+            elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device is at another
+                message = codec.decode(data)
+                if isinstance(message, StepPlan):
+                    step = message.step
+                    launched.append(worker.launch(message))
+                else:
+                    send(answer(worker, message, codec))
+        except Exception as error:
+            send(codec.encode(Reply(step, error=f"{type(error).__name__}: {error}")))
+            raise
 
 
 def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:

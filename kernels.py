@@ -1300,6 +1300,27 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 # ------------------------------------------------------------------------------------------- batch state and blocks
 
 
+@triton.jit(do_not_specialize_on_alignment=["writes", "values"])
+def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
+    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3]. One program for each."""
+    p_write = writes + tl.program_id(0) * 3
+    i_at, i_begin, n = tl.load(p_write), tl.load(p_write + 1), tl.load(p_write + 2)
+    for i_x in range(0, n, BLOCK):
+        o_x = i_x + tl.arange(0, BLOCK)
+        tl.store(state + i_at + o_x, tl.load(values + i_begin + o_x, mask=o_x < n), mask=o_x < n)
+
+
+def apply_writes(state: torch.Tensor, writes: torch.Tensor, values: torch.Tensor) -> None:
+    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3] int64.
+
+    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them, and
+    `values` int32 what changes. No two writes may overlap.
+    """
+    assert state.dtype == values.dtype == torch.int32 and writes.dtype == torch.int64 and writes.is_contiguous()
+
+    apply_writes_kernel[(len(writes),)](state, writes, values, 1024)
+
+
 @triton.jit(
     do_not_specialize=["num_rows", "num_tokens", "ids_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts"],

@@ -429,6 +429,16 @@ def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return folded.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=folded.device)
 
 
+def apply_writes(state: torch.Tensor, writes: torch.Tensor, values: torch.Tensor) -> None:
+    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3] int64.
+
+    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them, and
+    `values` int32 what changes. No two writes may overlap.
+    """
+    for at, begin, n in writes.tolist():
+        state[at : at + n] = values[begin : begin + n]
+
+
 def prepare_inputs(
     token_ids: torch.Tensor,
     num_computed: torch.Tensor,

@@ -170,11 +170,11 @@ class RingBuffer:
     def _wait(self, at: int, timeout: float) -> bool:
         words, wanted, begun = self.words, self.count + 1, time.monotonic()
         while words[at] != wanted:
-            if (waited := time.monotonic() - begun) < SPIN:
+            if (waited := time.monotonic() - begun) > timeout:
+                return False
+            if waited < SPIN:
                 os.sched_yield()  # else two readers on two cores keep the writer from its own: 184 us a trip, not 12
                 continue
-            if waited > timeout:
-                return False
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
             words[asleep] = 1
             self._order()  # the writer sees that we sleep, or we see its message

@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +20,8 @@ import torch
 from tqdm import tqdm
 
 import cpu
-from config import MAX_LOGIT_BIAS, EngineConfig, ModelConfig
+from batch_state import BatchState, StepShape, Writes, to_device
+from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
 from parallel import Group
 from sanitizer import KVSanitizer
@@ -27,7 +30,6 @@ from scheduler import Logprobs, NewRow, StepPlan, StepResult
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
 MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-NO_ID = 2**31 - 1
 
 
 class Worker:
@@ -77,6 +79,8 @@ class Worker:
             self.model.compiled = cpu.compile_layers(self.model, width)
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
+        self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}  # logits and ids
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
@@ -242,6 +246,8 @@ class Worker:
         self.run(StepPlan(2, released=[0]))
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
             self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
+        if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
+            self.capture()
         return seconds / length
 
     @torch.inference_mode()
@@ -259,91 +265,145 @@ class Worker:
 
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""
+        return self.launch(plan).result()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Launched:
+        """`step`, as far as the host is concerned: the device may still be at it."""
         try:
             return self.run(plan)
         except torch.OutOfMemoryError as error:
-            return StepResult(plan.step, [], error=str(error).partition("\n")[0])
+            return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """`step`, without a net."""
-        self.state.apply(plan)
+    def run(self, plan: StepPlan) -> Launched:
+        """`launch`, without a net."""
+        writes = self.state.enter(plan)
         self.move_blocks(plan)
+        if self.sanitizer or not plan.rows:
+            self.state.apply(self.ops, writes)
+            writes = Writes()
         if self.sanitizer:
             self.sanitizer.follow(plan)
         if not plan.rows:
-            return StepResult(plan.step, [])
+            return Launched(StepResult(plan.step, []))
         each = self.config.batch_invariant and self.ops.__name__ == "reference"
-        return self.compute_each(plan) if each else self.compute(plan)
+        return self.compute_each(plan, writes) if each else self.compute(plan, writes)
 
-    def compute_each(self, plan: StepPlan) -> StepResult:
+    def compute_each(self, plan: StepPlan, writes: Writes) -> Launched:
         """`compute`, token by token: torch's operators round by the number of rows, which is then always one."""
         result = StepResult(plan.step, [])
         for i, (slot, count) in enumerate(plan.rows):
             for _ in range(count):
-                part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]))
+                part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]), writes).result()
+                writes = Writes()
             result.token_ids += part.token_ids
             if part.logprobs:
                 result.logprobs[i] = part.logprobs[0]
-        return result
+        return Launched(result)
 
-    def compute(self, plan: StepPlan) -> StepResult:
-        """Run the plan's rows, whose differences have been applied."""
-        state, ops = self.state, self.ops
+    def compute(self, plan: StepPlan, writes: Writes) -> Launched:
+        """Run the plan's rows, once `writes` have been applied: its differences, to which its rows are added here."""
+        state = self.state
         rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
-        counts = rows[:, 1]
-        starts = np.zeros(len(rows) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
         samples = state.advance(rows)
-        num_decodes = int((counts == 1).sum())
-        assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
-        if self.config.batch_invariant and ops.__name__ == "kernels":
-            num_decodes = 0  # the two kernels of attention round differently, so there is but one for a token
-        sample_index = np.where(samples, np.cumsum(samples) - 1, -1).astype(np.int32)
-
-        slots, query_starts, sample_at = (self.to_device(a) for a in (rows[:, 0], starts, sample_index))
-        input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
-            state.token_ids,
-            state.num_computed,
-            state.block_tables,
-            slots,
-            query_starts,
-            int(starts[-1]),
-            state.block_size,
-        )
-        if self.sanitizer:
-            self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
-        batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, num_decodes,
-            query_starts[num_decodes:] - num_decodes, int(counts.max()))  # fmt: skip
-        hidden = self.model.forward(batch, self.pool)
-        if self.sanitizer:
-            self.sanitizer.check_hidden(plan, hidden)
-        sampled, adjust = torch.empty(0, dtype=torch.int64, device=self.device), state.adjust(ops)
-        if samples.any():
-            last = self.to_device(starts[1:][samples] - 1)  # the head is only for rows that sample
-            logits = self.model.logits(hidden[last])
-            sampled = state.sample(ops, logits, slots if samples.all() else self.to_device(rows[samples, 0]), adjust)
-        ops.post_update(
-            state.token_ids, state.num_known, state.num_computed, slots, query_starts, sample_at, sampled, adjust
-        )
-        tokens = np.full(len(rows), -1, dtype=np.int64)
-        tokens[samples] = sampled.cpu().numpy()
-        result = StepResult(plan.step, tokens.tolist())
+        shape = self.shape_of(rows[:, 1], samples)
+        state.enter_rows(rows, samples, shape, writes)
+        state.apply(self.ops, writes)
+        if shape in self.graphs:
+            graph, logits, ids = self.graphs[shape]
+            graph.replay()
+        else:
+            logits, ids = self.forward(shape, plan)
+        count = int(samples.sum())
+        launched = Launched(StepResult(plan.step, [-1] * len(rows)), samples, self.to_host(ids[:count]))
         asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
         if asked.any():
+            logits, ids = logits[:count], ids[:count]
             if not asked[samples].all():
                 at = self.to_device(np.flatnonzero(asked[samples]))
-                logits, sampled = logits[at], sampled[at]
-            found = self.logprobs(logits, sampled, state.num_logprobs[rows[asked, 0]].tolist())
-            result.logprobs = dict(zip(np.flatnonzero(asked).tolist(), found, strict=True))
-        return result
+                logits, ids = logits[at], ids[at]
+            launched.asked, launched.counts = np.flatnonzero(asked), state.num_logprobs[rows[asked, 0]].tolist()
+            columns = self.ops.logprobs(logits, ids, min(max(launched.counts), logits.shape[1]))
+            launched.columns = tuple(self.to_host(column) for column in columns)
+        if self.device == "cuda":
+            launched.done = torch.cuda.Event()
+            launched.done.record()
+        return launched
 
-    def logprobs(self, logits: torch.Tensor, sampled: torch.Tensor, counts: list[int]) -> list[Logprobs]:
-        """Log-probabilities of the id that each row of logits [R, vocab] sampled, and of its `counts` likeliest ids."""
-        columns = self.ops.logprobs(logits, sampled, min(max(counts), logits.shape[1]))
-        rows = zip(counts, *(column.tolist() for column in columns), strict=True)
-        return [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in rows]
+    def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
+        """The shape of a step of rows with so many tokens [B], of which some sample [B]; decodes are padded.
+
+        The two kernels of attention round differently: where results must not depend on the batch, one has all rows.
+        """
+        rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
+        adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.__name__ == "kernels"
+        if tokens == rows and samples.all():
+            rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
+            return StepShape(rows, rows, 0 if one else rows, rows, 1, adjusted)
+        num_decodes = int((counts == 1).sum())
+        assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
+        return StepShape(rows, tokens, 0 if one else num_decodes, int(samples.sum()), longest, adjusted)
+
+    def forward(self, shape: StepShape, plan: StepPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs, model, sampling and state update of the rows that the batch state has; nothing here is the host's.
+
+        So a CUDA graph of it serves any step of its shape. The `plan` is for the sanitizer.
+
+        Returns:
+            logits [samples, vocab] and token ids [samples].
+        """
+        state, ops, n = self.state, self.ops, shape.num_decodes
+        slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
+        input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
+            state.token_ids, state.num_computed, state.block_tables, slots, starts, shape.tokens, state.block_size
+        )
+        if self.sanitizer and plan:
+            self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
+        batch = Batch(
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts[n:] - n,
+            shape.max_query_len)  # fmt: skip
+        hidden = self.model.forward(batch, self.pool)
+        if self.sanitizer and plan:
+            self.sanitizer.check_hidden(plan, hidden)
+        if shape.samples < shape.tokens:  # the head is only for rows that sample
+            hidden, sampling = hidden[state.last[: shape.samples]], state.sampling[: shape.samples]
+        else:
+            sampling = slots
+        adjust = state.adjust(ops) if shape.adjusted else None
+        logits, ids = hidden.new_empty(0, self.model_config.vocab_size), slots.new_empty(0, dtype=torch.int64)
+        if shape.samples:
+            logits = self.model.logits(hidden)
+            ids = state.sample(ops, logits, sampling, adjust)
+        ops.post_update(
+            state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],
+            ids, adjust)  # fmt: skip
+        return logits, ids
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
+
+        They share their memory, for they never run at the same time, and the last one's inputs are no longer needed.
+        """
+        assert self.device == "cuda"
+        self.graph_sizes = graph_sizes(self.config.max_num_seqs)
+        pool = torch.cuda.graph_pool_handle()
+        shapes = [
+            self.shape_of(ones, ones > 0)._replace(adjusted=adjusted)
+            for size in reversed(self.graph_sizes)
+            for ones in [np.ones(size, dtype=np.int32)]
+            for adjusted in (False, True)
+        ]
+        for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
+            writes, none = Writes(), np.zeros((0, 2), dtype=np.int32)
+            self.state.enter_rows(none, np.zeros(0, dtype=bool), shape, writes)
+            self.state.apply(self.ops, writes)
+            self.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits, ids = self.forward(shape)
+            self.graphs[shape] = graph, logits, ids
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -355,111 +415,55 @@ class Worker:
             self.ops.copy_blocks(self.pool, self.to_device(np.array(plan.copies, dtype=np.int64)))
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy that is there once what the device has been given before is done."""
+        if self.device == "cpu":
+            return tensor
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-class BatchState:
-    """What the device knows of each running sequence, one row ("slot") each, at fixed addresses.
+def graph_sizes(most: int) -> list[int]:
+    """Sizes of batches that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
+    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
-    `known` and `computed` mirror two of the tensors on the host, so that the worker can tell which rows sample without
-    asking the device; `num_logprobs` is of use on the host alone. `adjusted` mirrors `kinds`: see `ops.Adjust`.
-    Counting each slot's tokens takes 4 bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or
-    without penalties, so that nothing is allocated once requests come; on a CPU memory is taken as it is used.
-    """
 
-    def __init__(
-        self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str
-    ):  # fmt: skip
-        def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+@dataclass(slots=True)
+class Launched:
+    """A step in the device's queue, and what will have come of it."""
 
-        self.block_size, self.device = block_size, device
-        self.token_ids = new(slots, max_model_len + 1)
-        self.num_known, self.num_computed = new(slots), new(slots)
-        self.block_tables = new(slots, max_blocks)
-        self.temperature = new(slots, dtype=torch.float32)
-        self.top_k = new(slots)
-        self.top_p = new(slots, dtype=torch.float32)
-        self.min_p = new(slots, dtype=torch.float32)
-        self.seeds = new(slots, dtype=torch.int64)
-        self.kinds = new(slots)
-        self.penalties = new(slots, 3, dtype=torch.float32)
-        self.token_counts = new(slots, vocab_size)
-        self.bias_ids = new(slots, MAX_LOGIT_BIAS)
-        self.biases = new(slots, MAX_LOGIT_BIAS, dtype=torch.float32)
-        self.bitmask = new(slots, -(-vocab_size // 32))
-        self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
-        self.adjusted = np.zeros(slots, dtype=np.int32)
-        self.num_blocks = [0] * slots
+    unfinished: StepResult  # with -1 for each row's token
+    samples: np.ndarray | None = None  # [B] bool: rows that sample
+    ids: torch.Tensor | None = None  # [R] their tokens, on the host; as `columns`, there once it is `done`
+    asked: np.ndarray | None = None  # [A] rows whose log-probabilities are wanted
+    counts: list[int] = field(default_factory=list)  # of how many of the likeliest ids, for each of them
+    columns: tuple[torch.Tensor, ...] = ()  # what `ops.logprobs` returns for them
+    done: torch.cuda.Event | None = None  # None: it is
 
-    def apply(self, plan: StepPlan) -> None:
-        """Sequences leave, enter and grow."""
-        self.known[plan.released] = self.computed[plan.released] = 0
-        for slot in plan.released:
-            self._set_kinds(slot, 0)
-        for row in plan.new:
-            slot, length = row.slot, len(row.token_ids)
-            self.known[slot], self.computed[slot] = length, row.num_computed
-            self.token_ids[slot, :length] = self._ints(row.token_ids)
-            self.num_known[slot], self.num_computed[slot] = length, row.num_computed
-            self.temperature[slot], self.top_p[slot], self.min_p[slot] = row.temperature, row.top_p, row.min_p
-            self.top_k[slot], self.seeds[slot], self.num_logprobs[slot] = row.top_k, row.seed, row.num_logprobs
-            self.num_blocks[slot] = 0
-            self._grow(slot, row.blocks)
-            self._enter(row)
-        for slot, blocks in plan.new_blocks:
-            self._grow(slot, blocks)
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.unfinished.step
 
-    def _enter(self, row: NewRow) -> None:
-        """Write down what changes the logits of a new row: rarely anything, so none of it takes a kernel of ours."""
-        slot, bias, allowed = row.slot, row.logit_bias, row.allowed_token_ids
-        self._set_kinds(slot, (row.penalties is not None) + 2 * (bias is not None) + 4 * (allowed is not None))
-        if row.penalties is not None:
-            self.penalties[slot] = torch.tensor(row.penalties)
-            counts, ids = self.token_counts[slot].zero_(), self.token_ids[slot, : len(row.token_ids)]
-            counts[ids[: row.num_prompt].long()] = 1
-            counts.index_add_(0, ids[row.num_prompt :], torch.full_like(ids[row.num_prompt :], 2))
-        if bias is not None:
-            self.bias_ids[slot] = NO_ID
-            self.bias_ids[slot, : len(bias)] = self._ints(sorted(bias))
-            self.biases[slot, : len(bias)] = torch.tensor([bias[token] for token in sorted(bias)])
-        if allowed is not None:
-            bits = np.zeros(32 * self.bitmask.shape[1], dtype=np.uint8)
-            bits[list(allowed)] = 1
-            self.bitmask[slot] = torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+    def ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return self.done is None or self.done.query()
 
-    def _set_kinds(self, slot: int, kinds: int) -> None:
-        if self.adjusted[slot] != kinds:
-            self.adjusted[slot] = self.kinds[slot] = kinds
-
-    def _grow(self, slot: int, blocks: list[int]) -> None:
-        begin = self.num_blocks[slot]
-        self.num_blocks[slot] = begin + len(blocks)
-        self.block_tables[slot, begin : begin + len(blocks)] = self._ints(blocks)
-
-    def _ints(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32).to(self.device, non_blocking=True)
-
-    def advance(self, rows: np.ndarray) -> np.ndarray:
-        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample."""
-        slots, counts = rows[:, 0], rows[:, 1]
-        self.computed[slots] += counts
-        assert (self.computed[slots] <= self.known[slots]).all(), "a row ran past its known tokens"
-        samples = self.computed[slots] == self.known[slots]
-        self.known[slots[samples]] += 1
-        return samples
-
-    def adjust(self, ops: ModuleType) -> Any:
-        """`ops.Adjust` of all slots, or None where it changes nothing in any."""
-        if not self.adjusted.any():
-            return None
-        return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
-
-    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
-        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
-        return ops.sample(
-            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
-        )
+    def result(self) -> StepResult:
+        """What came of it; waits until the device is done."""
+        if self.done is not None:
+            self.done.synchronize()
+        result = self.unfinished
+        if self.samples is not None and self.ids is not None:
+            tokens = np.full(len(self.samples), -1, dtype=np.int64)
+            tokens[self.samples] = self.ids.numpy()
+            result.token_ids = tokens.tolist()
+        if self.asked is not None:
+            found = zip(self.counts, *(column.tolist() for column in self.columns), strict=True)
+            rows = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
+            result.logprobs = dict(zip(self.asked.tolist(), rows, strict=True))
+        return result
 
 
 def pick_device(name: str) -> str:

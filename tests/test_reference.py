@@ -260,6 +260,12 @@ def test_logprobs(vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(reference.logprobs(logits, top_ids[:, j], 0)[0], top_values[:, j])
 
 
+def test_apply_writes() -> None:
+    state = ints(*range(10))
+    reference.apply_writes(state, torch.tensor([[7, 1, 2], [0, 3, 1], [4, 0, 0]]), ints(-1, -2, -3, -4))
+    assert state.tolist() == [-4, 1, 2, 3, 4, 5, 6, -2, -3, 9]
+
+
 def test_prepare_inputs_and_post_update() -> None:
     token_ids = torch.arange(4)[:, None].mul(100).add(torch.arange(20)).to(torch.int32)
     tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)

@@ -15,6 +15,7 @@ import torch
 
 import reference
 import test_scheduler
+from batch_state import BatchState
 from block_space import BlockSpaceManager
 from config import EngineConfig
 from engine import EngineCore, SamplingParams
@@ -24,7 +25,6 @@ from scheduler import Scheduler, StepPlan, StepResult
 from test_engine import FEW, GREEDY, STORY, tokens
 from test_scheduler import VOCAB, FakeWorker, prompt
 from test_worker import SHAPE
-from worker import BatchState
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
@@ -228,7 +228,7 @@ class CheckedWorker(FakeWorker):
 
     def step(self, plan: StepPlan) -> StepResult:
         state, sanitizer = self.state, self.sanitizer
-        state.apply(plan)
+        state.apply(reference, state.enter(plan))
         for pairs, source, target in (
             (plan.swap_out, self.kv, self.host_kv), (plan.swap_in, self.host_kv, self.kv),
             (plan.copies, self.kv, self.kv),

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,10 +18,11 @@ import model as model_module
 import oracles
 import reference
 import worker as worker_module
+from batch_state import StepShape, Writes
 from config import EngineConfig, ModelConfig
 from model import Transformer
 from scheduler import NewRow, StepPlan
-from worker import Worker
+from worker import Worker, graph_sizes
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
@@ -263,4 +265,69 @@ def test_rows_keep_count_of_their_tokens(make):
     assert state.kinds.tolist() == [0, 0, 7, 0, 0, 0, 0, 0] and state.bias_ids[2, :3].tolist() == [4, 9, 2**31 - 1]
     assert state.biases[2, :2].tolist() == [2.0, -3.0] and state.bitmask[2].tolist() == [1 - 2**31, 1, 0, 1]
     worker.step(StepPlan(2, rows=[(2, 2)], released=[2, 3], new=[row(2, [1, 2])]))
-    assert not state.kinds.any() and state.adjust(worker.ops) is None
+    assert not state.kinds.any() and not state.adjusted.any()
+
+
+class FakeGraph:
+    """What a CUDA graph is to the worker: `replay` does the step of one shape again, into the tensors of the first."""
+
+    def __init__(self, worker: Worker, shape: StepShape):
+        self.worker, self.shape, self.replays = worker, shape, 0
+        self.outputs = [tensor.zero_() for tensor in worker.forward(shape)]
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.inference_mode():
+            for kept, tensor in zip(self.outputs, self.worker.forward(self.shape), strict=True):
+                kept.copy_(tensor)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_padded_and_replayed_decode_steps_change_nothing(make, backend):
+    """Rows come and go, some with penalties or log-probabilities; now and then a prompt comes, and is not replayed."""
+    told, states = [], []
+    for sizes in ([], [1, 2, 4, 8]):
+        worker = make(backend=backend)
+        with torch.inference_mode():
+            worker.graph_sizes, result = sizes, []
+            for size in sizes[1:]:
+                shape = worker.shape_of(np.ones(size, dtype=np.int32), np.ones(size, dtype=bool))
+                worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape, Writes())
+                worker.state.slots.fill_(-1)
+                graph = FakeGraph(worker, shape)
+                worker.graphs[shape] = graph, *graph.outputs
+        new = [row(i, [3 + i, 4, 5 * i], num_logprobs=2 if i == 4 else -1, temperature=i / 4) for i in range(6)]
+        result.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(6)], new=new)))
+        for step, slots in enumerate(((0, 1, 2, 3, 4, 5), (4, 2, 0), (5,), (1, 0, 3, 2, 5))):
+            result.append(worker.step(StepPlan(step + 1, rows=[(slot, 1) for slot in slots])))
+        changed = row(7, [9, 8, 7, 9], temperature=0.7)
+        changed.penalties, changed.num_prompt = (1.3, 0.4, 0.2), 4
+        result.append(worker.step(StepPlan(6, rows=[(3, 1), (7, 3)], new=[changed], released=[4])))
+        for step in (7, 8, 9):
+            result.append(worker.step(StepPlan(step, rows=[(7, 1), (3, 1), (0, 1)])))
+        told.append(result), states.append(worker.state)
+    assert [r.token_ids for r in told[0]] == [r.token_ids for r in told[1]]
+    assert [sorted(r.logprobs) for r in told[1]] == [[4], [4], [0], *[[]] * 6]
+    for plain, padded in zip(*told, strict=True):
+        assert [(i, p.ids) for i, p in plain.logprobs.items()] == [(i, p.ids) for i, p in padded.logprobs.items()]
+    assert [graph.replays for graph, *_ in worker.graphs.values()] == [0, 1, 2]  # adjusted steps are other shapes
+    for part in ("token_ids", "num_known", "num_computed", "token_counts", "block_tables"):
+        assert torch.equal(getattr(states[0], part), getattr(states[1], part)), part
+
+
+def test_graphs_are_for_1_2_4_the_eights_and_the_most():
+    assert graph_sizes(1) == [1] and graph_sizes(2) == [1, 2] and graph_sizes(5) == [1, 2, 4, 5]
+    assert graph_sizes(8) == [1, 2, 4, 8] and graph_sizes(9) == [1, 2, 4, 8, 9]
+    assert graph_sizes(256)[-3:] == [240, 248, 256] and len(graph_sizes(256)) == 35
+
+
+def test_a_step_is_not_done_before_the_device_is(make):
+    """What a launched step will bring is read once its event has happened, and not before."""
+    worker, order = make(), []
+    launched = worker.launch(StepPlan(3, rows=[(0, 2)], new=[row(0, [1, 2])]))
+    assert launched.ready() and launched.step == 3
+    launched.done = SimpleNamespace(query=lambda: bool(order), synchronize=lambda: order.append("waited"))
+    tokens = launched.ids
+    launched.ids = SimpleNamespace(numpy=lambda: order.append("read") or tokens.numpy())
+    assert not launched.ready()
+    assert launched.result().token_ids == tokens.tolist() and order == ["waited", "read"] and launched.ready()

@@ -1,0 +1,209 @@
+"""The batch state: what the device knows of the sequences that run, at fixed addresses, and how plans change it."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from config import MAX_LOGIT_BIAS
+from plan import NewRow, StepPlan
+
+NO_ID = 2**31 - 1
+ALIGNMENT = 4  # words: parts of the batch state begin at 16 bytes, as kernels know of their arguments
+FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the parts that hold no integers
+
+
+class StepShape(NamedTuple):
+    """What of a step the host must know to launch it; all else the device finds in the batch state."""
+
+    rows: int  # padding rows, whose slot is -1, included
+    tokens: int
+    num_decodes: int  # rows of one token that come first, and that attention_decode is for
+    samples: int  # rows that sample
+    max_query_len: int
+    adjusted: bool  # whether some slot's logits are adjusted
+
+
+class Writes:
+    """Changes of the batch state, gathered on the host: see `ops.apply_writes`."""
+
+    def __init__(self) -> None:
+        self.places, self.values = array("q"), array("i")  # (at, begin, length) for each; what is written
+
+    def add(self, at: int, values: array | np.ndarray) -> None:
+        """Write `values`, of 4 bytes each, from word `at` on; nobody else may."""
+        begin = len(self.values)
+        self.values.frombytes(values.tobytes())
+        self.places.extend((at, begin, len(self.values) - begin))
+
+
+class BatchState:
+    """What the device knows of each running sequence, one row ("slot") each, and of the rows of a step.
+
+    But for the token counts all of it is one tensor of 4-byte words, so that one copy and one kernel bring all that a
+    plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `known` and
+    `computed` mirror two of the parts on the host, so that the worker can tell which rows sample without asking the
+    device; `num_logprobs` is of use on the host alone; `adjusted` mirrors `kinds`. Counting each slot's tokens takes 4
+    bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or without penalties, so that nothing is
+    allocated once requests come; on a CPU memory is taken as it is used.
+
+    Args:
+        slots: S, sequences that run at once, and rows of a step.
+        max_model_len, max_blocks: tokens and blocks of each.
+        block_size: tokens in a block. vocab_size: V. device: where it lies.
+    """
+
+    token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all that are known
+    num_known: torch.Tensor  # [S] int32
+    num_computed: torch.Tensor  # [S] int32, of the known tokens
+    block_tables: torch.Tensor  # [S, max_blocks] int32
+    temperature: torch.Tensor  # [S] float32, as top_p and min_p
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor  # [S] int32
+    seeds: torch.Tensor  # [S] int64
+    kinds: torch.Tensor  # these five: see `ops.Adjust`
+    penalties: torch.Tensor
+    bias_ids: torch.Tensor
+    biases: torch.Tensor
+    bitmask: torch.Tensor
+    slots: torch.Tensor  # [S] int32, of the step's rows; -1 marks a padding row, which changes nothing
+    query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
+    sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
+    sampling: torch.Tensor  # [S] int32, where not every token samples: the slots of the rows that do,
+    last: torch.Tensor  # [S] int32, and their last tokens
+
+    def __init__(
+        self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str
+    ):  # fmt: skip
+        self.block_size, self.device = block_size, device
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (slots, max_model_len + 1), "block_tables": (slots, max_blocks), "seeds": (slots, 2),
+            "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
+            "bitmask": (slots, -(-vocab_size // 32)), "query_starts": (slots + 1,),
+        }  # fmt: skip
+        names = [name for name in BatchState.__annotations__ if name not in shapes]
+        shapes |= dict.fromkeys(names, (slots,))
+        sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
+        begins = np.cumsum([0, *sizes]).tolist()
+        self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)
+        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and words from a slot to the next
+        for (name, shape), begin in zip(shapes.items(), begins, strict=True):
+            self.places[name] = begin, math.prod(shape[1:])
+            part = self.words[begin : begin + math.prod(shape)].view(shape)
+            setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
+        self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
+        self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
+        self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
+        self.adjusted = np.zeros(slots, dtype=np.int32)
+        self.num_blocks = [0] * slots
+
+    def enter(self, plan: StepPlan) -> Writes:
+        """Sequences leave, enter and grow: what is to be written, but for token counts, which are."""
+        writes = Writes()
+        self.known[plan.released] = self.computed[plan.released] = 0
+        kinds = dict.fromkeys(plan.released, 0)
+        for row in plan.new:
+            slot, length = row.slot, len(row.token_ids)
+            self.known[slot], self.computed[slot] = length, row.num_computed
+            self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, 0
+            self._write(writes, "token_ids", slot, array("i", row.token_ids))
+            for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
+                self._write(writes, name, slot, array("i", (number,)))
+            for name, value in (("temperature", row.temperature), ("top_p", row.top_p), ("min_p", row.min_p)):
+                self._write(writes, name, slot, array("f", (value,)))
+            self._write(writes, "seeds", slot, array("q", (row.seed,)))
+            self._grow(writes, slot, row.blocks)
+            kinds[slot] = self._enter_adjustments(writes, row)
+        for slot, blocks in plan.new_blocks:
+            self._grow(writes, slot, blocks)
+        for slot, kind in kinds.items():
+            if self.adjusted[slot] != kind:
+                self.adjusted[slot] = kind
+                self._write(writes, "kinds", slot, array("i", (kind,)))
+        return writes
+
+    def _enter_adjustments(self, writes: Writes, row: NewRow) -> int:
+        """Write down what changes the logits of a new row; returns which kinds of that there are."""
+        slot, bias, allowed = row.slot, row.logit_bias, row.allowed_token_ids
+        if row.penalties is not None:
+            self._write(writes, "penalties", slot, array("f", row.penalties))
+            ids = to_device(torch.tensor(row.token_ids), self.device)
+            counts = self.token_counts[slot].zero_()
+            counts[ids[: row.num_prompt]] = 1
+            counts.index_add_(0, ids[row.num_prompt :], counts.new_full((len(ids) - row.num_prompt,), 2))
+        if bias is not None:
+            ordered = sorted(bias)
+            self._write(writes, "bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
+            self._write(writes, "biases", slot, array("f", [bias[token] for token in ordered]))
+        if allowed is not None:
+            bits = np.zeros(32 * self.bitmask.shape[1], dtype=np.uint8)
+            bits[list(allowed)] = 1
+            self._write(writes, "bitmask", slot, np.packbits(bits, bitorder="little"))
+        return (row.penalties is not None) + 2 * (bias is not None) + 4 * (allowed is not None)
+
+    def _grow(self, writes: Writes, slot: int, blocks: list[int]) -> None:
+        begin = self.num_blocks[slot]
+        self.num_blocks[slot] = begin + len(blocks)
+        self._write(writes, "block_tables", slot, array("i", blocks), begin)
+
+    def _write(self, writes: Writes, name: str, slot: int, values: array | np.ndarray, begin: int = 0) -> None:
+        place, width = self.places[name]
+        writes.add(place + slot * width + begin, values)
+
+    def enter_rows(self, rows: np.ndarray, samples: np.ndarray, shape: StepShape, writes: Writes) -> None:
+        """Add a step's rows [B, 2] of slot and tokens to `writes`, of which some sample [B], and padding rows of one
+        token up to the shape's."""
+        count = len(rows)
+        slots, lengths = np.full(shape.rows, -1, dtype=np.int32), np.ones(shape.rows, dtype=np.int32)
+        slots[:count], lengths[:count] = rows.T
+        starts = np.zeros(shape.rows + 1, dtype=np.int32)
+        np.cumsum(lengths, out=starts[1:])
+        index = np.full(shape.rows, -1, dtype=np.int32)
+        index[:count] = np.where(samples, np.cumsum(samples) - 1, -1)
+        parts = {"slots": slots, "query_starts": starts, "sample_index": index}
+        if shape.samples < shape.tokens:
+            parts |= {"sampling": slots[:count][samples], "last": starts[1 : count + 1][samples] - 1}
+        for name, values in parts.items():
+            self._write(writes, name, 0, values)
+
+    def apply(self, ops: ModuleType, writes: Writes) -> None:
+        """Bring all of `writes` to the device: one copy from pinned memory, one kernel."""
+        places, values = writes.places, writes.values
+        if not places:
+            return
+        staged = torch.empty(2 * len(places) + len(values), dtype=torch.int32, pin_memory=self.device == "cuda")
+        words = staged.numpy()
+        words[: 2 * len(places)] = np.frombuffer(places, dtype=np.int32)
+        words[2 * len(places) :] = values
+        staged = staged.to(self.device, non_blocking=True)
+        ops.apply_writes(self.words, staged[: 2 * len(places)].view(torch.int64).view(-1, 3), staged[2 * len(places) :])
+
+    def advance(self, rows: np.ndarray) -> np.ndarray:
+        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample."""
+        slots, counts = rows[:, 0], rows[:, 1]
+        self.computed[slots] += counts
+        assert (self.computed[slots] <= self.known[slots]).all(), "a row ran past its known tokens"
+        samples = self.computed[slots] == self.known[slots]
+        self.known[slots[samples]] += 1
+        return samples
+
+    def adjust(self, ops: ModuleType) -> Any:
+        """`ops.Adjust` of all slots."""
+        return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
+
+    def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
+        """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
+        return ops.sample(
+            logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
+        )
+
+
+def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """A copy of a host tensor, for which nobody waits: torch keeps the pinned memory until it has been read."""
+    return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
