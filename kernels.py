@@ -1206,7 +1206,10 @@ def sample(
     group = min(chunk, max(SAMPLE_GROUP, triton.next_power_of_2(triton.cdiv(3 * vocab, SAMPLE_GIST))))
     groups = triton.cdiv(vocab, group)
     room = min(SAMPLE_BUFFER, chunks * chunk)
-    chunk_max, chunk_sum = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    chunk_max = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
+    chunk_sum = torch.empty_like(
+        chunk_max
+    )  # as a half of one tensor, it would be aligned for some numbers of rows only
     chunk_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     gist = torch.empty(rows, 3 * groups, dtype=torch.float32, device=logits.device)
     group_ids = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
@@ -1279,7 +1282,8 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     block = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
     group = min(block, SAMPLE_GROUP)
     groups = triton.cdiv(vocab, group)
-    values, lse = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+    values = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    lse = torch.empty_like(values)
     keys = torch.empty(rows, groups, dtype=torch.int64, device=logits.device) if k else None
 
     logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
@@ -1377,7 +1381,8 @@ def prepare_inputs(
     rows = len(slots)
     assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(1) == 1
 
-    input_ids, slot_mapping = torch.empty(2, num_tokens, dtype=torch.int64, device=slots.device)
+    input_ids = torch.empty(num_tokens, dtype=torch.int64, device=slots.device)
+    slot_mapping = torch.empty_like(input_ids)
     positions = torch.empty(num_tokens, dtype=torch.int32, device=slots.device)
     seq_lens = torch.empty(rows, dtype=torch.int32, device=slots.device)
 

@@ -7,6 +7,8 @@ sampled tokens back, so a decoding sequence's next token never travels through t
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import os
 import time
@@ -21,6 +23,7 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState, StepShape, Writes, to_device
+from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
 from model import Batch, Transformer, fill_dummy, load_weights
 from parallel import Group
@@ -87,9 +90,14 @@ class Worker:
         self.host_pool = self.new_host_pool()
         self.state = self.new_state(config.max_num_seqs)
         self.compile_seconds = 0.0
-        token_seconds = self.warm_up()
-        measured = config.preemption_mode == "auto" and len(self.host_pool) > 0
-        self.swap_cost = float(f"{self.time_swap() / token_seconds:.4g}") if measured else 0.0
+        self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
+        with self.watch():
+            token_seconds = self.warm_up()
+            swap_seconds = self.time_swap()
+        chosen = config.preemption_mode == "auto" and len(self.host_pool) > 0
+        self.swap_cost = float(f"{swap_seconds / token_seconds:.4g}") if chosen else 0.0
+        if self.guard:
+            self.guard.armed = True
         if config.sanitize_kv:
             state, window = self.state, self.facts()["window"]
             self.sanitizer = KVSanitizer(
@@ -225,35 +233,40 @@ class Worker:
 
     @torch.inference_mode()
     def warm_up(self) -> float:
-        """Run prefill and decode steps, so that kernels are compiled before the first request.
+        """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
 
         Returns the seconds that a token of a prefill takes once they are.
         """
         length = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
             length = min(length, 2 * self.config.block_size)
+        # `ops.linear` has one kernel for up to 64 rows and another one for more.
+        count = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // length, 64 // length + 1)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
         for temperature, num_logprobs, penalties in tqdm(rows, desc="Warming up", leave=False, disable=None):
             row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs, penalties=penalties)
+            new = [dataclasses.replace(row, slot=slot) for slot in range(count)]
             begun = time.perf_counter()
-            self.run(StepPlan(0, rows=[(0, length)], new=[row]))
+            self.run(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
             seconds = time.perf_counter() - begun
             begun = time.perf_counter()
-            self.run(StepPlan(1, rows=[(0, 1)]))
+            self.run(StepPlan(1, rows=[(0, 1)])).result()
             if self.config.compile:
                 self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
-        self.run(StepPlan(2, released=[0]))
+        self.run(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
             self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
         if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
             self.capture()
-        return seconds / length
+        return seconds / (count * length)
 
     @torch.inference_mode()
     def time_swap(self) -> float:
-        """Seconds that one block takes out to the host and in again, where several move."""
+        """Seconds that one block takes out to the host and in again, where several move; 0 where there is no room."""
         count = min(4, self.num_blocks, len(self.host_pool))
+        if not count:
+            return 0.0
         pairs, seconds = [(i, i) for i in range(count)], []
         for _ in range(3):  # the host's memory is touched for the first time in the first one, so the least counts
             begun = time.perf_counter()
@@ -263,6 +276,10 @@ class Worker:
             seconds.append(time.perf_counter() - begun)
         return min(seconds) / count
 
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """While kernels are launched: once the worker is warm, none may be compiled."""
+        return self.guard.watch() if self.guard else contextlib.nullcontext()
+
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""
         return self.launch(plan).result()
@@ -271,8 +288,9 @@ class Worker:
     def launch(self, plan: StepPlan) -> Launched:
         """`step`, as far as the host is concerned: the device may still be at it."""
         try:
-            return self.run(plan)
-        except torch.OutOfMemoryError as error:
+            with self.watch():
+                return self.run(plan)
+        except (torch.OutOfMemoryError, LateCompile) as error:
             return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
 
     @torch.inference_mode()

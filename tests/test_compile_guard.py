@@ -1,0 +1,130 @@
+"""No compile after ready: what warm-up covers, and how a kernel that it does not is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
+pytest.importorskip("triton")
+
+import kernels
+import worker as worker_module
+from compile_guard import CompileGuard, LateCompile
+from config import EngineConfig, SamplingParams
+from engine import EngineCore
+from scheduler import StepPlan
+from test_worker import SHAPE, row
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Makes an engine with Triton's kernels on a tiny model of random weights."""
+    if DEVICE == "cpu":  # few programs for the interpreter
+        monkeypatch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)
+
+    def make_core(shape: dict, **fields) -> EngineCore:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
+        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": DEVICE}
+        options |= {
+            "block_size": 16,
+            "max_num_seqs": 5,
+            "max_model_len": 120,
+            "backend": "triton",
+            "max_num_batched_tokens": 128,
+        }
+        options |= {"num_gpu_blocks_override": 10, "swap_space": 0.001, "distributed_executor_backend": "uni"}
+        return EngineCore(EngineConfig(**options | fields))
+
+    return make_core
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
+        (WINDOWS, {"enforce_eager": True}),
+        ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
+    ],
+    ids=["swap", "windows", "batch invariant"],
+)
+def test_warm_up_covers_random_traffic(make, shape, fields):
+    """Chunks, batches of all sizes, samples that share blocks, beams, preemption by swap, every sampling parameter."""
+    core, rng, errors = make(shape, **fields), random.Random(3), []
+    longest = core.facts["max_model_len"] - 20
+    for i in range(9):
+        kind = i % 4
+        params = {"temperature": rng.choice((0, 0.8)), "max_tokens": rng.randint(1, 8), "seed": i, "ignore_eos": True}
+        if kind == 1:
+            params |= {"n": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.05}
+        elif kind == 2:
+            params |= {"repetition_penalty": 1.2, "logit_bias": {3: 2.0}, "allowed_token_ids": tuple(range(2, 60))}
+        elif kind == 3:
+            params |= {"use_beam_search": True, "beam_width": 2, "n": 2, "temperature": 0}
+        length = (1, 40, longest, 5, 16)[i % 5]
+        core.add(str(i), [rng.randrange(97) for _ in range(min(length, longest))], SamplingParams(**params))
+        for _ in range(rng.randrange(4)):
+            errors += [output.error for output in core.step() if output.error]
+    while core.has_work():
+        errors += [output.error for output in core.step() if output.error]
+    metrics = core.metrics()
+    assert not errors, errors[0]
+    assert metrics["num_requests_running"] == 0
+    if fields.get("preemption_mode"):
+        assert metrics["num_preemptions_total"] > 0 and metrics["num_swapped_tokens_total"] > 0
+
+
+def test_a_new_shape_is_refused_by_name(make, monkeypatch):
+    """One step asks for a kernel that warm-up has not launched: the request is refused, and the engine goes on."""
+    core = make({})
+    worker = core.executor.worker
+    plain, odd = worker.model.logits, torch.zeros(2, 40, device=DEVICE)
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        kernels.rms_norm(odd, odd[0], 1e-6)
+        return plain(hidden)
+
+    monkeypatch.setattr(worker.model, "logits", logits)
+    core.add("late", [1, 2, 3], SamplingParams(max_tokens=4))
+    (output,) = [output for _ in range(2) for output in core.step()]
+    assert "rms_norm_kernel" in output.error and "SIZE: 40" in output.error and "in warm-up" in output.error
+    monkeypatch.undo()
+    core.add("next", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    tokens = [token for _ in range(9) if core.has_work() for output in core.step() for token in output.token_ids]
+    assert len(tokens) == 4
+
+
+def test_what_is_never_compiled_for_may_change(make):
+    worker = make({}).executor.worker
+    for count in (1, 2, 17, 33):  # tokens and rows size the grid alone
+        tokens = worker.step(StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count)])).token_ids
+        assert len(tokens) == 1
+    assert worker.guard.armed and worker.step(StepPlan(1)).error is None
+
+
+def test_triton_is_asked_where_it_compiles(monkeypatch):
+    """On a GPU the hook that Triton calls before it compiles lets warm-up pass, and nothing else; it is taken back."""
+    guard = CompileGuard(kernels)
+    guard.runtime = SimpleNamespace(interpret=False, jit_cache_hook="another's")
+    call = {"repr": "rms_norm_kernel[num_warps=1](x: *fp32)", "compile": {"constants": {(5,): 40}}, "fn": None}
+    with guard.watch():
+        assert guard.runtime.jit_cache_hook(**call, is_manual_warmup=False) is False
+        guard.armed = True
+        with pytest.raises(LateCompile, match=r"rms_norm_kernel\[num_warps=1\]\(x: \*fp32\) with .* 40.* warm-up"):
+            guard.runtime.jit_cache_hook(**call, is_manual_warmup=False)
+    assert guard.runtime.jit_cache_hook == "another's"
+
+
+def test_plain_torch_has_no_guard(monkeypatch, make):
+    worker = make({}, backend="torch").executor.worker
+    assert worker.guard is None and worker.ops is not worker_module.pick_ops("triton", DEVICE)
