@@ -10,6 +10,8 @@
     python bench.py kernels                                     each kernel, checked, against its floor and a library
     python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
     python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
+    python bench.py serve --trace TRACE.csv --rate 2            latencies and goodput of a server under a trace
+    python bench.py startup                                     from the server's start to its first token, by phase
     python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
     python bench.py make-model FOLDER                           random weights of a real shape, to measure with
 
@@ -19,14 +21,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import json
 import os
 import platform
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_process
+import bench_serve
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from scheduler import Request, Scheduler, StepResult
 
@@ -225,66 +226,6 @@ def throughput_figures(model: str, requests: int, scale: float, options: dict[st
         "requests": requests, "prompt tokens": read, "output tokens": written, "seconds": round(seconds, 2),
         "output tok/s": round(written / seconds, 1), "total tok/s": round((read + written) / seconds, 1),
     }]  # fmt: skip
-
-
-def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
-    """Output tokens a second of that many HTTP streams, and of `LLM.generate` over the same prompts, taking turns."""
-    from engine import LLM
-
-    llm = LLM(model)
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    figures = []
-    with subprocess.Popen(
-        [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0"],
-        cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True,
-    ) as server:  # fmt: skip
-        assert server.stderr
-        found = next((m for line in server.stderr if (m := re.search(r"http://127\.0\.0\.1:(\d+)", line))), None)
-        if not found:
-            raise RuntimeError(f"server.py ended with status {server.wait()}")
-        try:
-            for count in streams:
-                rates: dict[str, list[float]] = {"generate": [], "streams": []}
-                for repeat in range(repeats + 1):
-                    prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
-                    begun = time.perf_counter()
-                    llm.generate(prompts, params, use_tqdm=False)
-                    generated = time.perf_counter()
-                    asyncio.run(read_streams(int(found[1]), prompts, new_tokens))
-                    if repeat > 0:  # the first warms up
-                        rates["generate"].append(count * new_tokens / (generated - begun))
-                        rates["streams"].append(count * new_tokens / (time.perf_counter() - generated))
-                generate, streamed = (statistics.median(values) for values in rates.values())
-                figures.append({
-                    "concurrent": count, "new tokens": new_tokens, "generate tok/s": round(generate),
-                    "min": round(min(rates["generate"])), "max": round(max(rates["generate"])),
-                    "streams tok/s": round(streamed), "min of streams": round(min(rates["streams"])),
-                    "max of streams": round(max(rates["streams"])), "lost": round(1 - streamed / generate, 2),
-                })  # fmt: skip
-        finally:
-            server.terminate()
-    return figures
-
-
-async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
-    """Complete all `prompts` at once as streams, and read these to their ends.
-
-    Plain sockets, for an HTTP library would take more of the machine than the server does.
-    """
-
-    async def read(prompt: str) -> bytes:
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        content = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
-        writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
-        reply = await reader.read()
-        writer.close()
-        return reply
-
-    for reply in await asyncio.gather(*map(read, prompts)):
-        if b'"finish_reason":"length"' not in reply:
-            raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
 
 
 class Peer:
@@ -480,7 +421,9 @@ def engine_figures(args: argparse.Namespace) -> Figures:
 
 
 def show(figures: Figures) -> None:
-    """Print figures as a table."""
+    """Print figures as a table, or a lone one with a line for each of its entries."""
+    if len(figures) == 1:
+        figures = [{"figure": name, "value": value} for name, value in figures[0].items()]
     rows = [
         list(figures[0]),
         *(
@@ -544,6 +487,17 @@ def new_parser() -> argparse.ArgumentParser:
     streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
     streams.add_argument("--new-tokens", type=int, default=64)
     streams.add_argument("--repeats", type=int, default=5)
+    serve = commands.add_parser("serve")
+    serve.add_argument("--trace", type=Path, help="CSV as Azure's LLM traces; Poisson arrivals, unless said otherwise")
+    serve.add_argument("--rate", type=float, default=2.0, help="mean of the arrivals, in requests a second")
+    serve.add_argument("--requests", type=int, default=100, help="from the trace's beginning")
+    serve.add_argument("--slo-ttft", type=float, default=1000.0, help="longest good time to the first token, in ms")
+    serve.add_argument("--slo-tpot", type=float, default=100.0, help="longest good time per output token, in ms")
+    serve.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    startup = commands.add_parser("startup")
+    startup.add_argument("--repeats", type=int, default=3)
+    for command in (serve, startup):
+        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
@@ -588,7 +542,13 @@ def main() -> None:
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
-        figures = streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+        figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+    elif args.command == "serve":
+        figures = bench_serve.serve_figures(
+            args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale
+        )
+    elif args.command == "startup":
+        figures = bench_serve.startup_figures(args.model, args.repeats)
     else:
         figures = engine_figures(args)
     show(figures)
