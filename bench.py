@@ -8,7 +8,7 @@
     python bench.py survival                                    streams while their worker is killed, again and again
     python bench.py overload                                    four times the work that the KV pool holds, at once
     python bench.py kernels                                     each kernel, checked, against its floor and a library
-    python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
+    python bench.py throughput --model FOLDER                   nano-vllm's 256 requests of random lengths, peers beside
     python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
     python bench.py serve --trace TRACE.csv --rate 2            latencies and goodput of a server under a trace
     python bench.py startup                                     from the server's start to its first token, by phase

@@ -145,7 +145,7 @@ def test_arrivals_do_not_wait_for_answers():
 
     first, second, last = asyncio.run(run())
     assert not first.error + second.error + last.error
-    assert first.times[0] > last.times[0] + 0.01  # each is timed from its own arrival
+    assert first.times[0] >= 0.02  # it was answered when the last had come, and is timed from its own arrival
 
 
 def test_serve_replays_a_trace_on_a_server(trace, tmp_path, monkeypatch, capsys):
