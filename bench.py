@@ -8,8 +8,10 @@
     python bench.py survival                                    streams while their worker is killed, again and again
     python bench.py overload                                    four times the work that the KV pool holds, at once
     python bench.py kernels                                     each kernel, checked, against its floor and a library
-    python bench.py throughput --model FOLDER                   nano-vllm's workload: 256 requests of random lengths
+    python bench.py throughput --model FOLDER                   nano-vllm's 256 requests of random lengths, peers beside
     python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
+    python bench.py serve --trace TRACE.csv --rate 2            latencies and goodput of a server under a trace
+    python bench.py startup                                     from the server's start to its first token, by phase
     python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
     python bench.py make-model FOLDER                           random weights of a real shape, to measure with
 
@@ -19,29 +21,28 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import datetime
 import json
 import os
 import platform
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_process
+import bench_serve
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from scheduler import Request, Scheduler, StepResult
 
 Figures = list[dict[str, Any]]
-Generate = Callable[[list[list[int]], int], dict[str, Any]]  # the jobs of peers.py, and their answers
+Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers
 
 PEERS = Path(__file__).parent / "peers.py"
 COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
@@ -210,81 +211,66 @@ def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[
     return [(prompt, length()) for prompt in prompts]
 
 
-def throughput_figures(model: str, requests: int, scale: float, options: dict[str, Any]) -> Figures:
-    """Seconds for the whole of `throughput_work`, offered at once; `options` are fields of `EngineConfig`."""
+def throughput_figures(
+    model: str,
+    work: list[tuple[list[int], int]],
+    options: dict[str, Any],
+    repeats: int = 1,
+    peers: Sequence[Peer] = (),
+) -> Figures:
+    """Seconds for the whole of `work`, offered at once, medians; the engines take turns on the same prompts.
+
+    Args:
+        model: its folder.
+        work: prompts, and how many tokens to answer each with; see `throughput_work`.
+        options: of Manta, fields of `EngineConfig`.
+        repeats: turns of each engine.
+        peers: the others. They leave text alone; Manta's time has that of making it from the tokens.
+
+    Raises:
+        RuntimeError: an engine wrote more or less than it was to.
+    """
     from engine import LLM
 
-    work = throughput_work(requests, scale, ModelConfig.from_folder(model).vocab_size)
-    llm = LLM(model, max_model_len=max(len(prompt) + output for prompt, output in work), **options)
-    params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output) for _, output in work]
-    begun = time.perf_counter()
-    outs = llm.generate([prompt for prompt, _ in work], params, use_tqdm=False)
-    seconds = time.perf_counter() - begun
-    read, written = sum(len(prompt) for prompt, _ in work), sum(len(out.outputs[0].token_ids) for out in outs)
-    return [{
-        "requests": requests, "prompt tokens": read, "output tokens": written, "seconds": round(seconds, 2),
-        "output tok/s": round(written / seconds, 1), "total tok/s": round((read + written) / seconds, 1),
-    }]  # fmt: skip
+    vocab_size, outputs = ModelConfig.from_folder(model).vocab_size, [output for _, output in work]
+    llm = LLM(model, max_model_len=longest(work), **options)
 
+    def manta(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in new_tokens]
+        begun = time.perf_counter()
+        outs = llm.generate(prompts, params, use_tqdm=False)
+        return {"seconds": time.perf_counter() - begun, "tokens": [out.outputs[0].token_ids for out in outs]}
 
-def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
-    """Output tokens a second of that many HTTP streams, and of `LLM.generate` over the same prompts, taking turns."""
-    from engine import LLM
-
-    llm = LLM(model)
-    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    figures = []
-    with subprocess.Popen(
-        [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0"],
-        cwd=Path(__file__).parent, stderr=subprocess.PIPE, text=True,
-    ) as server:  # fmt: skip
-        assert server.stderr
-        found = next((m for line in server.stderr if (m := re.search(r"http://127\.0\.0\.1:(\d+)", line))), None)
-        if not found:
-            raise RuntimeError(f"server.py ended with status {server.wait()}")
-        try:
-            for count in streams:
-                rates: dict[str, list[float]] = {"generate": [], "streams": []}
-                for repeat in range(repeats + 1):
-                    prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
-                    begun = time.perf_counter()
-                    llm.generate(prompts, params, use_tqdm=False)
-                    generated = time.perf_counter()
-                    asyncio.run(read_streams(int(found[1]), prompts, new_tokens))
-                    if repeat > 0:  # the first warms up
-                        rates["generate"].append(count * new_tokens / (generated - begun))
-                        rates["streams"].append(count * new_tokens / (time.perf_counter() - generated))
-                generate, streamed = (statistics.median(values) for values in rates.values())
-                figures.append({
-                    "concurrent": count, "new tokens": new_tokens, "generate tok/s": round(generate),
-                    "min": round(min(rates["generate"])), "max": round(max(rates["generate"])),
-                    "streams tok/s": round(streamed), "min of streams": round(min(rates["streams"])),
-                    "max of streams": round(max(rates["streams"])), "lost": round(1 - streamed / generate, 2),
-                })  # fmt: skip
-        finally:
-            server.terminate()
+    engines: dict[str, Generate] = {f"Manta {VERSION}": manta, **{peer.name: peer for peer in peers}}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for run in engines.values():
+        run([[0]], [min(4, longest(work) - 1)])
+    for turn in range(repeats):
+        prompts = [[(token + turn) % vocab_size for token in prompt] for prompt, _ in work]  # so no prefix is cached
+        for name, run in engines.items():
+            answer = run(prompts, outputs)
+            if [len(ids) for ids in answer["tokens"]] != outputs:
+                raise RuntimeError(f"{name} wrote {[len(ids) for ids in answer['tokens']]} tokens, not {outputs}")
+            seconds[name].append(answer["seconds"])
+    reference, *_ = seconds.values()
+    read, written, figures = sum(len(prompt) for prompt, _ in work), sum(outputs), []
+    for name, taken in seconds.items():
+        median = statistics.median(taken)
+        figures.append({
+            "engine": name, "requests": len(work), "prompt tokens": read, "output tokens": written,
+            "seconds": round(median, 2), "output tok/s": round(written / median, 1),
+            "min": round(written / max(taken), 1), "max": round(written / min(taken), 1),
+            "total tok/s": round((read + written) / median, 1),
+        })  # fmt: skip
+        if peers:
+            ratios = [a / b for a, b in zip(reference, taken, strict=True)]
+            figures[-1]["of Manta"] = round(statistics.median(ratios), 3)
     return figures
 
 
-async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
-    """Complete all `prompts` at once as streams, and read these to their ends.
-
-    Plain sockets, for an HTTP library would take more of the machine than the server does.
-    """
-
-    async def read(prompt: str) -> bytes:
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        content = json.dumps(body).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
-        writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
-        reply = await reader.read()
-        writer.close()
-        return reply
-
-    for reply in await asyncio.gather(*map(read, prompts)):
-        if b'"finish_reason":"length"' not in reply:
-            raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
+def longest(work: list[tuple[list[int], int]]) -> int:
+    """Tokens of the longest prompt with its answer."""
+    return max(len(prompt) + output for prompt, output in work)
 
 
 class Peer:
@@ -307,7 +293,7 @@ class Peer:
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=elsewhere)
         self.name: str = self._read()["engine"]
 
-    def __call__(self, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    def __call__(self, prompts: list[list[int]], new_tokens: int | list[int]) -> dict[str, Any]:
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
@@ -321,9 +307,12 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it."""
-        self.process.kill()
-        self.process.communicate()
+        """End it: by itself when it has no more input, for it may have processes of its own; else it is killed."""
+        try:
+            self.process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.communicate()
 
 
 def manta(model: str, shapes: list[tuple[int, int]], new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
@@ -464,23 +453,30 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 def engine_figures(args: argparse.Namespace) -> Figures:
     """`throughput` or `latency`, as the command line asks for it."""
     options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
-    if args.command == "throughput":
-        return throughput_figures(args.model, args.requests, args.scale, options)
     if len(args.peer) != len(args.peer_python):
         raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
-    shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
-    arguments = [str(Path(args.model).resolve()), "--cache", str(Path(args.peer_cache).resolve())]
-    arguments += ["--threads", str(args.threads)]
+    arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
+    if args.command == "throughput":
+        work = throughput_work(args.requests, args.scale, ModelConfig.from_folder(args.model).vocab_size)
+        share = EngineConfig.gpu_memory_utilization / (1 + len(args.peer))  # Manta, which comes last, has what is left
+        arguments += ["--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"]
+    else:
+        shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
+        arguments += ["--cache", str(Path(args.peer_cache).resolve())]
     with contextlib.ExitStack() as stack:
         peers = []
         for engine, python in zip(args.peer, args.peer_python, strict=True):
             peers.append(Peer(engine, python, arguments))
             stack.callback(peers[-1].close)
+        if args.command == "throughput":
+            return throughput_figures(args.model, work, options, args.repeats, peers)
         return latency_figures(args.model, shapes, args.new_tokens, args.repeats, peers, options)
 
 
 def show(figures: Figures) -> None:
-    """Print figures as a table."""
+    """Print figures as a table, or a lone one with a line for each of its entries."""
+    if len(figures) == 1:
+        figures = [{"figure": name, "value": value} for name, value in figures[0].items()]
     rows = [
         list(figures[0]),
         *(
@@ -544,14 +540,28 @@ def new_parser() -> argparse.ArgumentParser:
     streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
     streams.add_argument("--new-tokens", type=int, default=64)
     streams.add_argument("--repeats", type=int, default=5)
+    serve = commands.add_parser("serve")
+    serve.add_argument("--trace", type=Path, help="CSV as Azure's LLM traces; Poisson arrivals, unless said otherwise")
+    serve.add_argument("--rate", type=float, default=2.0, help="mean of the arrivals, in requests a second")
+    serve.add_argument("--requests", type=int, default=100, help="from the trace's beginning")
+    serve.add_argument("--slo-ttft", type=float, default=1000.0, help="longest good time to the first token, in ms")
+    serve.add_argument("--slo-tpot", type=float, default=100.0, help="longest good time per output token, in ms")
+    serve.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    startup = commands.add_parser("startup")
+    startup.add_argument("--repeats", type=int, default=3)
+    for command in (serve, startup):
+        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
-    latency.add_argument("--repeats", type=int, default=3)
-    latency.add_argument("--peer", action="append", default=[], help="transformers or llama.cpp; may be repeated")
-    latency.add_argument("--peer-python", action="append", default=[], help="the Python that has it; one for each peer")
     latency.add_argument("--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF")
-    for command in (throughput, latency):
+    for command, repeats, names in (
+        (throughput, 1, ("vllm", "transformers-cb")),
+        (latency, 3, ("transformers", "llama.cpp")),
+    ):
+        command.add_argument("--repeats", type=int, default=repeats)
+        command.add_argument("--peer", action="append", default=[], choices=names, help="may be repeated")
+        command.add_argument("--peer-python", action="append", default=[], help="the Python that has it, for each peer")
         command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
         command.add_argument("--load-format", default="auto", help="dummy makes up the weights")
         command.add_argument("--dtype", default="auto")
@@ -588,7 +598,13 @@ def main() -> None:
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
-        figures = streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+        figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+    elif args.command == "serve":
+        figures = bench_serve.serve_figures(
+            args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale
+        )
+    elif args.command == "startup":
+        figures = bench_serve.startup_figures(args.model, args.repeats)
     else:
         figures = engine_figures(args)
     show(figures)

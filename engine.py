@@ -227,7 +227,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def start_log(self) -> str:
-        """Four lines that say what was started and how much fits."""
+        """Five lines that say what was started, how much fits and what took how long."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
         compiled = f", steps of one sequence compiled in {f['compile_seconds']} s" if f["compile_seconds"] else ""
@@ -237,7 +237,8 @@ class EngineCore:
             f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
             f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
             f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
-            f"{f['max_model_len']:,}"
+            f"{f['max_model_len']:,}\n"
+            f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
         )
 
 

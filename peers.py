@@ -1,12 +1,22 @@
-"""Other engines, for `bench.py latency` to take turns with: each runs in a Python of its own, on the same weights.
+"""Other engines, for `bench.py` to take turns with: each runs in a Python of its own, on the same weights.
+
+For `latency`:
 
     python -I peers.py transformers FOLDER
     python -I peers.py llama.cpp FOLDER --cache FOLDER    needs llama-cpp-python and gguf; Qwen3 checkpoints
 
 A job is a line of JSON on standard input, {"prompts": [[id, ...], ...], "new_tokens": N} with prompts of one length.
 Its answer is a line on standard output: {"prefill": seconds to all first tokens, "decode": seconds from there to the
-last ones, "tokens": [[id, ...], ...]}. The first line out, once the model is loaded, says what runs: {"engine": name
-and version}. Nothing here knows of Manta; `-I` keeps its files out of sight, for transformers imports a `kernels`.
+last ones, "tokens": [[id, ...], ...]}. For `throughput`:
+
+    python -I peers.py transformers-cb FOLDER             transformers' continuous batching
+    python -I peers.py vllm FOLDER --max-model-len N      needs a GPU
+
+Here "new_tokens" is a list with a number for each prompt, of any length, tokens are drawn at temperature 0.6, and the
+answer is {"seconds": for all of it, "tokens": [[id, ...], ...]}.
+
+The first line out, once the model is loaded, says what runs: {"engine": name and version}. Nothing here knows of
+Manta; `-I` keeps its files out of sight, for transformers imports a `kernels`.
 """
 
 from __future__ import annotations
@@ -21,8 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Generate = Callable[[list[list[int]], int], dict[str, Any]]
+Generate = Callable[[list[list[int]], Any], dict[str, Any]]
 
+TEMPERATURE = 0.6
 HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -43,7 +54,9 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
     import transformers
 
     torch.set_num_threads(threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.to(device)
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)  # no end of sequence
 
     class Clock:
@@ -57,7 +70,7 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
             pass
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        clock, ids = Clock(), torch.tensor(prompts)
+        clock, ids = Clock(), torch.tensor(prompts, device=device)
         begun = time.perf_counter()
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, streamer=clock)
         _, first, *_, last = clock.times if new_tokens > 1 else [*clock.times, clock.times[-1]]
@@ -124,6 +137,74 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
     return f"llama.cpp (llama-cpp-python {llama.__version__})", generate
 
 
+def load_continuous(folder: Path, threads: int, share: float) -> tuple[str, Generate]:
+    """transformers' continuous batching, by its manager: `generate_batch` gives all prompts the same output length.
+
+    The manager is kept from job to job, with the graphs that it has captured. On a CPU its cache holds all requests of
+    the largest job so far: without psutil it cannot see how much memory there is, and with it, takes most of that.
+    """
+    import torch
+    import transformers
+
+    torch.set_num_threads(threads)
+    cuda, config = torch.cuda.is_available(), transformers.ContinuousBatchingConfig()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.to("cuda" if cuda else "cpu")
+    sampling = transformers.GenerationConfig(  # -1: no token ends a sequence
+        do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
+    )
+
+    def generate(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+        jobs = list(zip(prompts, new_tokens, strict=True))
+        blocks = sum(-(-(len(prompt) + count) // config.page_size) for prompt, count in jobs)
+        if not cuda and blocks > (config.num_blocks or 0):
+            model.destroy_cached_continuous_batching_manager()
+            config.num_blocks = blocks
+        tokens: dict[str, list[int]] = {}
+        with model.continuous_batching_context_manager(
+            sampling, continuous_batching_config=config, persistent_manager=True
+        ) as manager:
+            begun = time.perf_counter()
+            names = [manager.add_request(prompt, max_new_tokens=count) for prompt, count in jobs]
+            while len(tokens) < len(names):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("continuous batching has ended before its requests; see the messages above")
+                if result is not None and result.is_finished():
+                    if result.error:
+                        raise RuntimeError(f"a request has failed: {result.error}")
+                    tokens[result.request_id] = result.generated_tokens
+            seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "tokens": [tokens[name] for name in names]}
+
+    if cuda:
+        free, total = torch.cuda.mem_get_info()
+        config.max_memory_percent = min(0.9, share * total / free)
+        generate([[0] * 8], [4])  # now takes that memory, before others come
+    return f"transformers {transformers.__version__}, continuous batching", generate
+
+
+def load_vllm(folder: Path, max_model_len: int, share: float) -> tuple[str, Generate]:
+    """vLLM's `LLM`, as it is by default otherwise; ids go in and come out, so it needs no tokenizer."""
+    import vllm
+
+    llm = vllm.LLM(
+        model=str(folder), max_model_len=max_model_len, gpu_memory_utilization=share, skip_tokenizer_init=True
+    )
+
+    def generate(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
+        asked = [vllm.TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        params = [
+            vllm.SamplingParams(temperature=TEMPERATURE, ignore_eos=True, max_tokens=count, detokenize=False)
+            for count in new_tokens
+        ]
+        begun = time.perf_counter()
+        outs = llm.generate(asked, params, use_tqdm=False)
+        return {"seconds": time.perf_counter() - begun, "tokens": [list(out.outputs[0].token_ids) for out in outs]}
+
+    return f"vLLM {vllm.__version__}", generate
+
+
 def write_gguf(folder: Path, path: Path) -> None:
     """Write a Qwen3 checkpoint as llama.cpp reads it: matrices in BF16 as they are, norms in F32, no vocabulary.
 
@@ -168,15 +249,24 @@ def write_gguf(folder: Path, path: Path) -> None:
 def main() -> None:
     """Load the model, then answer jobs until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("transformers", "llama.cpp"))
+    parser.add_argument("engine", choices=("transformers", "llama.cpp", "transformers-cb", "vllm"))
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cache", type=Path, help="folder for the GGUF")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu hides the GPUs")
+    parser.add_argument("--max-model-len", type=int, help="of vLLM")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="of the GPU's memory, for all that it holds")
     args = parser.parse_args()
+    if args.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
         os.dup2(2, 1)  # whatever a library prints is no answer
         if args.engine == "transformers":
             name, generate = load_transformers(args.folder, args.threads)
+        elif args.engine == "transformers-cb":
+            name, generate = load_continuous(args.folder, args.threads, args.memory_share)
+        elif args.engine == "vllm":
+            name, generate = load_vllm(args.folder, args.max_model_len, args.memory_share)
         else:
             name, generate = load_llama(args.folder, args.threads, args.cache or args.folder)
         print(json.dumps({"engine": name}), file=out)

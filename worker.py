@@ -66,6 +66,7 @@ class Worker:
                 f"max_model_len is {self.max_model_len}; the model was made for at most {model_config.max_position}"
             )
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
+        marks = [time.perf_counter()]  # between the phases of `startup`
         self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
         if config.load_format == "dummy":
             fill_dummy(self.model, config.seed)
@@ -80,6 +81,7 @@ class Worker:
         if config.compile:
             width = model_config.num_heads * model_config.head_dim
             self.model.compiled = cpu.compile_layers(self.model, width)
+        marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
@@ -89,6 +91,7 @@ class Worker:
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
         self.state = self.new_state(config.max_num_seqs)
+        marks.append(time.perf_counter())
         self.compile_seconds = 0.0
         self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
         with self.watch():
@@ -98,6 +101,9 @@ class Worker:
         self.swap_cost = float(f"{swap_seconds / token_seconds:.4g}") if chosen else 0.0
         if self.guard:
             self.guard.armed = True
+        marks.append(time.perf_counter())
+        phases = zip(("weights", "KV pool", "warm-up"), np.diff(marks).tolist(), strict=True)
+        self.startup = {phase: round(seconds, 3) for phase, seconds in phases}
         if config.sanitize_kv:
             state, window = self.state, self.facts()["window"]
             self.sanitizer = KVSanitizer(
@@ -109,7 +115,8 @@ class Worker:
 
         `window` is how many latest tokens some layer sees, 0 for all: a block is a page over all layers, so it can be
         given back once no layer sees it any more. `swap_cost` is how many tokens are computed in the time that one
-        block takes out to the host and in again; 0 where nobody has to choose between the two.
+        block takes out to the host and in again; 0 where nobody has to choose between the two. `startup` has the
+        seconds of each phase of this worker's start; measuring the activations counts to the KV pool.
         """
         windows = self.model_config.windows
         return {
@@ -126,6 +133,7 @@ class Worker:
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
             "compile_seconds": round(self.compile_seconds, 1),
+            "startup": self.startup,
         }
 
     def pack(self) -> None:

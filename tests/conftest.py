@@ -21,6 +21,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each w
 # A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
 SERVED = [
     "test_server.py", "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py",
+    "test_bench_serve.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 

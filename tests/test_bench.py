@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,15 +14,18 @@ from bench import (
     SHAPES,
     Peer,
     agreement,
+    engine_figures,
     latency_figures,
     make_model,
+    new_parser,
     prefix_figures,
     scheduler_figures,
     throughput_figures,
     throughput_work,
 )
-from config import DEMO, SamplingParams
+from config import DEMO, VERSION, SamplingParams
 from engine import LLM
+from peers import load_vllm
 
 ROOT = Path(__file__).parent.parent
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -33,8 +37,9 @@ for line in sys.stdin:
     job = json.loads(line)
     if job["new_tokens"] == 13:
         sys.exit(3)
-    tokens = [[0] * job["new_tokens"] for _ in job["prompts"]]
-    print(json.dumps({"prefill": 0.5, "decode": 2.0, "tokens": tokens}), flush=True)
+    counts = job["new_tokens"] if isinstance(job["new_tokens"], list) else [job["new_tokens"]] * len(job["prompts"])
+    tokens = [[0] * min(count, 50) for count in counts]
+    print(json.dumps({"prefill": 0.5, "decode": 2.0, "seconds": 4.0, "tokens": tokens}), flush=True)
 """
 
 
@@ -77,9 +82,68 @@ def test_the_command_line_writes_json(tmp_path):
 def test_throughput_is_nano_vllms_workload():
     assert sum(output for _, output in throughput_work(256, 1.0, 151936)) == 133966  # as its README counts
     work = throughput_work(3, 0.01, 1000)
-    (figure,) = throughput_figures(DEMO, 3, 0.01, {"load_format": "dummy", "max_num_seqs": 8})
+    (figure,) = throughput_figures(DEMO, work, {"load_format": "dummy", "max_num_seqs": 8})
     assert figure["requests"] == 3 and figure["output tokens"] == sum(output for _, output in work)
     assert 0 < figure["output tok/s"] < figure["total tok/s"]
+
+
+def test_throughput_takes_turns_with_peers(fake):
+    work = [([1, 2, 3], 5), ([4], 2)]
+    manta, peer = throughput_figures(DEMO, work, {"device": "cpu"}, 2, [fake])
+    assert [(f["engine"], f["prompt tokens"], f["output tokens"]) for f in (manta, peer)] == [
+        (f"Manta {VERSION}", 4, 7), (fake.name, 4, 7),
+    ]  # fmt: skip
+    assert (peer["seconds"], peer["output tok/s"], peer["total tok/s"]) == (4.0, 1.8, 2.8)
+    assert manta["of Manta"] == 1 and 0 < peer["of Manta"] < 1
+    with pytest.raises(RuntimeError, match=r"fake 1.0 .* wrote \[50\] tokens, not \[51\]"):
+        throughput_figures(DEMO, [([1], 51)], {"device": "cpu"}, 1, [fake])
+
+
+def test_continuous_batching_is_a_peer():
+    peer = Peer("transformers-cb", sys.executable, [DEMO, "--threads", "1", "--device", "cpu"])
+    try:
+        work = throughput_work(3, 0.02, 1000)
+        manta, other = throughput_figures(DEMO, work, {"device": "cpu"}, 2, [peer])  # RuntimeError if lengths differ
+    finally:
+        peer.close()
+    assert "continuous batching" in other["engine"] and other["of Manta"] > 0
+    assert other["output tokens"] == manta["output tokens"] == sum(output for _, output in work)
+    assert peer.process.returncode == 0  # it ended by itself
+
+
+def test_vllm_is_asked_by_its_own_api(monkeypatch):
+    class LLM:
+        def __init__(self, **options):
+            self.options = options
+
+        def generate(self, prompts, params, use_tqdm):
+            assert len(prompts) == len(params)
+            made.append((self.options, prompts, params))
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7,) * asked["max_tokens"])]) for asked in params
+            ]
+
+    made = []
+    fake = SimpleNamespace(__version__="0.1", LLM=LLM, TokensPrompt=dict, SamplingParams=dict)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    name, generate = load_vllm(Path("folder"), 64, 0.45)
+    answer = generate([[1, 2], [3]], [2, 1])
+    assert name == "vLLM 0.1" and answer["tokens"] == [[7, 7], [7]] and answer["seconds"] >= 0
+    ((options, prompts, params),) = made
+    assert options["model"] == "folder" and (options["max_model_len"], options["gpu_memory_utilization"]) == (64, 0.45)
+    assert prompts == [{"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [3]}]
+    assert [(asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) for asked in params] == [
+        (2, True, 0.6), (1, True, 0.6),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "other"), [("throughput", "llama.cpp"), ("latency", "vllm")])
+def test_each_benchmark_has_its_own_peers(command, other, capsys):
+    with pytest.raises(SystemExit):
+        new_parser().parse_args([command, "--peer", other, "--peer-python", "python"])
+    assert other in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="--peer is given 0 times; --peer-python 1 times"):
+        engine_figures(new_parser().parse_args([command, "--peer-python", "python"]))
 
 
 def test_latency_counts_tokens_and_bytes(fake):

@@ -400,6 +400,8 @@ def test_start_log_says_what_fits(llm):
     assert len(text.splitlines()) <= 6
     for fact in ("Qwen3ForCausalLM", "float32", "cpu", "reference.py", "blocks of 64", "full length of 1,024"):
         assert fact in text
+    assert list(llm.core.facts["startup"]) == ["imports", "weights", "KV pool", "warm-up"]
+    assert all(f"{phase} {seconds:.2f} s" in text for phase, seconds in llm.core.facts["startup"].items())
 
 
 def test_config_defaults_are_valid():

@@ -1,0 +1,365 @@
+"""The benchmarks of the HTTP server, for `bench.py`: streams against `generate`, a replayed trace, and the start.
+
+They start `server.py` themselves, and speak to it by plain sockets: an HTTP library would take more of the machine
+than the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import csv
+import json
+import math
+import random
+import re
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from http.client import HTTPConnection
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from config import ModelConfig, SamplingParams
+
+Figures = list[dict[str, Any]]
+
+POLL = 0.01  # seconds between looks at a server that starts
+PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # lengths: median and sigma of the log in Azure's conversations of 2023
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may have several tokens: usage counts
+
+
+class Server(NamedTuple):
+    """A server that listens."""
+
+    port: int
+    log: Path
+
+
+@contextlib.contextmanager
+def serving(model: str) -> Iterator[Server]:
+    """Run `server.py` on `model` in a process of its own, from when it listens until the context ends.
+
+    Raises:
+        RuntimeError: it has ended before; the message has its log.
+    """
+    command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0"]
+    with tempfile.NamedTemporaryFile() as log:
+        server, path = subprocess.Popen(command, cwd=Path(__file__).parent, stderr=log), Path(log.name)
+        try:
+            while not (found := re.search(r"http://127\.0\.0\.1:(\d+)\n", path.read_text())):
+                if server.poll() is not None:
+                    raise RuntimeError(f"server.py ended with status {server.returncode}: {path.read_text()}")
+                time.sleep(POLL)
+            yield Server(int(found[1]), path)
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def get(port: int, path: str) -> tuple[int, Any]:
+    """Status and JSON of a GET."""
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, json.load(response)
+
+
+async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Ask for a completion by this JSON; the reply is yet to be read."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
+    writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
+    return reader, writer
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
+    """Output tokens a second of that many HTTP streams, and of `LLM.generate` over the same prompts, taking turns."""
+    from engine import LLM
+
+    llm = LLM(model)
+    params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    figures = []
+    with serving(model) as server:
+        for count in streams:
+            rates: dict[str, list[float]] = {"generate": [], "streams": []}
+            for repeat in range(repeats + 1):
+                prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
+                begun = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                generated = time.perf_counter()
+                asyncio.run(read_streams(server.port, prompts, new_tokens))
+                if repeat > 0:  # the first warms up
+                    rates["generate"].append(count * new_tokens / (generated - begun))
+                    rates["streams"].append(count * new_tokens / (time.perf_counter() - generated))
+            generate, streamed = (statistics.median(values) for values in rates.values())
+            figures.append({
+                "concurrent": count, "new tokens": new_tokens, "generate tok/s": round(generate),
+                "min": round(min(rates["generate"])), "max": round(max(rates["generate"])),
+                "streams tok/s": round(streamed), "min of streams": round(min(rates["streams"])),
+                "max of streams": round(max(rates["streams"])), "lost": round(1 - streamed / generate, 2),
+            })  # fmt: skip
+    return figures
+
+
+async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
+    """Complete all `prompts` at once as streams, and read these to their ends."""
+
+    async def read(prompt: str) -> bytes:
+        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        reader, writer = await post(port, json.dumps(body).encode())
+        reply = await reader.read()
+        writer.close()
+        return reply
+
+    for reply in await asyncio.gather(*map(read, prompts)):
+        if b'"finish_reason":"length"' not in reply:
+            raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
+
+
+# --- a trace, replayed ------------------------------------------------------------------------------------------------
+
+
+class Arrival(NamedTuple):
+    """A request of a trace: when it comes, in seconds after the first, and its lengths in tokens."""
+
+    at: float
+    prompt: int
+    output: int
+
+
+def read_trace(path: Path, requests: int) -> list[Arrival]:
+    """The first `requests` of a trace as Azure publishes them: TIMESTAMP,ContextTokens,GeneratedTokens.
+
+    Raises:
+        ValueError: it has fewer, or other columns.
+    """
+    found: list[tuple[datetime, int, int]] = []
+    with path.open(newline="") as lines:
+        for number, row in enumerate(csv.DictReader(lines), 2):
+            if len(found) == requests:
+                break
+            try:
+                lengths = int(row["ContextTokens"]), int(row["GeneratedTokens"])
+                found.append((datetime.fromisoformat(row["TIMESTAMP"]), *lengths))
+            except (KeyError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error!r}; a line is TIMESTAMP,ContextTokens,GeneratedTokens"
+                ) from None
+    if len(found) < requests:
+        raise ValueError(f"requests is {requests}; {path} has {len(found)}")
+    found.sort()
+    return [Arrival((at - found[0][0]).total_seconds(), prompt, output) for at, prompt, output in found]
+
+
+def poisson(requests: int, rate: float) -> list[Arrival]:
+    """Arrivals of a Poisson process of `rate` a second; lengths are log-normal, always the same ones."""
+    rng, at, work = random.Random(0), 0.0, []
+
+    def length(median: float, sigma: float) -> int:
+        return round(rng.lognormvariate(math.log(median), sigma))
+
+    for _ in range(requests):
+        work.append(Arrival(at, length(*PROMPTS), length(*OUTPUTS)))
+        at += rng.expovariate(rate)
+    return work
+
+
+def rescale(work: list[Arrival], rate: float) -> list[Arrival]:
+    """The same with gaps stretched so that their mean is that of `rate` requests a second."""
+    span = work[-1].at
+    stretch = (len(work) - 1) / (rate * span) if span else 0.0
+    return [arrival._replace(at=arrival.at * stretch) for arrival in work]
+
+
+def fit(work: list[Arrival], scale: float, limit: int) -> tuple[list[Arrival], int]:
+    """Lengths times `scale`, where a context of `limit` tokens holds them, and how many requests it had to cut.
+
+    An output is cut to half of the context, then a prompt to what is left.
+    """
+    fitted, cut = [], 0
+    for at, *lengths in work:
+        prompt, output = (max(1, round(scale * length)) for length in lengths)
+        arrival = Arrival(at, min(prompt, limit - min(output, limit // 2)), min(output, limit // 2))
+        cut += arrival[1:] != (prompt, output)
+        fitted.append(arrival)
+    return fitted, cut
+
+
+@dataclass
+class Reply:
+    """What came of a request.
+
+    Attributes:
+        times: of the events with text, each of one or more tokens, in seconds since the request was to come.
+        tokens: of the output, as the server counts them.
+        error: how it failed; empty if it did not.
+    """
+
+    times: list[float] = field(default_factory=list)
+    tokens: int = 0
+    error: str = ""
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token, in ms."""
+        return 1e3 * self.times[0]
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, in ms; 0 where there is none."""
+        return 1e3 * (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+
+async def read_events(port: int, content: bytes, arrival: float) -> Reply:
+    """Send a request that was to come at `arrival`, and note when each event of its stream comes."""
+    reply, said, last, before = Reply(), b"", b"", b""
+    try:
+        reader, writer = await post(port, content)
+        status = await reader.readline()
+        with contextlib.closing(writer):
+            async for line in reader:
+                said = line.strip() or said
+                if line.startswith(b"data: "):
+                    reply.times.append(time.perf_counter() - arrival)
+                    before, last = last, line
+    except (OSError, ValueError) as error:  # ValueError: a line longer than asyncio's buffer
+        return Reply(error=repr(error))
+    usage = json.loads(before[6:]) if last.startswith(b"data: [DONE]") else {}
+    if not usage.get("usage"):
+        return Reply(error=f"{status!r} and at the end {before or said!r}")
+    del reply.times[-2:]  # of the usage, and of [DONE]
+    reply.tokens = usage["usage"]["completion_tokens"]
+    return reply
+
+
+async def replay(port: int, work: list[Arrival], contents: list[bytes]) -> list[Reply]:
+    """Send each request when it is due, however many are still unanswered."""
+    begun, tasks = time.perf_counter(), []
+    for arrival, content in zip(work, contents, strict=True):
+        await asyncio.sleep(begun + arrival.at - time.perf_counter())
+        tasks.append(asyncio.create_task(read_events(port, content, begun + arrival.at)))
+    return await asyncio.gather(*tasks)
+
+
+def percentile(values: Sequence[float], share: float) -> float | str:
+    """The value that `share` of all do not exceed, with one decimal; a dash where there are none."""
+    return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 1) if values else "-"
+
+
+def latencies(replies: list[Reply], seconds: float, slo_ttft: float, slo_tpot: float) -> dict[str, Any]:
+    """What a run of so many seconds comes to; the SLOs are in ms, and goodput is the requests that meet both.
+
+    A request that failed counts among all, and in no latency.
+    """
+    done = [reply for reply in replies if not reply.error]
+    good = sum(reply.ttft <= slo_ttft and reply.tpot <= slo_tpot for reply in done)
+    kinds = {
+        "TTFT": [reply.ttft for reply in done],
+        "TPOT": [reply.tpot for reply in done if reply.tokens > 1],
+        "ITL": [1e3 * (b - a) for reply in done for a, b in pairwise(reply.times)],
+    }
+    return {
+        "done": len(done), "failed": len(replies) - len(done), "done /s": round(len(done) / seconds, 2),
+        "output tok/s": round(sum(reply.tokens for reply in done) / seconds, 1),
+        **{f"{kind} p{p} ms": percentile(found, p / 100) for kind, found in kinds.items() for p in (50, 99)},
+        "SLO": f"TTFT {slo_ttft:g} ms, TPOT {slo_tpot:g} ms", "goodput /s": round(good / seconds, 2),
+        "share that meets it": round(good / len(replies), 3),
+    }  # fmt: skip
+
+
+def serve_figures(
+    model: str, trace: Path | None, rate: float, requests: int, slo_ttft: float, slo_tpot: float, scale: float
+) -> Figures:
+    """A server under requests that come as in `trace` (or else at random), whether or not it keeps up.
+
+    Args:
+        model: to serve.
+        trace: see `read_trace`.
+        rate: mean of the arrivals, in requests a second.
+        requests: how many.
+        slo_ttft: the longest good time to the first token, in ms.
+        slo_tpot: the longest good time per output token, in ms.
+        scale: of prompt and output lengths.
+
+    Raises:
+        ValueError: the trace is not usable, or a number is not positive.
+    """
+    for name, value in (("rate", rate), ("requests", requests), ("scale", scale)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    arrivals = rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
+    rng, vocab = random.Random(0), ModelConfig.from_folder(model).vocab_size
+    fields = {"temperature": 0, "ignore_eos": True} | STREAM
+    with serving(model) as server:
+        limit = get(server.port, "/v1/models")[1]["data"][0]["max_model_len"]
+        work, cut = fit(arrivals, scale, limit)
+        prompts = [[rng.randrange(vocab) for _ in range(arrival.prompt)] for arrival in work]
+        contents = [
+            json.dumps({"prompt": prompt, "max_tokens": arrival.output} | fields).encode()
+            for prompt, arrival in zip(prompts, work, strict=True)
+        ]
+        used, begun = cpu_seconds(), time.perf_counter()
+        replies = asyncio.run(replay(server.port, work, contents))
+        seconds, used = time.perf_counter() - begun, cpu_seconds() - used
+    for reply, arrival in zip(replies, work, strict=True):
+        if not reply.error and reply.tokens != arrival.output:
+            reply.error = f"{reply.tokens} tokens came; {arrival.output} were asked for"
+    if errors := [reply.error for reply in replies if reply.error]:
+        print(f"{len(errors)} requests failed, the first one so: {errors[0][:500]}", file=sys.stderr)
+    return [{
+        "requests": requests, f"cut to the context of {limit}": cut, "offered /s": rate,
+        "prompt tokens": sum(arrival.prompt for arrival in work),
+        "output tokens": sum(arrival.output for arrival in work), "seconds": round(seconds, 1),
+        **latencies(replies, seconds, slo_ttft, slo_tpot), "client's share of a core": round(used / seconds, 3),
+    }]  # fmt: skip
+
+
+def cpu_seconds() -> float:
+    """CPU time that this process has used."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+# --- the start --------------------------------------------------------------------------------------------------------
+
+
+def startup_figures(model: str, repeats: int) -> Figures:
+    """Seconds from the start of `python server.py` to the first token of a request, by phase.
+
+    The worker tells its own phases in the start log. "the rest" is what it takes until /health says 200 beside them:
+    three processes, their imports, and the device's first use. "whole" is "ready" and "first token".
+    """
+    content = json.dumps({"prompt": [5] * 16, "max_tokens": 1} | STREAM).encode()
+    figures = []
+    for number in range(repeats):
+        begun = time.perf_counter()
+        with serving(model) as server:
+            while get(server.port, "/health")[0] != 200:
+                time.sleep(POLL)
+            ready = time.perf_counter() - begun
+            reply = asyncio.run(read_events(server.port, content, begun))
+            if reply.error:
+                raise RuntimeError(f"the first request has failed: {reply.error}")
+            figures.append({"start": number + 1} | startup_phases(server.log.read_text(), ready, reply.times[0]))
+    return figures
+
+
+def startup_phases(log: str, ready: float, whole: float) -> dict[str, float]:
+    """Seconds of each phase that the start log tells, and of "the rest" until `ready`, so that they add up."""
+    told = re.search(r"^  start-up  (.+)$", log, re.MULTILINE)
+    assert told, f"no phases in {log}"
+    phases = {name: float(seconds) for name, seconds in re.findall(r"(\w[\w -]*) ([\d.]+) s", told[1])}
+    ready, whole = round(ready, 3), round(whole, 3)
+    rest, first = round(ready - sum(phases.values()), 3), round(whole - ready, 3)
+    return phases | {"the rest": rest, "ready": ready, "first token": first, "whole": whole}
