@@ -119,6 +119,9 @@ class EngineConfig:
     log_scheduler: str | None = option(
         None, "file for a journal of JSON lines: what the scheduler was told and what it decided"
     )
+    trace: str | None = option(
+        None, "file for a timeline of each step's phases, in the engine and on the device, as Perfetto shows it"
+    )
     batch_invariant: bool = option(
         False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
     )

@@ -9,6 +9,7 @@ For the server the core has a process of its own: `engine_process.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -26,6 +27,7 @@ from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
 from scheduler import EngineOutput, Request, Scheduler, StepPlan
 from tokenizer import Tokenizer
+from tracing import Trace
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
 
@@ -61,6 +63,9 @@ class EngineCore:
             path += f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""
             self.journal = Journal(path, config, sizes)
             self.scheduler.clock = self.journal.clock
+        self.trace = None
+        if path := config.trace:
+            self.trace = Trace(path + (f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""))
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
@@ -116,11 +121,13 @@ class EngineCore:
         more = self.scheduler.has_work() or empty
         outputs = self._land() if len(self.plans) == self.depth or (self.plans and not more) else []
         if self.scheduler.has_work() or empty:
-            self.plans.append(self.scheduler.schedule())
+            with self.span("schedule"):
+                self.plans.append(self.scheduler.schedule())
             if self.journal:
                 self.journal.planned(self.plans[-1], self.scheduler)
             try:
-                self.executor.submit(self.plans[-1])
+                with self.span("submit", step=self.plans[-1].step, rows=len(self.plans[-1].rows)):
+                    self.executor.submit(self.plans[-1])
             except WorkerError as error:
                 outputs += self._replace_workers(error)
             except KeyboardInterrupt:
@@ -132,7 +139,8 @@ class EngineCore:
         """Wait for the result of the oldest step that runs."""
         plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
         try:
-            result = self.executor.result()
+            with self.span("wait", step=plan.step):
+                result = self.executor.result()
         except WorkerError as error:
             return self._replace_workers(error)
         except KeyboardInterrupt:  # the next step begins anew
@@ -143,7 +151,14 @@ class EngineCore:
             return self._start_over(False, result.error)
         if self.journal:
             self.journal.landed(result)
-        return self.scheduler.update(plan, result)
+        if self.trace:
+            self.trace.phases(result)
+        with self.span("update", step=plan.step):
+            return self.scheduler.update(plan, result)
+
+    def span(self, name: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+        """A phase of this thread, for the trace, if there is one."""
+        return self.trace.span(name, **facts) if self.trace else contextlib.nullcontext()
 
     def check_workers(self) -> None:
         """Replace workers that have died while idle; raises what `step` does."""

@@ -63,6 +63,7 @@ class StepResult:
     token_ids: list[int]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
     error: str | None = None  # why the step failed; then there are no tokens
+    phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
 
 
 @dataclass(slots=True)

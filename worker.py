@@ -14,6 +14,7 @@ import os
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from sanitizer import KVSanitizer
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
+Mark = tuple[str, float, Any]  # a phase, when it began, and on a GPU the event of that
 MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -84,6 +86,8 @@ class Worker:
         marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
+        self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
+        self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}  # logits and ids
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
@@ -295,11 +299,25 @@ class Worker:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """`step`, as far as the host is concerned: the device may still be at it."""
+        self.marks = [] if self.config.trace else None
+        self.mark("apply")
         try:
             with self.watch():
-                return self.run(plan)
+                launched = self.run(plan)
         except (torch.OutOfMemoryError, LateCompile) as error:
             return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
+        if self.marks:
+            launched.marks, launched.clock = self.marks, self.clock
+        return launched
+
+    def mark(self, name: str) -> None:
+        """For the trace: a phase of the step begins, on the host now, on a GPU once it has done what it was given."""
+        if self.marks is not None:
+            event = None
+            if self.clock:
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+            self.marks.append((name, time.perf_counter(), event))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Launched:
@@ -337,10 +355,12 @@ class Worker:
         state.enter_rows(rows, samples, shape, writes)
         state.apply(self.ops, writes)
         if shape in self.graphs:
+            self.mark("decode")
             graph, logits, ids = self.graphs[shape]
             graph.replay()
         else:
             logits, ids = self.forward(shape, plan)
+        self.mark("results")
         count = int(samples.sum())
         launched = Launched(StepResult(plan.step, [-1] * len(rows)), samples, self.to_host(ids[:count]))
         asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
@@ -355,6 +375,7 @@ class Worker:
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
+        self.mark("")
         return launched
 
     def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
@@ -379,6 +400,7 @@ class Worker:
         Returns:
             logits [samples, vocab] and token ids [samples].
         """
+        self.mark("prepare_inputs")
         state, ops, n = self.state, self.ops, shape.num_decodes
         slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
         input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
@@ -389,6 +411,7 @@ class Worker:
         batch = Batch(
             input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts[n:] - n,
             shape.max_query_len)  # fmt: skip
+        self.mark("model")
         hidden = self.model.forward(batch, self.pool)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
@@ -399,8 +422,11 @@ class Worker:
         adjust = state.adjust(ops) if shape.adjusted else None
         logits, ids = hidden.new_empty(0, self.model_config.vocab_size), slots.new_empty(0, dtype=torch.int64)
         if shape.samples:
+            self.mark("logits")
             logits = self.model.logits(hidden)
+            self.mark("sample")
             ids = state.sample(ops, logits, sampling, adjust)
+        self.mark("post_update")
         ops.post_update(
             state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],
             ids, adjust)  # fmt: skip
@@ -455,6 +481,25 @@ def graph_sizes(most: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
+class DeviceClock:
+    """When events happened on the device, by the host's `time.perf_counter`."""
+
+    def __init__(self) -> None:
+        self.latest = torch.cuda.Event(enable_timing=True)
+        self.latest.record()
+        self.latest.synchronize()
+        self.seconds = time.perf_counter()
+
+    def read(self, event: Any) -> float:
+        """The time of an event that has happened, after those that were read before.
+
+        From event to event: a float32 of milliseconds, which CUDA tells, does not hold an hour to the microsecond.
+        """
+        self.seconds += self.latest.elapsed_time(event) / 1e3
+        self.latest = event
+        return self.seconds
+
+
 @dataclass(slots=True)
 class Launched:
     """A step in the device's queue, and what will have come of it."""
@@ -466,6 +511,8 @@ class Launched:
     counts: list[int] = field(default_factory=list)  # of how many of the likeliest ids, for each of them
     columns: tuple[torch.Tensor, ...] = ()  # what `ops.logprobs` returns for them
     done: torch.cuda.Event | None = None  # None: it is
+    marks: list[Mark] = field(default_factory=list)  # where its phases began, where there is a trace
+    clock: DeviceClock | None = None
 
     @property
     def step(self) -> int:
@@ -489,6 +536,13 @@ class Launched:
             found = zip(self.counts, *(column.tolist() for column in self.columns), strict=True)
             rows = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
             result.logprobs = dict(zip(self.asked.tolist(), rows, strict=True))
+        if self.marks:
+            lanes = {"worker": [begin for _, begin, _ in self.marks]}
+            if self.clock:
+                lanes["device"] = [self.clock.read(event) for _, _, event in self.marks]
+            for lane, times in lanes.items():
+                spans = zip(self.marks, pairwise(times), strict=False)
+                result.phases += [(lane, name, begin, end) for (name, _, _), (begin, end) in spans if name]
         return result
 
 

@@ -107,7 +107,9 @@ def test_a_new_shape_is_refused_by_name(make, monkeypatch):
 def test_what_is_never_compiled_for_may_change(make):
     worker = make({}).executor.worker
     for count in (1, 2, 17, 33):  # tokens and rows size the grid alone
-        tokens = worker.step(StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count)])).token_ids
+        tokens = worker.step(
+            StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
+        ).token_ids
         assert len(tokens) == 1
     assert worker.guard.armed and worker.step(StepPlan(1)).error is None
 

@@ -43,7 +43,8 @@ MAY_IMPORT = {  # our own modules that each file may import
     "peers": set(),
     "journal": {"config", "scheduler"},
     "outputs": {"config", "scheduler", "tokenizer"},
-    "engine": {"client", "config", "scheduler", "executor", "journal", "outputs", "tokenizer"},
+    "tracing": {"plan"},
+    "engine": {"client", "config", "scheduler", "executor", "journal", "outputs", "tokenizer", "tracing"},
     "child": set(),
     "engine_process": {"child", "config", "engine", "executor", "plan", "wire"},
     "coordinator": {"child", "wire"},
@@ -57,7 +58,7 @@ MAY_IMPORT = {  # our own modules that each file may import
 }  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
-TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "wire"}
+TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "tracing", "wire"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 
 

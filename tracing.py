@@ -1,0 +1,65 @@
+"""A timeline of every step, for Perfetto (ui.perfetto.dev) or chrome://tracing: `--trace FILE`.
+
+Three lanes: what the engine does, what rank 0's worker does on the host, and what its device does. The format is
+Chrome's JSON array of events, of which a viewer does not need the end: what a killed engine leaves can be looked at.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import weakref
+from collections.abc import Iterator
+from typing import IO, Any
+
+from plan import StepResult
+
+LANES = ("engine", "worker", "device")
+
+
+class Trace:
+    """Writes the timeline of one engine. Times are those of `time.perf_counter`, which all processes share.
+
+    Args:
+        path: of the file, which is replaced.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(self, path: str):
+        try:
+            self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (it stays open as long as the trace lives)
+        except OSError as error:
+            raise ValueError(f"trace is {path!r}: {error.strerror}") from None
+        self.start = time.perf_counter()
+        events = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
+            for tid, lane in enumerate(LANES)
+        ]
+        self.file.write("[" + ",\n".join(map(json.dumps, events)))
+        weakref.finalize(self, end, self.file)
+
+    @contextlib.contextmanager
+    def span(self, name: str, **facts: Any) -> Iterator[None]:
+        """A phase of the engine's."""
+        begin = time.perf_counter()
+        yield
+        self._write("engine", name, begin, time.perf_counter(), facts)
+
+    def phases(self, result: StepResult) -> None:
+        """The phases that the worker went through in a step."""
+        for lane, name, begin, stop in result.phases:
+            self._write(lane, name, begin, stop, {"step": result.step})
+
+    def _write(self, lane: str, name: str, begin: float, stop: float, facts: dict[str, Any]) -> None:
+        event = {"name": name, "ph": "X", "pid": 0, "tid": LANES.index(lane), "args": facts}
+        microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((stop - begin) * 1e6, 3)}
+        self.file.write(",\n" + json.dumps(event | microseconds))
+
+
+def end(file: IO[str]) -> None:
+    """Write the array's end."""
+    with file:
+        file.write("]\n")
