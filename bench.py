@@ -13,6 +13,7 @@
     python bench.py serve --trace TRACE.csv --rate 2            latencies and goodput of a server under a trace
     python bench.py startup                                     from the server's start to its first token, by phase
     python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
+    python bench.py latency --breakdown 256                     microseconds of each phase of a step
     python bench.py make-model FOLDER                           random weights of a real shape, to measure with
 
 `--json FILE` also writes the figures down, with the machine, the versions and the date.
@@ -21,31 +22,26 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_engine
 import bench_process
 import bench_serve
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams
+from config import VERSION, EngineConfig, SamplingParams
 from scheduler import Request, Scheduler, StepResult
 
 Figures = list[dict[str, Any]]
-Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers
 
-PEERS = Path(__file__).parent / "peers.py"
-COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model` fills with random weights
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
@@ -200,219 +196,6 @@ def overload_figures(model: str, repeats: int) -> Figures:
     return figures
 
 
-def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[list[int], int]]:
-    """nano-vllm's workload: prompts and outputs of 100 to 1,024 tokens each, `scale` times that; its numbers, too."""
-    rng = random.Random(0)
-
-    def length() -> int:
-        return max(1, round(scale * rng.randint(100, 1024)))
-
-    prompts = [[rng.randint(0, 10000) % vocab_size for _ in range(length())] for _ in range(requests)]
-    return [(prompt, length()) for prompt in prompts]
-
-
-def throughput_figures(
-    model: str,
-    work: list[tuple[list[int], int]],
-    options: dict[str, Any],
-    repeats: int = 1,
-    peers: Sequence[Peer] = (),
-) -> Figures:
-    """Seconds for the whole of `work`, offered at once, medians; the engines take turns on the same prompts.
-
-    Args:
-        model: its folder.
-        work: prompts, and how many tokens to answer each with; see `throughput_work`.
-        options: of Manta, fields of `EngineConfig`.
-        repeats: turns of each engine.
-        peers: the others. They leave text alone; Manta's time has that of making it from the tokens.
-
-    Raises:
-        RuntimeError: an engine wrote more or less than it was to.
-    """
-    from engine import LLM
-
-    vocab_size, outputs = ModelConfig.from_folder(model).vocab_size, [output for _, output in work]
-    llm = LLM(model, max_model_len=longest(work), **options)
-
-    def manta(prompts: list[list[int]], new_tokens: list[int]) -> dict[str, Any]:
-        params = [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=count) for count in new_tokens]
-        begun = time.perf_counter()
-        outs = llm.generate(prompts, params, use_tqdm=False)
-        return {"seconds": time.perf_counter() - begun, "tokens": [out.outputs[0].token_ids for out in outs]}
-
-    engines: dict[str, Generate] = {f"Manta {VERSION}": manta, **{peer.name: peer for peer in peers}}
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for run in engines.values():
-        run([[0]], [min(4, longest(work) - 1)])
-    for turn in range(repeats):
-        prompts = [[(token + turn) % vocab_size for token in prompt] for prompt, _ in work]  # so no prefix is cached
-        for name, run in engines.items():
-            answer = run(prompts, outputs)
-            if [len(ids) for ids in answer["tokens"]] != outputs:
-                raise RuntimeError(f"{name} wrote {[len(ids) for ids in answer['tokens']]} tokens, not {outputs}")
-            seconds[name].append(answer["seconds"])
-    reference, *_ = seconds.values()
-    read, written, figures = sum(len(prompt) for prompt, _ in work), sum(outputs), []
-    for name, taken in seconds.items():
-        median = statistics.median(taken)
-        figures.append({
-            "engine": name, "requests": len(work), "prompt tokens": read, "output tokens": written,
-            "seconds": round(median, 2), "output tok/s": round(written / median, 1),
-            "min": round(written / max(taken), 1), "max": round(written / min(taken), 1),
-            "total tok/s": round((read + written) / median, 1),
-        })  # fmt: skip
-        if peers:
-            ratios = [a / b for a, b in zip(reference, taken, strict=True)]
-            figures[-1]["of Manta"] = round(statistics.median(ratios), 3)
-    return figures
-
-
-def longest(work: list[tuple[list[int], int]]) -> int:
-    """Tokens of the longest prompt with its answer."""
-    return max(len(prompt) + output for prompt, output in work)
-
-
-class Peer:
-    """Another engine in its own Python, by way of `peers.py`; called with a job, it returns the answer.
-
-    Args:
-        engine: its name in `peers.py`.
-        python: the interpreter that has it.
-        arguments: more words of the command line: the model's folder and options.
-        program: what speaks the protocol.
-
-    Raises:
-        RuntimeError: it ends before it answers.
-    """
-
-    def __init__(self, engine: str, python: str, arguments: list[str], program: Path = PEERS):
-        command, pipe = [python, "-I", str(program), engine, *arguments], subprocess.PIPE
-        elsewhere = tempfile.gettempdir()  # out of reach of our kernels.py, see there
-        self.engine = engine
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=elsewhere)
-        self.name: str = self._read()["engine"]
-
-    def __call__(self, prompts: list[list[int]], new_tokens: int | list[int]) -> dict[str, Any]:
-        assert self.process.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.write(json.dumps({"prompts": prompts, "new_tokens": new_tokens}) + "\n")
-            self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> dict[str, Any]:
-        assert self.process.stdout
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"{self.engine} ended with status {self.process.wait()} and no answer; see its messages")
-        return json.loads(line)
-
-    def close(self) -> None:
-        """End it: by itself when it has no more input, for it may have processes of its own; else it is killed."""
-        try:
-            self.process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.communicate()
-
-
-def manta(model: str, shapes: list[tuple[int, int]], new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
-    """`LLM.generate` as a job's answer, and the engine's facts; each of `shapes` is prefilled in one step."""
-    from engine import LLM
-
-    sizes = {
-        "max_num_seqs": max(batch for batch, _ in shapes),
-        "max_model_len": max(length for _, length in shapes) + new_tokens,
-        "max_num_batched_tokens": max(batch * length for batch, length in shapes),
-    }
-    llm = LLM(model, **sizes, **options)
-
-    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        outs = llm.generate(prompts, params, use_tqdm=False)
-        begun = min(out.metrics.arrival_time for out in outs)
-        firsts = [out.metrics.first_token_time or 0.0 for out in outs]
-        last = max(out.metrics.finished_time or 0.0 for out in outs)
-        if max(firsts) - min(firsts) > (last - max(firsts)) / (new_tokens - 1):
-            raise ValueError(
-                f"a batch of {len(prompts)} did not start in one step: there is no memory for its KV cache"
-            )
-        tokens = [out.outputs[0].token_ids for out in outs]
-        return {"prefill": max(firsts) - begun, "decode": last - max(firsts), "tokens": tokens}
-
-    return generate, llm.core.facts
-
-
-def latency_figures(
-    model: str, shapes: list[tuple[int, int]], new_tokens: int, repeats: int, peers: list[Peer], options: dict[str, Any]
-) -> Figures:
-    """Decode and prefill of (batch, prompt length) `shapes`, greedy; the engines take turns on the same prompts.
-
-    Decode is what follows the first tokens of all. A step reads all weights that multiply, and the KV of the context:
-    "GB/s" is that, and "of memory" is its share of what `read_bandwidth` finds in the same round, for a machine that
-    is shared changes its speed.
-    """
-    generate, facts = manta(model, shapes, new_tokens, options)
-    config, rng = ModelConfig.from_folder(model), random.Random(0)
-    engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
-    itemsize = 4 if facts["dtype"] == "float32" else 2
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # a lookup, no product
-    weights = (facts["parameters"] - embedding) * itemsize
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize  # of one token
-
-    def prompts_of(batch: int, length: int) -> list[list[int]]:  # never the same, so no prefix cache helps
-        return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]
-
-    figures = []
-    for batch, length in shapes:
-        results: dict[str, Figures] = {name: [] for name in engines}
-        warm, reads = prompts_of(batch, 8), []
-        for run in engines.values():
-            run(warm, 4)
-        for _ in range(repeats):
-            prompts = prompts_of(batch, length)
-            for name, run in engines.items():
-                results[name].append(run(prompts, new_tokens))
-            reads.append(read_bandwidth(facts["device"]))
-        reference, *_ = results.values()
-        traffic = weights + batch * kv * (length + new_tokens / 2)  # bytes of a step in the middle
-        for name, answers in results.items():
-            steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
-            step, prefill = statistics.median(steps), statistics.median(answer["prefill"] for answer in answers)
-            shares = [traffic / step / read for step, read in zip(steps, reads, strict=True)]
-            figures.append({
-                "engine": name, "batch": batch, "prompt": length, "decode tok/s": round(batch / step, 1),
-                "min": round(batch / max(steps), 1), "max": round(batch / min(steps), 1),
-                "ms/token": round(step * 1e3, 2), "prefill tok/s": round(batch * length / prefill, 1),
-                "GB/s": round(traffic / step / 1e9, 1), "of memory": round(statistics.median(shares), 3),
-                f"first {COMPARED} as Manta": round(agreement(answers, reference), 3),
-            })  # fmt: skip
-    return figures
-
-
-def agreement(answers: Figures, reference: Figures) -> float:
-    """Share of the first `COMPARED` tokens of each sequence that are the same in both engines' answers."""
-    same = [
-        a == b
-        for answer, expected in zip(answers, reference, strict=True)
-        for got, wanted in zip(answer["tokens"], expected["tokens"], strict=True)
-        for a, b in zip(got[:COMPARED], wanted[:COMPARED], strict=True)
-    ]
-    return statistics.mean(same)
-
-
-def read_bandwidth(device: str) -> float:
-    """Bytes a second of reading 1 GiB, far more than any cache holds: torch's sum of it, the best of five."""
-    import torch
-
-    values = torch.ones(2**28, device="cpu" if device == "cpu" else "cuda")
-    seconds = []
-    for _ in range(6):  # the first is for warming up
-        begun = time.perf_counter()
-        values.sum().item()
-        seconds.append(time.perf_counter() - begun)
-    return values.nbytes / min(seconds[1:])
-
-
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
     """Write a Qwen3 checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
 
@@ -448,29 +231,6 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
     words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
     tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
-
-
-def engine_figures(args: argparse.Namespace) -> Figures:
-    """`throughput` or `latency`, as the command line asks for it."""
-    options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
-    if len(args.peer) != len(args.peer_python):
-        raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
-    arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
-    if args.command == "throughput":
-        work = throughput_work(args.requests, args.scale, ModelConfig.from_folder(args.model).vocab_size)
-        share = EngineConfig.gpu_memory_utilization / (1 + len(args.peer))  # Manta, which comes last, has what is left
-        arguments += ["--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"]
-    else:
-        shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
-        arguments += ["--cache", str(Path(args.peer_cache).resolve())]
-    with contextlib.ExitStack() as stack:
-        peers = []
-        for engine, python in zip(args.peer, args.peer_python, strict=True):
-            peers.append(Peer(engine, python, arguments))
-            stack.callback(peers[-1].close)
-        if args.command == "throughput":
-            return throughput_figures(args.model, work, options, args.repeats, peers)
-        return latency_figures(args.model, shapes, args.new_tokens, args.repeats, peers, options)
 
 
 def show(figures: Figures) -> None:
@@ -554,6 +314,9 @@ def new_parser() -> argparse.ArgumentParser:
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
+    latency.add_argument(
+        "--breakdown", type=int, default=0, metavar="N", help="only the phases of a step of N sequences"
+    )
     latency.add_argument("--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF")
     for command, repeats, names in (
         (throughput, 1, ("vllm", "transformers-cb")),
@@ -606,7 +369,7 @@ def main() -> None:
     elif args.command == "startup":
         figures = bench_serve.startup_figures(args.model, args.repeats)
     else:
-        figures = engine_figures(args)
+        figures = bench_engine.engine_figures(args)
     show(figures)
     if args.command == "prefix" and args.plot:
         plot_prefix(figures, args.plot)

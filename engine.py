@@ -126,7 +126,7 @@ class EngineCore:
             if self.journal:
                 self.journal.planned(self.plans[-1], self.scheduler)
             try:
-                with self.span("submit", step=self.plans[-1].step, rows=len(self.plans[-1].rows)):
+                with self.span("submit", self.plans[-1]):
                     self.executor.submit(self.plans[-1])
             except WorkerError as error:
                 outputs += self._replace_workers(error)
@@ -139,7 +139,7 @@ class EngineCore:
         """Wait for the result of the oldest step that runs."""
         plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
         try:
-            with self.span("wait", step=plan.step):
+            with self.span("wait", plan):
                 result = self.executor.result()
         except WorkerError as error:
             return self._replace_workers(error)
@@ -153,12 +153,12 @@ class EngineCore:
             self.journal.landed(result)
         if self.trace:
             self.trace.phases(result)
-        with self.span("update", step=plan.step):
+        with self.span("update", plan):
             return self.scheduler.update(plan, result)
 
-    def span(self, name: str, **facts: Any) -> contextlib.AbstractContextManager[None]:
+    def span(self, name: str, plan: StepPlan | None = None) -> contextlib.AbstractContextManager[None]:
         """A phase of this thread, for the trace, if there is one."""
-        return self.trace.span(name, **facts) if self.trace else contextlib.nullcontext()
+        return self.trace.span(name, plan) if self.trace else contextlib.nullcontext()
 
     def check_workers(self) -> None:
         """Replace workers that have died while idle; raises what `step` does."""
@@ -214,6 +214,8 @@ class EngineCore:
     def close(self) -> None:
         """End the workers."""
         self.executor.close()
+        if self.trace:
+            self.trace.close()
 
     def load(self) -> tuple[int, int]:
         """How many groups of sequences wait, or are swapped, and how many run."""

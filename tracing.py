@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from typing import IO, Any
 
-from plan import StepResult
+from plan import StepPlan, StepResult
 
 LANES = ("engine", "worker", "device")
 
@@ -39,14 +39,17 @@ class Trace:
             for tid, lane in enumerate(LANES)
         ]
         self.file.write("[" + ",\n".join(map(json.dumps, events)))
-        weakref.finalize(self, end, self.file)
+        self.close = weakref.finalize(self, end, self.file)
 
     @contextlib.contextmanager
-    def span(self, name: str, **facts: Any) -> Iterator[None]:
-        """A phase of the engine's."""
+    def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
+        """A phase of the engine's, and the step that it is about."""
         begin = time.perf_counter()
         yield
-        self._write("engine", name, begin, time.perf_counter(), facts)
+        stop, facts = time.perf_counter(), {}
+        if plan:
+            facts = {"step": plan.step, "rows": len(plan.rows), "tokens": sum(count for _, count in plan.rows)}
+        self._write("engine", name, begin, stop, facts)
 
     def phases(self, result: StepResult) -> None:
         """The phases that the worker went through in a step."""

@@ -14,7 +14,7 @@ import os
 import time
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import ModuleType
 from typing import Any
 
@@ -349,7 +349,7 @@ class Worker:
     def compute(self, plan: StepPlan, writes: Writes) -> Launched:
         """Run the plan's rows, once `writes` have been applied: its differences, to which its rows are added here."""
         state = self.state
-        rows = np.array(plan.rows, dtype=np.int32)  # [B, 2]: slot, tokens
+        rows = np.fromiter(chain.from_iterable(plan.rows), np.int32, 2 * len(plan.rows)).reshape(-1, 2)  # slot, tokens
         samples = state.advance(rows)
         shape = self.shape_of(rows[:, 1], samples)
         state.enter_rows(rows, samples, shape, writes)

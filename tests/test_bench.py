@@ -10,16 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import (
-    SHAPES,
+from bench import SHAPES, make_model, new_parser, prefix_figures, scheduler_figures
+from bench_engine import (
     Peer,
     agreement,
+    breakdown_figures,
     engine_figures,
     latency_figures,
-    make_model,
-    new_parser,
-    prefix_figures,
-    scheduler_figures,
+    phases_of,
     throughput_figures,
     throughput_work,
 )
@@ -186,3 +184,37 @@ def test_make_model_makes_what_loads(tmp_path):
     llm = LLM(str(tmp_path / "model"), max_model_len=64)
     (out,) = llm.generate([[1, 2, 499]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 4 and out.outputs[0].text.startswith(" w")
+
+
+def test_phases_of_a_step_add_up():
+    """Of two steps of 2 sequences and one of 3, in microseconds; the last has no end."""
+
+    def step(begin: float, rows: int, model: float) -> list[dict]:
+        spans = [("schedule", 0, 0, 5), ("submit", 0, 5, 1), ("wait", 0, 9, model + 20), ("apply", 1, 10, 7)]
+        spans += [("model", 1, 17, model), ("sample", 1, 17 + model, 3), ("results", 1, 20 + model, 4)]
+        spans += [("model", 2, 17, 999), ("update", 0, 29 + model, 6)]
+        return [
+            {
+                "name": name,
+                "tid": lane,
+                "ts": begin + at,
+                "dur": taken,
+                "args": {"rows": rows, "tokens": rows} if at == 5 else {},
+            }
+            for name, lane, at, taken in spans
+        ]
+
+    events = step(0, 2, 100) + step(150, 3, 10) + step(200, 2, 200) + step(450, 2, 1)
+    figures = phases_of(events, 2, cuda=False)
+    assert figures["steps"] == 2 and figures["schedule"] == 5 and figures["apply"] == 7 and figures["results"] == 4
+    assert figures["model"] == 153 and figures["step"] == 200  # the medians of 103 and 203, and of 150 and 250
+    assert figures["the engine's own"] == 5 + 1 + 6 + 20 - 3 and figures["streams and text"] == 200 - 170 - 12
+    assert phases_of(events, 2, cuda=True)["the engine's own"] == 12
+    with pytest.raises(ValueError, match="no step has decoded 4 sequences"):
+        phases_of(events, 4, cuda=False)
+
+
+def test_breakdown_of_the_demo():
+    (figures,) = breakdown_figures(DEMO, 3, 5, {"device": "cpu"})
+    assert figures["sequences"] == 3 and figures["steps"] == 7  # the very last one has no end
+    assert 0 < figures["the engine's own"] + figures["model"] < figures["step"]
