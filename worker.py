@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 import cpu
 from config import MAX_LOGIT_BIAS, EngineConfig, ModelConfig
-from model import Batch, Transformer, fill_dummy, load_weights
+from loader import fill_dummy, load_weights
+from model import Batch, Transformer
 from parallel import Group
 from sanitizer import KVSanitizer
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
