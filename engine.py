@@ -227,7 +227,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def start_log(self) -> str:
-        """Four lines that say what was started and how much fits."""
+        """Four lines that say what was started and how much fits; on a GPU also where its memory goes."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
         compiled = f", steps of one sequence compiled in {f['compile_seconds']} s" if f["compile_seconds"] else ""
@@ -235,10 +235,25 @@ class EngineCore:
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
             f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
+            f"{self.memory_note()}"
             f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
             f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
             f"{f['max_model_len']:,}"
         )
+
+    def memory_note(self) -> str:
+        """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
+        m = self.facts["memory"]
+        if not m["context"]:  # on a CPU none is set aside
+            return ""
+        mib = {name: f"{size / 2**20:,.0f} MiB" for name, size in m.items()}
+        note = (
+            f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
+            f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"
+        )
+        if m["measured"] > 1.05 * m["predicted"]:
+            note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
+        return note
 
 
 # --- in the caller's process ----------------------------------------------------------------------------------------

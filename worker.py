@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +21,7 @@ from tqdm import tqdm
 import cpu
 from config import MAX_LOGIT_BIAS, EngineConfig, ModelConfig
 from loader import fill_dummy, load_weights
+from memory import blocks_per_seq, fit_pool, gpu_bytes, logprob_rows, plan_memory, report
 from model import Batch, Transformer
 from parallel import Group
 from sanitizer import KVSanitizer
@@ -54,19 +56,17 @@ class Worker:
             raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
         if config.compile and config.tensor_parallel_size > 1:
             raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; with compile it must be 1")
-        if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
-            raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
-        self.max_model_len = config.max_model_len or model_config.max_position
-        if self.max_model_len > model_config.max_position:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len}; the model was made for at most {model_config.max_position}"
-            )
+        self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
         if config.load_format == "dummy":
             fill_dummy(self.model, config.seed)
         else:
             load_weights(self.model, config.model)
+        self.memory = plan_memory(
+            config, self.model, self.new_state(config.max_num_seqs, "meta"), self.device == "cuda"
+        )
+        self.measured = 0  # bytes that the largest step took, on a GPU
         self.num_parameters = sum(math.prod(part.shape) for part in self.model.parameters().values())
         sharers = self.group.local_size * config.data_parallel_size  # of this machine's cores and memory
         if self.device == "cpu":
@@ -112,6 +112,7 @@ class Worker:
             "backend": self.ops.__name__,
             "parameters": self.num_parameters,
             "kv_bytes": self.pool.nbytes * self.group.size,
+            "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
             "compile_seconds": round(self.compile_seconds, 1),
@@ -131,10 +132,6 @@ class Worker:
         c = self.model_config
         return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
 
-    def block_bytes(self) -> int:
-        """Bytes of one block over all layers, on this rank."""
-        return int(np.prod(self.block_shape())) * self.dtype.itemsize
-
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
 
@@ -150,7 +147,7 @@ class Worker:
         config, cuda = self.config, self.device == "cuda"
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
         room = int(config.swap_space * 2**30 / self.group.local_size) if useful else 0
-        count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
+        count = (room if cuda else min(room, self.cpu_share)) // self.memory.block
         count = min(count, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
@@ -158,19 +155,18 @@ class Worker:
             count = config.num_host_blocks
         count = self.group.min(count)
         if config.preemption_mode == "swap" and not count:
-            size = self.block_bytes() * self.group.local_size
+            size = self.memory.block * self.group.local_size
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {size} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 
-    def new_state(self, slots: int) -> BatchState:
-        vocab_size = self.model_config.vocab_size
-        return BatchState(
-            slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, vocab_size, self.device
-        )
+    def new_state(self, slots: int, device: str = "") -> BatchState:
+        c = self.config
+        blocks, vocab_size = blocks_per_seq(c, self.max_model_len), self.model_config.vocab_size
+        return BatchState(slots, self.max_model_len, blocks, c.block_size, vocab_size, device or self.device)
 
     def blocks_per_seq(self) -> int:
-        """Blocks of a sequence at full length, those of its lookahead slots among them."""
-        return -(-(self.max_model_len + self.config.num_lookahead_slots) // self.config.block_size)
+        """Blocks of a sequence at full length; see memory.py."""
+        return blocks_per_seq(self.config, self.max_model_len)
 
     def count_blocks(self) -> int:
         """Blocks in the KV pool: what all ranks' memory allows, and no more than every sequence at full length can use.
@@ -178,47 +174,41 @@ class Worker:
         Raises:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
         """
-        size, ahead = self.config.block_size, self.config.num_lookahead_slots
-        per_seq = self.blocks_per_seq()
-        if (count := self.config.num_gpu_blocks_override) is None:
-            count = min(self.group.min(self.free_bytes() // self.block_bytes()), per_seq * self.config.max_num_seqs)
-        if count < per_seq:
-            held = count * size - ahead
-            if self.config.max_model_len or held < 2:
-                beside = f" and num_lookahead_slots, {ahead}" if ahead else ""
-                raise ValueError(
-                    f"max_model_len is {self.max_model_len}; the KV pool of {count} blocks of {size} holds "
-                    f"{max(held, 0)} tokens{beside}: lower max_model_len or give the pool more room"
-                )
-            self.max_model_len = held
+        asked = self.config.num_gpu_blocks_override
+        fits = asked or self.group.min(self.free_bytes() // self.memory.block)
+        count, self.max_model_len = fit_pool(self.config, fits, self.max_model_len)
         return count
 
     def free_bytes(self) -> int:
         """Memory for the KV pool."""
         if self.device == "cpu":
             return self.cpu_share
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.profile()
-        activations = torch.cuda.max_memory_allocated() - before
+        peak = self.profile()
         torch.cuda.empty_cache()
+        self.measured = peak - (torch.cuda.memory_allocated() - before)  # without what stays, as cuBLAS's workspace
         free, total = torch.cuda.mem_get_info()
-        counts = self.config.max_num_seqs * self.model_config.vocab_size * 4  # what of the batch state is large
-        return max(0, int(total * self.config.gpu_memory_utilization) - (total - free) - activations - counts)
+        return self.memory.room(int(total * self.config.gpu_memory_utilization), total - free, self.measured)
 
     @torch.inference_mode()
-    def profile(self) -> None:
-        """Run the largest step once, over a pool of one block, so that its activations can be measured."""
+    def profile(self) -> int:
+        """Run the largest step once, over a pool of one block; returns the most bytes that it allocated."""
         config = self.config
-        self.pool, self.state = self.new_pool(1), self.new_state(1)
-        count = min(config.max_num_batched_tokens, self.max_model_len)
-        row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
-        self.run(StepPlan(0, rows=[(0, count)], new=[row]))
+        length = min(config.max_num_batched_tokens, self.max_model_len)
+        count = min(config.max_num_batched_tokens // length, config.max_num_seqs)
+        self.pool, self.state = self.new_pool(1), self.new_state(count)
+        blocks = [0] * -(-length // config.block_size)
+        new = [NewRow(slot, [0] * length, 0, blocks, 1.0, 0, 1.0, 0.0, 0) for slot in range(count)]
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=new))
         logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
+        self.model.step = None  # which holds the pool, too
+        return torch.cuda.max_memory_allocated() - held
 
     @torch.inference_mode()
     def warm_up(self) -> float:
@@ -342,9 +332,13 @@ class Worker:
 
     def logprobs(self, logits: torch.Tensor, sampled: torch.Tensor, counts: list[int]) -> list[Logprobs]:
         """Log-probabilities of the id that each row of logits [R, vocab] sampled, and of its `counts` likeliest ids."""
-        columns = self.ops.logprobs(logits, sampled, min(max(counts), logits.shape[1]))
-        rows = zip(counts, *(column.tolist() for column in columns), strict=True)
-        return [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in rows]
+        found, k = [], min(max(counts), logits.shape[1])
+        at_once = logprob_rows(k, logits.shape[1])
+        for i in range(0, len(counts), at_once):
+            columns = self.ops.logprobs(logits[i : i + at_once], sampled[i : i + at_once], k)
+            rows = zip(counts[i : i + at_once], *(column.tolist() for column in columns), strict=True)
+            found += [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in rows]
+        return found
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -463,6 +457,22 @@ class BatchState:
         )
 
 
+def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
+    """The tokens that a sequence may have, where `max_model_len` and `block_size` are possible.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
+        raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+    max_model_len = config.max_model_len or model_config.max_position
+    if max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
+        )
+    return max_model_len
+
+
 def pick_device(name: str) -> str:
     """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`."""
     if name == "cuda" and not torch.cuda.is_available():
@@ -492,3 +502,39 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     import reference
 
     return reference
+
+
+def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
+    """Print what a worker would hold on a GPU of `gib` GiB, or here. Nothing is allocated, and no GPU is touched.
+
+    Raises:
+        ValueError: a worker would not start, or there is no such device.
+    """
+    if gib is not None and not 0 < gib <= 2**20:
+        raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")
+    if gib and config.device == "cpu":
+        raise ValueError(f"plan is {gib}, the GiB of a GPU; with device 'cpu' it must be left out")
+    total = int(gib * 2**30) if gib else gpu_bytes() if config.device != "cpu" else 0
+    if config.device == "cuda" and not total:
+        raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
+    device = "cuda" if total else "cpu"
+    max_model_len, dtype = (
+        check_sizes(config, model_config, device),
+        pick_dtype(config.dtype, model_config.dtype, device),
+    )
+    blocks = blocks_per_seq(config, max_model_len)
+    with torch.device("meta"):  # for what is made without saying where
+        group = Group(0, config.tensor_parallel_size)  # which never meets
+        model = Transformer(model_config, pick_ops("torch", "cpu"), "meta", dtype, max_model_len, group)
+    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, model_config.vocab_size, "meta")
+    plan = plan_memory(config, model, state, device == "cuda")
+    if total:
+        budget = int(total * config.gpu_memory_utilization)
+        room = plan.room(budget, plan.weights + plan.context)
+        where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - plan.weights * config.tensor_parallel_size
+        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
+        where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
+    for line in report(config, model, plan, room, where):
+        print(line)

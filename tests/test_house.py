@@ -28,7 +28,9 @@ MAY_IMPORT = {  # our own modules that each file may import
     "parallel": set(),
     "model": {"config", "parallel"},
     "loader": {"model"},
-    "worker": {"config", "cpu", "scheduler", "loader", "model", "parallel", "kernels", "reference", "sanitizer"},
+    "memory": {"config", "model"},
+    "worker": {
+        "config", "cpu", "scheduler", "loader", "memory", "model", "parallel", "kernels", "reference", "sanitizer"},
     "ring": set(),
     "wire": {"config", "plan"},
     "executor": {"config", "ring", "scheduler", "wire", "worker"},
@@ -49,7 +51,7 @@ MAY_IMPORT = {  # our own modules that each file may import
     "api_process": {"child", "config"},
     "server": {
         "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "executor",
-        "outputs", "protocol", "tokenizer"},
+        "outputs", "protocol", "tokenizer", "worker"},
 }  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
