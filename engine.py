@@ -246,7 +246,7 @@ class EngineCore:
         m = self.facts["memory"]
         if not m["context"]:  # on a CPU none is set aside
             return ""
-        mib = {name: f"{size / 2**20:,.0f} MiB" for name, size in m.items()}
+        mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in m.items()}
         note = (
             f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
             f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"

@@ -73,6 +73,8 @@ def test_256_sequences_of_a_real_shape(tmp_path, llm):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(f"{llm.config.model}/{name}")
     big = LLM(str(tmp_path), device="cuda", load_format="dummy", max_model_len=4096)
+    planned = big.core.facts["memory"]
+    assert 0.5 * planned["activations"] < planned["measured"] <= 1.05 * planned["predicted"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = big.generate([[i + 1] * 100 for i in range(256)], params)
     assert all(len(output.outputs[0].token_ids) == 64 for output in outputs)

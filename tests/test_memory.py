@@ -191,6 +191,24 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
         assert row.ids == ids and row.sampled == pytest.approx(value, abs=1e-5)
 
 
+def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
+    """In several rows where one cannot be so long; with torch's count of a CPU in the place of CUDA's."""
+    worker, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
+    forward = worker.model.forward
+    worker.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
+    with LiveBytes(*tensors(worker.model, *worker.model.layers)) as live:
+        fake = SimpleNamespace(
+            memory_allocated=lambda: live.now,
+            reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),
+            max_memory_allocated=lambda: live.peak,
+        )
+        monkeypatch.setattr(torch, "cuda", fake)
+        took = worker.profile()
+        gc.collect()
+        assert live.now == 0 and seen == [36]
+    assert 0.6 * worker.memory.activations < took <= worker.memory.step
+
+
 def plan_of(**fields) -> MemoryPlan:
     zeros = dict.fromkeys(MemoryPlan.__slots__, 0)
     return MemoryPlan(**zeros | fields)
@@ -235,7 +253,8 @@ def test_blocks_of_a_pool():
 def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
     memory = dict.fromkeys(MemoryPlan.__slots__, 7 * MIB) | {"predicted": 100 * MIB, "measured": measured * MIB}
     note = EngineCore.memory_note(SimpleNamespace(facts={"memory": memory}))
-    assert f"100 MiB predicted for a step, {measured} MiB measured" in note
+    told = f"{measured} MiB" if measured else "nothing"
+    assert f"100 MiB predicted for a step, {told} measured" in note
     assert (f"warning   a step took {measured} MiB, and the plan was 100 MiB" in note) == (measured == 106)
     assert EngineCore.memory_note(SimpleNamespace(facts={"memory": memory | {"context": 0}})) == ""
 
