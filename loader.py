@@ -12,9 +12,7 @@ import json
 import math
 import os
 import queue
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +24,7 @@ IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; 32 MiB take 0.6 ms over PCIe 5, a call 0.01
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # to, of the same shape from
+Pair = tuple[torch.Tensor, torch.Tensor]  # what is filled, and with what: equal shapes
 
 
 def load_weights(model: Transformer, folder: str, staged: bool | None = None) -> None:
@@ -35,7 +33,8 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
     Of each tensor only what this rank takes is read, and nothing before all files have been found to be right.
 
     Args:
-        staged: through a `Stage`; by default to a GPU. A CPU copies from the mapping: a second copy would only cost.
+        staged: through a `Stage`; by default to a GPU. To a CPU a second copy would only cost: 0.12 s, not 0.05, for
+            540 MB that the system holds already, on two cores of an AMD EPYC.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
@@ -46,25 +45,23 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
     if missing := wanted.keys() - set().union(*files):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(f"{folder} has no tensor {min(missing)}{more}")
-    with contextlib.ExitStack() as stack:
-        bar = stack.enter_context(
-            tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None)
-        )
-        each: Callable[..., Any] = map
-        move: Callable[[Copy], object] = lambda copy: copy[0].copy_(copy[1])  # noqa: E731
-        if device.type == "cuda" if staged is None else staged:
-            stage = Stage(device)
-            stack.callback(stage.wait)
-            each, move = stack.enter_context(ThreadPoolExecutor(READERS)).map, stage.move
+    stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
+    move, begin = (stage.move, stage.begin) if stage else (copy, None)
+    with (
+        tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
+        ThreadPoolExecutor(READERS, initializer=begin) as pool,
+    ):
         for i, slices in enumerate(files):
-            moved = each(move, slices.values())
+            moved = pool.map(move, slices.values())
             for path in paths[i : i + 2]:
                 read_ahead(path)
             for _ in moved:
                 bar.update()
+    if stage:
+        stage.wait()
 
 
-def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[str, Copy]:
+def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[str, Pair]:
     """What is to be copied out of a file, by name, after a look at nothing but its header: views of the mapped file.
 
     Raises:
@@ -95,6 +92,12 @@ def read_ahead(path: str) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
+def copy(pair: Pair) -> None:
+    """Straight from the mapping."""
+    target, source = pair
+    target.copy_(source)
+
+
 class Stage:
     """A ring of buffers, pinned beside a GPU, through which threads copy tensors from the host to `device`."""
 
@@ -107,13 +110,18 @@ class Stage:
         for _ in range(BUFFERS):
             self.free.put((torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=cuda), None))
 
-    def move(self, copy: Copy) -> None:
+    def begin(self) -> None:
+        """For each thread that is to move something: tells it the stream, and so also which GPU is this rank's."""
+        if self.stream:
+            torch.cuda.set_stream(self.stream)
+
+    def move(self, pair: Pair) -> None:
         """What `target.copy_(source)` does, but to a GPU it may still be on its way; see `wait`.
 
         A buffer holds the target's dtype: the thread that fills it looks at every number anyway, while a copy to the
         device that has to convert would do so on the host first, into memory that is not pinned, and wait for it.
         """
-        target, source = copy
+        target, source = pair
         row_bytes = math.prod(target.shape[1:]) * target.itemsize
         assert target.is_contiguous() and row_bytes <= BUFFER_BYTES
         rows = BUFFER_BYTES // row_bytes
@@ -124,8 +132,7 @@ class Stage:
                     emptied.synchronize()
                 staged = buffer[: to.nbytes].view(to.dtype).view(to.shape)
                 staged.copy_(of)
-                with torch.cuda.stream(self.stream):  # None: no other
-                    to.copy_(staged, non_blocking=True)
+                to.copy_(staged, non_blocking=True)
                 if self.stream:
                     emptied = self.stream.record_event()
             finally:  # else the other threads would wait for it for ever
