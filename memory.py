@@ -19,8 +19,8 @@ from config import EngineConfig
 from model import Transformer
 
 MIB = 2**20
-# Allowances, on a GPU, for what torch does not count. They are round figures, not measured ones: at start what other
-# than torch's tensors is there is measured, so that there CONTEXT and NCCL are of no use any more.
+# Allowances, on a GPU, for what is no tensor: round figures, not measured ones. A worker that starts sees how much of
+# the memory is free, and so needs only GRAPHS.
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
 NCCL = 512 * MIB  # the buffers of several ranks' exchanges
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
@@ -107,7 +107,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
     q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
     # Of each token id, position and slot, and its row of RoPE's table; of each row five integers and, for each kind of
-    # window, decode's list of work. All of it stays until the next step takes its place, when both are there.
+    # window, decode's list of work. All of it stays until the next step's has been made, and so is there twice.
     rotation = model.rotations.nbytes // len(model.rotations)
     inputs = t * (8 + 4 + 8 + rotation) + 4 * (r + 1) * (5 + len(set(c.windows)) * (1 + model.num_kv_heads))
     # The embeddings, summed up over the layers, and one tensor more of their size live through everything; beside them
@@ -126,7 +126,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     # the vocabulary was made to divide. Then, those of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
     hidden = inputs + item * (t * h + r * h)
-    return max(layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
+    return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
 
 def sample_bytes(vocab_size: int) -> int:

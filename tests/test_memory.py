@@ -176,6 +176,20 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     assert live.peak <= predicted <= plan.step and predicted <= 1.5 * live.peak, (live.peak, plan)
 
 
+def test_products_of_our_own_have_room_for_their_parts(make):
+    worker = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
+    with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(0, [1] * 48, 0, [0, 1, 2], 0.0, 0, 1.0, 0.0, 0)]))
+    assert live.peak <= worker.memory.activations
+
+
+def test_the_plan_knows_the_kernels_constants():
+    kernels = pytest.importorskip("kernels")
+    assert (kernels.SAMPLE_CHUNK, kernels.SAMPLE_BUFFER, kernels.SAMPLE_GROUP) == (4096, 16384, 64)
+    assert (kernels.LINEAR_ROWS, 2 * kernels.LINEAR_PROGRAMS * 128) == (64, 2**15)
+    assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
+
+
 @pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """However many are asked for; the answers do not depend on how many rows go at a time."""
