@@ -132,6 +132,10 @@ class Worker:
         c = self.model_config
         return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
 
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers, on this rank."""
+        return self.memory.block
+
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
 
@@ -147,7 +151,7 @@ class Worker:
         config, cuda = self.config, self.device == "cuda"
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
         room = int(config.swap_space * 2**30 / self.group.local_size) if useful else 0
-        count = (room if cuda else min(room, self.cpu_share)) // self.memory.block
+        count = (room if cuda else min(room, self.cpu_share)) // self.block_bytes()
         count = min(count, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # the same memory, where prefixes that fill gigabytes of it would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
@@ -155,7 +159,7 @@ class Worker:
             count = config.num_host_blocks
         count = self.group.min(count)
         if config.preemption_mode == "swap" and not count:
-            size = self.memory.block * self.group.local_size
+            size = self.block_bytes() * self.group.local_size
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {size} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 
@@ -175,7 +179,7 @@ class Worker:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
         """
         asked = self.config.num_gpu_blocks_override
-        fits = asked or self.group.min(self.free_bytes() // self.memory.block)
+        fits = asked or self.group.min(self.free_bytes() // self.block_bytes())
         count, self.max_model_len = fit_pool(self.config, fits, self.max_model_len)
         return count
 
