@@ -244,7 +244,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def start_log(self) -> str:
-        """Five lines that say what was started, how much fits and what took how long."""
+        """What was started, how much fits and what took how long, in five lines; on a GPU also where memory goes."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
         compiled = f", steps of one sequence compiled in {f['compile_seconds']} s" if f["compile_seconds"] else ""
@@ -252,11 +252,26 @@ class EngineCore:
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
             f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
+            f"{self.memory_note()}"
             f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
             f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
             f"{f['max_model_len']:,}\n"
             f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
         )
+
+    def memory_note(self) -> str:
+        """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
+        m = self.facts["memory"]
+        if not m["context"]:  # on a CPU none is set aside
+            return ""
+        mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in m.items()}
+        note = (
+            f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
+            f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"
+        )
+        if m["measured"] > 1.05 * m["predicted"]:
+            note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
+        return note
 
 
 # --- in the caller's process ----------------------------------------------------------------------------------------

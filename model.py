@@ -1,4 +1,4 @@
-"""One transformer, driven by a table of families, and the loader that fills it from safetensors.
+"""One transformer, driven by a table of families.
 
 A family is a row of `FAMILIES`: it says where it departs from Llama. The compute-heavy steps are the `ops` that the
 worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's. Each rank of a group holds a
@@ -7,9 +7,7 @@ share of every weight, which one word a weight describes: see `Transformer.part`
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from config import ModelConfig
 from parallel import Group
@@ -47,7 +43,6 @@ FAMILIES = {
 # norms, the activation and the sums between them: by device and the sizes of `fused_rows`, with the date of the
 # measurement. None has been made on a GPU yet, so nothing is fused.
 FUSED_ROWS: dict[tuple[str, int, int, int, int], int] = {}
-IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
 
 
 @dataclass(slots=True)
@@ -369,71 +364,3 @@ def yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
         return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
     return grown(1.0)
-
-
-def load_weights(model: Transformer, folder: str) -> None:
-    """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
-
-    Of each tensor only what this rank takes is read.
-
-    Raises:
-        ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
-    """
-    wanted = model.parameters()
-    missing = set(wanted)
-    with tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar:
-        for path in checkpoint_files(folder):
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                        if name.endswith(IGNORED) or (name == "lm_head.weight" and model.config.tie_word_embeddings):
-                            continue
-                        if name not in wanted:
-                            raise ValueError(f"{path} has a tensor {name} that {model.config.architecture} has not")
-                        tensor, part = file.get_slice(name), wanted[name]
-                        if tensor.get_shape() != list(part.shape):
-                            raise ValueError(
-                                f"{path}: tensor {name} has shape {tensor.get_shape()}; "
-                                f"config.json asks for {list(part.shape)}"
-                            )
-                        part.target.copy_(tensor[part.share])
-                        missing.discard(name)
-                        bar.update()
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no tensor {min(missing)}{more}")
-
-
-def checkpoint_files(folder: str) -> list[str]:
-    """Paths of the safetensors files that make up the checkpoint in `folder`."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
-    else:
-        names = ["model.safetensors"]
-    for name in names:
-        if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
-            raise ValueError(f"{folder} has no {name}")
-    return [os.path.join(folder, name) for name in names]
-
-
-def fill_dummy(model: Transformer, seed: int) -> None:
-    """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1.
-
-    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
-    """
-    generator = torch.Generator(device=model.embedding.device).manual_seed(seed % 2**63)
-    for name, (target, shape, share) in model.parameters().items():
-        if len(shape) == 1:
-            target.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        whole = target if target.shape == shape else target.new_empty(shape)
-        whole.normal_(0, shape[1] ** -0.5, generator=generator)
-        if whole is not target:
-            target.copy_(whole[share])

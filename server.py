@@ -10,6 +10,7 @@ of the reply and answered with 400; streams and whole replies come out of the sa
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import errno
@@ -514,10 +515,20 @@ def main(argv: list[str] | None = None) -> None:
 
     Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is.
     """
-    flags = parser_for(EngineConfig, ServerConfig).parse_args(argv)
+    parser = parser_for(EngineConfig, ServerConfig)
+    parser.add_argument(
+        "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
+        help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
+    )  # fmt: skip
+    flags = parser.parse_args(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
+        if "plan" in flags:
+            from worker import print_plan
+
+            print_plan(engine_config, model_config, flags.plan)
+            return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)

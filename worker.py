@@ -13,7 +13,7 @@ import math
 import os
 import time
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, pairwise
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,9 @@ import cpu
 from batch_state import BatchState, StepShape, Writes, to_device
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
-from model import Batch, Transformer, fill_dummy, load_weights
+from loader import fill_dummy, load_weights
+from memory import blocks_per_seq, fit_pool, gpu_bytes, logprob_rows, plan_memory, report
+from model import Batch, Transformer
 from parallel import Group
 from sanitizer import KVSanitizer
 from scheduler import Logprobs, NewRow, StepPlan, StepResult
@@ -60,13 +62,7 @@ class Worker:
             raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
         if config.compile and config.tensor_parallel_size > 1:
             raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; with compile it must be 1")
-        if self.device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
-            raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
-        self.max_model_len = config.max_model_len or model_config.max_position
-        if self.max_model_len > model_config.max_position:
-            raise ValueError(
-                f"max_model_len is {self.max_model_len}; the model was made for at most {model_config.max_position}"
-            )
+        self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
         marks = [time.perf_counter()]  # between the phases of `startup`
         self.model = Transformer(model_config, self.ops, self.device, self.dtype, self.max_model_len, self.group)
@@ -74,6 +70,10 @@ class Worker:
             fill_dummy(self.model, config.seed)
         else:
             load_weights(self.model, config.model)
+        self.memory = plan_memory(
+            config, self.model, self.new_state(config.max_num_seqs, "meta"), self.device == "cuda"
+        )
+        self.measured = 0  # bytes that the largest step took, on a GPU
         self.num_parameters = sum(math.prod(part.shape) for part in self.model.parameters().values())
         sharers = self.group.local_size * config.data_parallel_size  # of this machine's cores and memory
         if self.device == "cpu":
@@ -89,7 +89,7 @@ class Worker:
         self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}  # logits and ids
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the ids it samples
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
@@ -134,6 +134,7 @@ class Worker:
             "backend": self.ops.__name__,
             "parameters": self.num_parameters,
             "kv_bytes": self.pool.nbytes * self.group.size,
+            "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
             "compile_seconds": round(self.compile_seconds, 1),
@@ -156,7 +157,7 @@ class Worker:
 
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, on this rank."""
-        return int(np.prod(self.block_shape())) * self.dtype.itemsize
+        return self.memory.block
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
@@ -185,15 +186,14 @@ class Worker:
             raise ValueError(f"swap_space is {config.swap_space} GiB; one KV block takes {size} bytes")
         return torch.empty(count, *self.block_shape(), dtype=self.dtype, pin_memory=cuda and count > 0)
 
-    def new_state(self, slots: int) -> BatchState:
-        vocab_size = self.model_config.vocab_size
-        return BatchState(
-            slots, self.max_model_len, self.blocks_per_seq(), self.config.block_size, vocab_size, self.device
-        )
+    def new_state(self, slots: int, device: str = "") -> BatchState:
+        c = self.config
+        blocks, vocab_size = blocks_per_seq(c, self.max_model_len), self.model_config.vocab_size
+        return BatchState(slots, self.max_model_len, blocks, c.block_size, vocab_size, device or self.device)
 
     def blocks_per_seq(self) -> int:
-        """Blocks of a sequence at full length, those of its lookahead slots among them."""
-        return -(-(self.max_model_len + self.config.num_lookahead_slots) // self.config.block_size)
+        """Blocks of a sequence at full length; see memory.py."""
+        return blocks_per_seq(self.config, self.max_model_len)
 
     def count_blocks(self) -> int:
         """Blocks in the KV pool: what all ranks' memory allows, and no more than every sequence at full length can use.
@@ -201,47 +201,41 @@ class Worker:
         Raises:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
         """
-        size, ahead = self.config.block_size, self.config.num_lookahead_slots
-        per_seq = self.blocks_per_seq()
-        if (count := self.config.num_gpu_blocks_override) is None:
-            count = min(self.group.min(self.free_bytes() // self.block_bytes()), per_seq * self.config.max_num_seqs)
-        if count < per_seq:
-            held = count * size - ahead
-            if self.config.max_model_len or held < 2:
-                beside = f" and num_lookahead_slots, {ahead}" if ahead else ""
-                raise ValueError(
-                    f"max_model_len is {self.max_model_len}; the KV pool of {count} blocks of {size} holds "
-                    f"{max(held, 0)} tokens{beside}: lower max_model_len or give the pool more room"
-                )
-            self.max_model_len = held
+        asked = self.config.num_gpu_blocks_override
+        fits = asked or self.group.min(self.free_bytes() // self.block_bytes())
+        count, self.max_model_len = fit_pool(self.config, fits, self.max_model_len)
         return count
 
     def free_bytes(self) -> int:
         """Memory for the KV pool."""
         if self.device == "cpu":
             return self.cpu_share
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        self.profile()
-        activations = torch.cuda.max_memory_allocated() - before
+        peak = self.profile()
         torch.cuda.empty_cache()
+        self.measured = peak - (torch.cuda.memory_allocated() - before)  # without what stays, as cuBLAS's workspace
         free, total = torch.cuda.mem_get_info()
-        counts = self.config.max_num_seqs * self.model_config.vocab_size * 4  # what of the batch state is large
-        return max(0, int(total * self.config.gpu_memory_utilization) - (total - free) - activations - counts)
+        return self.memory.room(int(total * self.config.gpu_memory_utilization), total - free, self.measured)
 
     @torch.inference_mode()
-    def profile(self) -> None:
-        """Run the largest step once, over a pool of one block, so that its activations can be measured."""
+    def profile(self) -> int:
+        """Run the largest step once, over a pool of one block; returns the most bytes that it allocated."""
         config = self.config
-        self.pool, self.state = self.new_pool(1), self.new_state(1)
-        count = min(config.max_num_batched_tokens, self.max_model_len)
-        row = NewRow(0, [0] * count, 0, [0] * -(-count // config.block_size), 1.0, 0, 1.0, 0.0, 0)
-        self.run(StepPlan(0, rows=[(0, count)], new=[row]))
+        length = min(config.max_num_batched_tokens, self.max_model_len)
+        count = min(config.max_num_batched_tokens // length, config.max_num_seqs)
+        self.pool, self.state = self.new_pool(1), self.new_state(count)
+        blocks = [0] * -(-length // config.block_size)
+        new = [NewRow(slot, [0] * length, 0, blocks, 1.0, 0, 1.0, 0.0, 0) for slot in range(count)]
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.run(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=new))
         logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
+        self.model.step = None  # which holds the pool, too
+        return torch.cuda.max_memory_allocated() - held
 
     @torch.inference_mode()
     def warm_up(self) -> float:
@@ -354,29 +348,32 @@ class Worker:
         shape = self.shape_of(rows[:, 1], samples)
         state.enter_rows(rows, samples, shape, writes)
         state.apply(self.ops, writes)
-        if shape in self.graphs:
+        asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
+        some = bool(asked.any())
+        if shape in self.graphs and not some:
             self.mark("decode")
-            graph, logits, ids = self.graphs[shape]
+            graph, ids = self.graphs[shape]
             graph.replay()
         else:
             logits, ids = self.forward(shape, plan)
         self.mark("results")
         count = int(samples.sum())
         launched = Launched(StepResult(plan.step, [-1] * len(rows)), samples, self.to_host(ids[:count]))
-        asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
-        if asked.any():
-            logits, ids = logits[:count], ids[:count]
-            if not asked[samples].all():
-                at = self.to_device(np.flatnonzero(asked[samples]))
-                logits, ids = logits[at], ids[at]
+        if some:
+            at = self.to_device(np.flatnonzero(asked[samples]))
             launched.asked, launched.counts = np.flatnonzero(asked), state.num_logprobs[rows[asked, 0]].tolist()
-            columns = self.ops.logprobs(logits, ids, min(max(launched.counts), logits.shape[1]))
-            launched.columns = tuple(self.to_host(column) for column in columns)
+            launched.columns = self.logprobs(logits[at], ids[at], min(max(launched.counts), logits.shape[1]))
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
         self.mark("")
         return launched
+
+    def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> list[tuple[torch.Tensor, ...]]:
+        """`ops.logprobs`, on the host, of so many rows after the other as the plan of the memory has room for."""
+        at_once = logprob_rows(k, logits.shape[1])
+        parts = zip(logits.split(at_once), ids.split(at_once), strict=True)
+        return [tuple(self.to_host(column) for column in self.ops.logprobs(*part, k)) for part in parts]
 
     def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
         """The shape of a step of rows with so many tokens [B], of which some sample [B]; decodes are padded.
@@ -436,7 +433,8 @@ class Worker:
     def capture(self) -> None:
         """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
 
-        They share their memory, for they never run at the same time, and the last one's inputs are no longer needed.
+        They share their memory, for they never run at the same time, and only the ids outlast them. A step of which
+        log-probabilities are wanted needs its logits afterwards, and so does without.
         """
         assert self.device == "cuda"
         self.graph_sizes = graph_sizes(self.config.max_num_seqs)
@@ -454,8 +452,8 @@ class Worker:
             self.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                logits, ids = self.forward(shape)
-            self.graphs[shape] = graph, logits, ids
+                _, ids = self.forward(shape)  # the logits' memory is the next graph's, too
+            self.graphs[shape] = graph, ids
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -509,7 +507,7 @@ class Launched:
     ids: torch.Tensor | None = None  # [R] their tokens, on the host; as `columns`, there once it is `done`
     asked: np.ndarray | None = None  # [A] rows whose log-probabilities are wanted
     counts: list[int] = field(default_factory=list)  # of how many of the likeliest ids, for each of them
-    columns: tuple[torch.Tensor, ...] = ()  # what `ops.logprobs` returns for them
+    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `Worker.logprobs`
     done: torch.cuda.Event | None = None  # None: it is
     marks: list[Mark] = field(default_factory=list)  # where its phases began, where there is a trace
     clock: DeviceClock | None = None
@@ -533,7 +531,8 @@ class Launched:
             tokens[self.samples] = self.ids.numpy()
             result.token_ids = tokens.tolist()
         if self.asked is not None:
-            found = zip(self.counts, *(column.tolist() for column in self.columns), strict=True)
+            columns = (torch.cat(parts).tolist() for parts in zip(*self.columns, strict=True))
+            found = zip(self.counts, *columns, strict=True)
             rows = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
             result.logprobs = dict(zip(self.asked.tolist(), rows, strict=True))
         if self.marks:
@@ -544,6 +543,22 @@ class Launched:
                 spans = zip(self.marks, pairwise(times), strict=False)
                 result.phases += [(lane, name, begin, end) for (name, _, _), (begin, end) in spans if name]
         return result
+
+
+def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
+    """The tokens that a sequence may have, where `max_model_len` and `block_size` are possible.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
+        raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+    max_model_len = config.max_model_len or model_config.max_position
+    if max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
+        )
+    return max_model_len
 
 
 def pick_device(name: str) -> str:
@@ -575,3 +590,39 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     import reference
 
     return reference
+
+
+def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
+    """Print what a worker would hold on a GPU of `gib` GiB, or here. Nothing is allocated, and no GPU is touched.
+
+    Raises:
+        ValueError: a worker would not start, or there is no such device.
+    """
+    if gib is not None and not 0 < gib <= 2**20:
+        raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")
+    if gib and config.device == "cpu":
+        raise ValueError(f"plan is {gib}, the GiB of a GPU; with device 'cpu' it must be left out")
+    total = int(gib * 2**30) if gib else gpu_bytes() if config.device != "cpu" else 0
+    if config.device == "cuda" and not total:
+        raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
+    device = "cuda" if total else "cpu"
+    max_model_len, dtype = (
+        check_sizes(config, model_config, device),
+        pick_dtype(config.dtype, model_config.dtype, device),
+    )
+    blocks = blocks_per_seq(config, max_model_len)
+    with torch.device("meta"):  # for what is made without saying where
+        group = Group(0, config.tensor_parallel_size)  # which never meets
+        model = Transformer(model_config, pick_ops("torch", "cpu"), "meta", dtype, max_model_len, group)
+    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, model_config.vocab_size, "meta")
+    plan = plan_memory(config, model, state, device == "cuda")
+    if total:
+        budget = int(total * config.gpu_memory_utilization)
+        room = plan.room(budget, plan.weights + plan.context)
+        where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - plan.weights * config.tensor_parallel_size
+        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
+        where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
+    for line in report(config, model, plan, room, where):
+        print(line)

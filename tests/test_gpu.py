@@ -7,8 +7,13 @@ import json
 import pytest
 import torch
 
+import loader
+import reference
 from config import DEMO, EngineConfig, ModelConfig
 from engine import LLM, SamplingParams
+from loader import load_weights
+from model import Transformer
+from parallel import Group
 from scheduler import NewRow, StepPlan
 from worker import Worker
 
@@ -68,7 +73,20 @@ def test_256_sequences_of_a_real_shape(tmp_path, llm):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).symlink_to(f"{llm.config.model}/{name}")
     big = LLM(str(tmp_path), device="cuda", load_format="dummy", max_model_len=4096)
+    planned = big.core.facts["memory"]
+    assert 0.5 * planned["activations"] < planned["measured"] <= 1.05 * planned["predicted"]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     outputs = big.generate([[i + 1] * 100 for i in range(256)], params)
     assert all(len(output.outputs[0].token_ids) == 64 for output in outputs)
     assert big.core.metrics()["num_requests_running"] == 0
+
+
+@pytest.mark.parametrize("buffer_bytes", [2**12, loader.BUFFER_BYTES])
+def test_weights_that_went_through_pinned_buffers_are_the_files(monkeypatch, buffer_bytes):
+    monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_bytes)
+    config, models = ModelConfig.from_folder(DEMO), []
+    for device in ("cpu", "cuda"):
+        models.append(Transformer(config, reference, device, torch.float16, 8, Group()))
+        load_weights(models[-1], DEMO)
+    cpu, cuda = (model.parameters() for model in models)
+    assert all(torch.equal(part.target, cuda[name].target.cpu()) for name, part in cpu.items())

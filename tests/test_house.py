@@ -27,11 +27,13 @@ MAY_IMPORT = {  # our own modules that each file may import
     "reference": set(),
     "parallel": set(),
     "model": {"config", "parallel"},
+    "loader": {"model"},
+    "memory": {"config", "model"},
     "batch_state": {"config", "plan"},
     "compile_guard": set(),
     "worker": {
-        "batch_state", "compile_guard", "config", "cpu", "scheduler", "model", "parallel", "kernels", "reference",
-        "sanitizer"},
+        "batch_state", "compile_guard", "config", "cpu", "scheduler", "loader", "memory", "model", "parallel",
+        "kernels", "reference", "sanitizer"},
     "ring": set(),
     "wire": {"config", "plan"},
     "executor": {"config", "ring", "scheduler", "wire", "worker"},
@@ -55,7 +57,7 @@ MAY_IMPORT = {  # our own modules that each file may import
     "api_process": {"child", "config"},
     "server": {
         "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "executor",
-        "outputs", "protocol", "tokenizer"},
+        "outputs", "protocol", "tokenizer", "worker"},
 }  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import reference
 from config import EngineConfig, ModelConfig
-from model import FAMILIES, Transformer, fill_dummy, load_weights
+from loader import fill_dummy, load_weights
+from model import FAMILIES, Transformer
 from parallel import Group
 from scheduler import NewRow, StepPlan
 from worker import Worker

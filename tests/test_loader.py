@@ -1,0 +1,150 @@
+"""The loader: what goes through the buffers is what a plain copy brings, and what may go wrong on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import loader
+import reference
+from config import ModelConfig
+from loader import Stage, load_weights
+from model import Transformer
+from parallel import Group
+
+SHAPE = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 88,
+    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 96,
+    "attention_bias": True, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def build(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> Transformer:
+    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "cpu", dtype, 8, Group(rank, size))
+    for part in model.parameters().values():
+        part.target.fill_(torch.nan)
+    return model
+
+
+@pytest.fixture
+def save(tmp_path: Path):
+    """Saves a random checkpoint in so many files; returns its folder."""
+
+    def save_checkpoint(dtype: torch.dtype = torch.float32, files: int = 1, **shape) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
+        parameters, generator = build(tmp_path).parameters(), torch.Generator().manual_seed(0)
+        tensors = {k: torch.randn(part.shape, generator=generator).to(dtype) for k, part in parameters.items()}
+        if shape.get("tie_word_embeddings"):
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
+        names = {name: f"model-{i % files}.safetensors" for i, name in enumerate(sorted(tensors))}
+        for file in set(names.values()):
+            save_file({k: v for k, v in tensors.items() if names[k] == file}, tmp_path / file)
+        if files > 1:
+            (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        else:
+            (tmp_path / "model-0.safetensors").rename(tmp_path / "model.safetensors")
+        return tmp_path
+
+    return save_checkpoint
+
+
+def check_equal(staged: Transformer, plain: Transformer) -> None:
+    """Bit by bit, and all of it filled."""
+    ours, theirs = staged.parameters(), plain.parameters()
+    for name, part in ours.items():
+        assert torch.equal(part.target, theirs[name].target) and not part.target.isnan().any(), name
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("buffer_bytes", [352, 1000, 2**20], ids=["row by row", "pieces", "whole"])
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"vocab_size": 5}], ids=["", "tied", "tiny"])
+def test_buffers_change_nothing(save, monkeypatch, size, buffer_bytes, shape):
+    """Of sharded checkpoints; on several ranks rows are cut, too, and the last may have nothing of the vocabulary."""
+    monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_bytes)
+    folder = save(files=3, **shape)
+    for rank in range(size):
+        staged, plain = (build(folder, rank=rank, size=size) for _ in range(2))
+        load_weights(staged, str(folder), staged=True)
+        load_weights(plain, str(folder))
+        check_equal(staged, plain)
+
+
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_dtypes_are_converted_as_by_a_copy(save, dtype, model_dtype):
+    folder = save(dtype)
+    staged, plain = (build(folder, model_dtype) for _ in range(2))
+    load_weights(staged, str(folder), staged=True)
+    load_weights(plain, str(folder), staged=False)
+    check_equal(staged, plain)
+
+
+def test_every_byte_goes_through_the_buffers_once_and_none_on_a_cpu(save, monkeypatch):
+    moved, move = [], Stage.move
+    monkeypatch.setattr(Stage, "move", lambda self, copy: moved.append(copy[0].numel()) or move(self, copy))
+    folder = save()
+    model = build(folder)
+    load_weights(model, str(folder))
+    assert not moved
+    load_weights(model, str(folder), staged=True)
+    assert sum(moved) == sum(part.target.numel() for part in model.parameters().values())
+
+
+def test_files_are_read_ahead(save, monkeypatch):
+    """One file further than the one that is being copied."""
+    asked = []
+    monkeypatch.setattr(loader, "read_ahead", lambda path: asked.append(os.path.basename(path)[6:7]))
+    folder = save(files=3)
+    load_weights(build(folder), str(folder))
+    assert asked == ["0", "1", "1", "2", "2"]
+    monkeypatch.undo()
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)  # as on macOS
+    load_weights(build(folder), str(folder))
+
+
+def test_an_error_on_the_way_is_the_callers_and_no_thread_is_left(save, monkeypatch):
+    """More copies fail than there are buffers."""
+    monkeypatch.setattr(loader, "BUFFER_BYTES", 352)
+    folder, before, failed = save(), threading.active_count(), []
+    load_weights(build(folder), str(folder), staged=True)
+    assert threading.active_count() == before
+    move = Stage.move
+
+    def fail(self, copy):
+        if copy[0].ndim == 2:
+            failed.append(copy)
+            copy = copy[0], copy[1][:, :-1]
+        move(self, copy)
+
+    monkeypatch.setattr(Stage, "move", fail)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        load_weights(build(folder), str(folder), staged=True)
+    assert failed and threading.active_count() == before
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda data: data[:-1], r"model-1\.safetensors is damaged"),
+        (lambda data: data[:7], r"model-1\.safetensors is damaged"),
+        (lambda data: b"\xff" * 8 + data[8:], r"model-1\.safetensors is damaged"),
+        (lambda data: data.replace(b"mlp.up_proj", b"mlp.up_pro_"), r"model-1\.safetensors has a tensor .*up_pro_"),
+    ],
+    ids=["cut", "no header", "header too long", "surplus"],
+)
+def test_damaged_file_is_named_before_a_byte_is_copied(save, monkeypatch, damage, message, staged):
+    folder = save(files=2)
+    path = folder / "model-1.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    model = build(folder)
+    with pytest.raises(ValueError, match=message):
+        load_weights(model, str(folder), staged=staged)
+    assert all(part.target.isnan().all() for part in model.parameters().values())

@@ -1,0 +1,360 @@
+"""The plan of memory: against the tensors themselves, against torch's count of a step, and as `--plan` prints it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
+
+import memory
+import parallel
+import reference
+import worker as worker_module
+from batch_state import BatchState
+from config import DEMO, EngineConfig, ModelConfig
+from engine import EngineCore
+from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
+from model import FAMILIES, Transformer
+from parallel import Group
+from scheduler import NewRow, StepPlan
+from worker import Worker, print_plan
+
+ROOT = Path(__file__).parent.parent
+SHAPE = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "max_position_embeddings": 256, "sliding_window": None,
+}  # fmt: skip
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is on and have not gone yet; `ignored` were there before.
+
+    The interpreter's launches leave cycles behind that hold their arguments, where a GPU's free them at once. So
+    before there is a new peak the garbage is collected.
+    """
+
+    def __init__(self, *ignored: torch.Tensor, collect: bool = True):
+        super().__init__()
+        self.collect = collect
+        self.live: dict[int, int] = {}
+        self.ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
+        self.now = self.peak = 0
+        gc.collect()
+        gc.freeze()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self.count(tensor.untyped_storage())
+        return made
+
+    def __exit__(self, *args):
+        gc.unfreeze()
+        return super().__exit__(*args)
+
+    def count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self.live or key in self.ignored:
+            return
+        self.live[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        weakref.finalize(storage, self.free, key)
+        if self.now > self.peak:
+            if self.collect:
+                gc.collect()
+            self.peak = max(self.peak, self.now)
+
+    def free(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+
+def tensors(*owners: object) -> list[torch.Tensor]:
+    return [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    """Writes a tiny model's config.json, changed as told; returns its folder."""
+
+    def write(**shape) -> str:
+        (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
+        return str(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def make(folder, monkeypatch):
+    """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
+    kernels = pytest.importorskip("kernels")
+    kernels._decode_programs.cache_clear()
+    for module in (kernels, memory):
+        monkeypatch.setattr(module, "PROCESSORS", 2)
+    monkeypatch.setattr(Worker, "warm_up", lambda self: 1.0)
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(parallel.dist, name, lambda *args: None)
+
+    def make_worker(shape: dict | None = None, size: int = 1, **fields) -> Worker:
+        monkeypatch.setattr(Group, "connect", lambda *args: Group(0, size))
+        monkeypatch.setattr(Group, "min", lambda self, value: value)
+        options = {"model": folder(**shape or {}), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
+        options |= {"backend": "triton", "block_size": 16, "swap_space": 0.0, "preemption_mode": "recompute"}
+        config = EngineConfig(**options | {"tensor_parallel_size": size} | fields)
+        worker = Worker(config, ModelConfig.from_folder(config.model))
+        worker.guard = None  # without a warm-up every kernel is late
+        return worker
+
+    yield make_worker
+    kernels._decode_programs.cache_clear()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("more", [{}, {"attention_bias": True, "tie_word_embeddings": True}], ids=["", "biases, tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
+    """Of every rank: those that torch has made once a real model is there, and on the meta device without any."""
+    config = EngineConfig(folder(architectures=[family], vocab_size=99, **more), max_num_seqs=5, max_model_len=70)
+    shape, plans = ModelConfig.from_folder(config.model), []
+    for device in ("cpu", "meta"):
+        with LiveBytes(collect=False) as live:
+            model = Transformer(shape, reference, device, torch.bfloat16, 70, Group(size - 1, size))
+        weights = live.now
+        with LiveBytes(collect=False) as live:
+            state = BatchState(5, 70, blocks_per_seq(config, 70), 64, 99, device)
+        plans.append(plan_memory(config, model, state, cuda=False))
+        if device == "cpu":
+            assert (plans[0].weights, plans[0].state) == (weights, live.now)
+    assert plans[0] == plans[1]
+    pool = torch.zeros(1, shape.num_layers, 2, model.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
+    assert plans[0].block == pool.nbytes and plans[0].graphs == plans[0].context == 0
+
+
+WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows", "size", "dtype"),
+    [
+        (HEADS, [1, 1, 1, 45], 1, "float32"),
+        (HEADS, [20, 3, 9], 1, "bfloat16"),
+        (WIDE, [40], 1, "float32"),
+        (WIDE, [1, 1, 30], 1, "bfloat16"),
+        (WIDE, [1] * 16, 1, "float32"),
+        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, [1] * 8, 1, "float32"),
+        (VOCAB, [1] * 8, 1, "float32"),
+        (VOCAB | {"vocab_size": 9001}, [5] * 2, 2, "float32"),
+        (WIDE | {"intermediate_size": 640}, [24], 2, "float32"),
+    ],
+    ids=["mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary", "vocabulary of two",
+         "mlp of two"],
+)  # fmt: skip
+def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
+    """No more, and in these shapes, where small things count as they do not in a real one, at least two thirds."""
+    worker = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
+    per_seq, plan = worker.blocks_per_seq(), worker.memory
+    new = [
+        NewRow(i, [1] * count, 0, list(range(i * per_seq, (i + 1) * per_seq)), 0.0, 0, 1.0, 0.0, 0)
+        for i, count in enumerate(rows)
+    ]
+    before = tensors(worker, worker.state, worker.model, *worker.model.layers)
+    with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are still there
+        for step in range(2):
+            plan_of_step = StepPlan(step, rows=list(enumerate(rows)), new=new, released=[*range(len(rows))] * step)
+            assert worker.step(plan_of_step).error is None
+    predicted = max(plan.activations, plan.logits + plan.sampling)
+    assert live.peak <= predicted <= plan.step and predicted <= 1.5 * live.peak, (live.peak, plan)
+
+
+def test_products_of_our_own_have_room_for_their_parts(make):
+    worker = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
+    with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(0, [1] * 48, 0, [0, 1, 2], 0.0, 0, 1.0, 0.0, 0)]))
+    assert live.peak <= worker.memory.activations
+
+
+def test_the_plan_knows_the_kernels_constants():
+    kernels = pytest.importorskip("kernels")
+    assert (kernels.SAMPLE_CHUNK, kernels.SAMPLE_BUFFER, kernels.SAMPLE_GROUP) == (4096, 16384, 64)
+    assert (kernels.LINEAR_ROWS, 2 * kernels.LINEAR_PROGRAMS * 128) == (64, 2**15)
+    assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
+
+
+@pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
+def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
+    """However many are asked for; the answers do not depend on how many rows go at a time."""
+    monkeypatch.setattr(memory, "LOGPROBS", MIB)
+    worker = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
+    assert worker.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
+    logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
+    with LiveBytes(logits, sampled) as live:
+        parts = []
+        for part in worker.logprobs(logits, sampled, k):  # on a GPU they leave it at once
+            parts.append([column.numpy().copy() for column in part])
+            del part
+    assert live.peak <= MIB
+    whole = reference.logprobs(logits, sampled, k)
+    for found, want in zip(zip(*parts, strict=True), whole, strict=True):
+        np.testing.assert_allclose(np.concatenate(found), want.numpy(), atol=1e-5)
+
+
+def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
+    """In several rows where one cannot be so long; with torch's count of a CPU in the place of CUDA's."""
+    worker, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
+    forward = worker.model.forward
+    worker.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
+    with LiveBytes(*tensors(worker.model, *worker.model.layers)) as live:
+        fake = SimpleNamespace(
+            memory_allocated=lambda: live.now,
+            reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),
+            max_memory_allocated=lambda: live.peak,
+        )
+        monkeypatch.setattr(torch, "cuda", fake)
+        took = worker.profile()
+        gc.collect()
+        assert live.now == 0 and seen == [36]
+    assert 0.6 * worker.memory.activations < took <= worker.memory.step
+
+
+def plan_of(**fields) -> MemoryPlan:
+    zeros = dict.fromkeys(MemoryPlan.__slots__, 0)
+    return MemoryPlan(**zeros | fields)
+
+
+def test_room_is_what_is_left():
+    plan = plan_of(weights=500, state=20, activations=90, logits=50, sampling=30, logprobs=41, graphs=7, context=60)
+    assert plan.step == 91 and plan_of(activations=92, logits=50, sampling=42).step == 92
+    assert plan.room(1000, 560) == 1000 - 560 - 91 - 20 - 7 == plan.room(1000, 560, 80)
+    assert plan.room(1000, 560, 200) == 1000 - 560 - 200 - 20 - 7
+    assert plan.room(600, 560) == 0
+
+
+def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
+    """On a GPU, or on what passes for one here: of 1,000 MB 90% may be used, and 120 are, by whomever."""
+    worker = make(max_num_seqs=2, max_num_batched_tokens=8)
+    plan = plan_of(weights=70 * 10**6, state=5 * 10**6, activations=30 * 10**6, graphs=10**6, block=10**6)
+    worker.device, worker.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
+    fake = SimpleNamespace(
+        memory_allocated=lambda: allocated.pop(0) * 10**6,
+        empty_cache=lambda: None,
+        mem_get_info=lambda: (880 * 10**6, 1000 * 10**6),
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    for peak, step in ((20, 30), (63, 60)):
+        allocated[:] = [80, 83]
+        worker.profile = lambda peak=peak: peak * 10**6
+        assert worker.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
+        assert worker.measured == (peak - 3) * 10**6
+
+
+def test_blocks_of_a_pool():
+    config = EngineConfig(block_size=16, max_num_seqs=8)
+    assert fit_pool(config, 1000, 100) == (56, 100) and fit_pool(config, 40, 100) == (40, 100)
+    assert fit_pool(config, 5, 100) == (5, 80)
+    for held, fits, fields in ((0, 0, {}), (80, 5, {"max_model_len": 100})):
+        with pytest.raises(ValueError, match=rf"max_model_len is 100; the KV pool of {fits} .* holds {held} tokens"):
+            fit_pool(EngineConfig(block_size=16, **fields), fits, 100)
+
+
+@pytest.mark.parametrize("measured", [0, 105, 106])
+def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
+    memory = dict.fromkeys(MemoryPlan.__slots__, 7 * MIB) | {"predicted": 100 * MIB, "measured": measured * MIB}
+    note = EngineCore.memory_note(SimpleNamespace(facts={"memory": memory}))
+    told = f"{measured} MiB" if measured else "nothing"
+    assert f"100 MiB predicted for a step, {told} measured" in note
+    assert (f"warning   a step took {measured} MiB, and the plan was 100 MiB" in note) == (measured == 106)
+    assert EngineCore.memory_note(SimpleNamespace(facts={"memory": memory | {"context": 0}})) == ""
+
+
+def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:
+    config = EngineConfig(**fields)
+    print_plan(config, ModelConfig.from_folder(config.model), gib)
+    return {line[:22].strip(): line[22:] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_plan_of_a_gpu_adds_up(capsys, folder):
+    """Of a Llama 3.1 8B, whose figures are known, on one and on two GPUs of 80 GiB."""
+    model = folder(
+        architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096,
+        intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        max_position_embeddings=131072, torch_dtype="bfloat16",
+    )  # fmt: skip
+    found = []
+    for size in (1, 2):
+        lines = plan_lines(capsys, 80.0, model=model, tensor_parallel_size=size, distributed_executor_backend="mp")
+        mib = {name: float(rest.split()[0].replace(",", "")) for name, rest in lines.items() if "MiB" in rest}
+        taken = ("weights", "batch state", "largest step", "CUDA graphs", "CUDA and libraries", "KV pool")
+        block = 32 * 2 * 8 * 64 * 128 * 2 / size / MIB
+        assert 0 <= 72 * 1024 - sum(mib[name] for name in taken) < block + 1
+        found.append(mib)
+    one, two = found
+    rotations = 131072 * 2 * 128 * 4 / MIB
+    assert one["weights"] == pytest.approx(8_030_261_248 * 2 / MIB + rotations, abs=0.1)
+    assert two["weights"] == pytest.approx((8_030_261_248 + 65 * 4096) / MIB + rotations, abs=0.1)  # norms on both
+    assert two["batch state"] == one["batch state"]
+
+
+def test_plan_on_a_cpu_is_what_a_worker_does(capsys, monkeypatch):
+    lines = plan_lines(capsys, device="cpu", max_num_seqs=3)
+    worker = Worker(EngineConfig(device="cpu", max_num_seqs=3), ModelConfig.from_folder(DEMO))
+    facts = worker.facts()
+    assert f"{facts['num_blocks']:,} blocks of 64 =" in lines["KV pool"]
+    assert lines["weights"].strip() == f"{facts['memory']['weights'] / MIB:,.1f} MiB"
+    assert facts["memory"]["state"] == count_bytes([worker.state]) and facts["memory"]["measured"] == 0
+    assert "CUDA graphs" not in lines
+
+
+def test_the_driver_is_asked_for_the_gpu(monkeypatch):
+    asked, said = [], "143771\n81559\n[N/A]\n"
+    monkeypatch.setattr(
+        memory.subprocess, "run", lambda command, **_: asked.append(command[3:]) or SimpleNamespace(stdout=said)
+    )
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu_bytes() == 81559 * MIB and asked == [[]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert gpu_bytes() == 81559 * MIB and asked[1] == ["--id=2,3"]
+    monkeypatch.undo()
+    monkeypatch.setenv("PATH", "")
+    assert gpu_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("gib", "fields", "message"),
+    [
+        (0.0, {}, "plan is 0.0; it must be above 0 and at most 1048576 GiB"),
+        (float("nan"), {}, "plan is nan; it must be above 0"),
+        (8.0, {"device": "cpu"}, "plan is 8.0, the GiB of a GPU; with device 'cpu' it must be left out"),
+        (None, {"device": "cuda"}, "device is 'cuda'; this machine has none"),
+        (8.0, {"block_size": 24}, r"block_size is 24; on cuda it must be one of \(16, 32, 64, 128\)"),
+        (8.0, {"max_model_len": 2000}, "max_model_len is 2000; the model was made for at most 1024"),
+        (8.0, {"tensor_parallel_size": 5}, "tensor_parallel_size is 5; it must divide"),
+        (0.5, {"max_model_len": 100}, "max_model_len is 100; the KV pool of 0 blocks of 64 holds 0 tokens"),
+    ],
+)
+def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):
+    monkeypatch.setattr(worker_module, "gpu_bytes", lambda: 0)
+    with pytest.raises(ValueError, match=message):
+        print_plan(EngineConfig(**fields), ModelConfig.from_folder(DEMO), gib)
+
+
+def test_the_server_prints_the_plan_and_ends():
+    command = [sys.executable, "server.py", "--plan", "24", "--max-num-seqs", "16"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert "KV pool" in done.stdout and not done.stderr
+    assert "requests at the full length of 1,024 that fit: 16, of max_num_seqs 16" in done.stdout
