@@ -177,11 +177,8 @@ class BatchState:
         places, values = writes.places, writes.values
         if not places:
             return
-        staged = torch.empty(2 * len(places) + len(values), dtype=torch.int32, pin_memory=self.device == "cuda")
-        words = staged.numpy()
-        words[: 2 * len(places)] = np.frombuffer(places, dtype=np.int32)
-        words[2 * len(places) :] = values
-        staged = staged.to(self.device, non_blocking=True)
+        staged = torch.frombuffer(bytearray(places.tobytes() + values.tobytes()), dtype=torch.int32)
+        staged = to_device(staged, self.device)
         ops.apply_writes(self.words, staged[: 2 * len(places)].view(torch.int64).view(-1, 3), staged[2 * len(places) :])
 
     def advance(self, rows: np.ndarray) -> np.ndarray:

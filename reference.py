@@ -435,6 +435,8 @@ def apply_writes(state: torch.Tensor, writes: torch.Tensor, values: torch.Tensor
     So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them, and
     `values` int32 what changes. No two writes may overlap.
     """
+    if state.device.type == "cpu":  # as arrays: 0.3 us a write in place of 3, which cold caches make 10
+        state, values = state.numpy(), values.numpy()  # type: ignore[assignment]
     for at, begin, n in writes.tolist():
         state[at : at + n] = values[begin : begin + n]
 

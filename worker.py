@@ -86,6 +86,9 @@ class Worker:
         marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
+        self.planned: list[tuple[int, int]] = []  # the rows that the batch state has,
+        self.rows = np.zeros((0, 2), dtype=np.int32)  # as an array,
+        self.shape: StepShape | None = None  # and the shape of their step
         self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
@@ -343,11 +346,14 @@ class Worker:
     def compute(self, plan: StepPlan, writes: Writes) -> Launched:
         """Run the plan's rows, once `writes` have been applied: its differences, to which its rows are added here."""
         state = self.state
-        rows = np.fromiter(chain.from_iterable(plan.rows), np.int32, 2 * len(plan.rows)).reshape(-1, 2)  # slot, tokens
+        again = plan.rows == self.planned  # as it mostly is while all decode: then nothing of it travels
+        rows = self.rows if again else np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         samples = state.advance(rows)
         shape = self.shape_of(rows[:, 1], samples)
-        state.enter_rows(rows, samples, shape, writes)
+        if not again or shape != self.shape or shape.samples < shape.tokens:
+            state.enter_rows(rows, samples, shape, writes)
         state.apply(self.ops, writes)
+        self.planned, self.rows, self.shape = plan.rows, rows, shape
         asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
         some = bool(asked.any())
         if shape in self.graphs and not some:
@@ -454,6 +460,7 @@ class Worker:
             with torch.cuda.graph(graph, pool=pool):
                 _, ids = self.forward(shape)  # the logits' memory is the next graph's, too
             self.graphs[shape] = graph, ids
+        self.planned = []
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
