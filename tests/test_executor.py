@@ -99,9 +99,10 @@ def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undist
 @pytest.mark.parametrize("fields", [{}, {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}])
 def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
     assert mp_llm.core.depth == 2
-    for ahead in (True, False):
+    for ahead, overlaps in ((True, False), (False, False), (True, True)):
         llm = make_llm(async_scheduling=ahead, **fields)
-        assert llm.core.depth == 1 + ahead
+        assert llm.core.depth == 1 + ahead and not llm.core.executor.overlaps
+        llm.core.executor.overlaps = overlaps  # a step is launched before the result of the last is read, as on a GPU
         for _ in range(2):  # the second time with a warm cache
             assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
         llm.core.check_integrity()
@@ -125,8 +126,10 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
     assert "died (SIGKILL)" in outputs[3].error and "3 times in a row" in outputs[3].error
 
 
-def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch):
-    llm = make_llm()
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "as on a GPU"])
+def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeypatch, ahead):
+    llm = make_llm(async_scheduling=ahead)
+    llm.core.executor.overlaps = ahead
     model, count = llm.core.executor.worker.model, 0
     forward = model.forward
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -41,8 +43,30 @@ def test_demo_keeps_its_skill_in_bfloat16(llm, conversations):
     assert sum(a == b for a, b in zip(told, expected, strict=True)) >= 45
 
 
+def test_graphs_give_the_tokens_of_eager_steps(make_llm, conversations, tmp_path):
+    """In steps of 1 to 9 rows, most of them padded; the trace says which were replayed."""
+    told, path = [], tmp_path / "trace"
+    params = [replace(GREEDY, max_tokens=3 + 5 * i, ignore_eos=True) for i in range(9)]
+    params[4] = replace(params[4], temperature=0.8, seed=1, repetition_penalty=1.2)
+    for eager in (False, True):
+        llm = make_llm(device="cuda", max_num_seqs=9, enforce_eager=eager, **{} if eager else {"trace": str(path)})
+        graphs = llm.core.executor.worker.graphs
+        assert not graphs if eager else {shape.rows for shape in graphs} == {1, 2, 4, 8, 9}
+        outputs = llm.chat(conversations[:9], params, use_tqdm=False)
+        told.append([output.outputs[0].token_ids for output in outputs])
+        llm.core.close()
+    assert told[0] == told[1]
+    events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
+    replayed = {event["args"]["step"] for event in events if event["name"] == "decode" and event["tid"] == 2}
+    steps = {event["args"]["step"] for event in events if event["name"] == "update"}
+    assert len(replayed) > 30 and len(steps) - len(replayed) <= 3  # the prompts
+    device = [event for event in events if event["tid"] == 2]
+    for event, following in pairwise(device):
+        assert event["dur"] >= 0 and event["ts"] + event["dur"] <= following["ts"] + 1
+
+
 def test_together_and_one_by_one_on_cuda(make_llm):
-    llm = make_llm(device="cuda")
+    llm = make_llm(device="cuda", batch_invariant=True)
     params = [SamplingParams(temperature=0.9, top_p=0.95, seed=i, max_tokens=20, ignore_eos=True) for i in range(24)]
     prompts = [[5 + (i * j) % 1000 for j in range(1, 2 + 13 * i)] for i in range(24)]
     together = llm.generate(prompts, params, use_tqdm=False)

@@ -1,0 +1,97 @@
+"""Each kernel with a mistake put in, an off-by-one in a mask or a wrong stride: its own test must see it."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
+pytest.importorskip("triton")
+
+import kernels
+import test_kernels
+from test_kernels import device  # noqa: F401 (a fixture)
+
+F32 = torch.float32
+# The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
+MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
+    "rms_norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True)),
+    "qk_norm_rope_store": (
+        "((H + 2 * KV) * D)", "((H + KV) * D)",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
+    "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
+    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, (), 1)),
+    "plan_decode": (
+        "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
+        test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
+    "attention_decode": (
+        "* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)",
+        test_kernels.test_attention_decode, ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, 2)),
+    "attention_prefill": (
+        "i_len - i_count + o_token", "i_len - i_count + o_token - 1",
+        test_kernels.test_attention_prefill, ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False)),
+    "sample_chunks": (
+        "o_v, o_v < V)", "o_v, o_v < V - 1)",
+        test_kernels.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
+    "sample_pick": (
+        "m_c = o_c < CHUNKS", "m_c = o_c < CHUNKS - 1",
+        test_kernels.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
+    "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels.test_logprobs, (50, 5, "normal", F32)),
+    "apply_writes": ("o_x < n", "o_x < n - 1", test_kernels.test_apply_writes, ([5, 0, 3], 1, 0)),
+    "prepare_inputs": (
+        "i_slot * table_stride", "i_slot * (table_stride - 1)",
+        test_kernels.test_prepare_inputs_and_post_update, ([(True, 3), (True, 1), (True, 20)], 0)),
+    "post_update": (
+        "m_b = o_b < num_rows", "m_b = o_b < num_rows - 1",
+        test_kernels.test_prepare_inputs_and_post_update, ([(True, 3), (True, 1), (True, 20)], 0)),
+    "move_blocks": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_copy_blocks, (F32,)),
+}  # fmt: skip
+
+
+def mutant(folder: Path, kernel: str, old: str, new: str) -> ModuleType:
+    """kernels.py with `old` replaced in one kernel."""
+    before, start, rest = inspect.getsource(kernels).partition(f"def {kernel}_kernel(")
+    body, end, after = rest.partition("\n\n\n")
+    assert old in body
+    path = folder / "mutant.py"
+    path.write_text(before + start + body.replace(old, new) + end + after)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutant"] = module  # where inspect looks for the source
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_kernel_has_a_mutation() -> None:
+    found = {name.removesuffix("_kernel") for name in vars(kernels) if name.endswith("_kernel")}
+    assert found == set(MUTATIONS)
+
+
+@pytest.mark.parametrize("kernel", MUTATIONS)
+def test_the_tests_catch_it(
+    kernel: str,
+    device: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    old, new, test, example = MUTATIONS[kernel]
+    plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
+    given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
+    plain(*given, *example)
+    module = mutant(tmp_path, kernel, old, new)
+    monkeypatch.setattr(module, "PROCESSORS", 6)
+    monkeypatch.setattr(test_kernels, "kernels", module)
+    torch.manual_seed(0)
+    with pytest.raises(AssertionError):
+        plain(*given, *example)
