@@ -163,7 +163,12 @@ class Worker:
         return self.memory.block
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
-        return torch.zeros(num_blocks, *self.block_shape(), dtype=self.dtype, device=self.device)
+        """Zeros; on a CPU the system makes them page by page, as they are touched: torch would touch all of it now."""
+        shape = (num_blocks, *self.block_shape())
+        if self.device == "cpu":
+            zeros = np.zeros(math.prod(shape) * self.dtype.itemsize, dtype=np.uint8)
+            return torch.from_numpy(zeros).view(self.dtype).view(shape)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def new_host_pool(self) -> torch.Tensor:
         """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.

@@ -51,3 +51,11 @@ def conversations() -> list[list[dict[str, str]]]:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         made.append(messages[:-1])
     return made
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs programs one after the other: 6 of attention_decode instead of 2 on each of 132."""
+    kernels = pytest.importorskip("kernels")
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)

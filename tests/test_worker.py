@@ -225,7 +225,7 @@ def test_measured_shapes_decide_which_steps_are_fused(make, monkeypatch):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, monkeypatch):
+def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
     """With batch_invariant, to the bit: in one go, in chunks, beside another row, and as decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(worker_module, "pick_ops", lambda backend, device: kernels)
@@ -282,7 +282,7 @@ class FakeGraph:
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_padded_and_replayed_decode_steps_change_nothing(make, backend):
+def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities; now and then a prompt comes, and is not replayed."""
     told, states = [], []
     for sizes in ([], [1, 2, 4, 8]):
