@@ -285,14 +285,16 @@ class Scheduler:
             else:
                 reason = "delay" if delayed else reason
                 self._let_in(plan, budget, scheduled, (self.swapped,))
-        scheduled.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want them
+        tokens = self.config.max_num_batched_tokens - budget.tokens
+        if tokens > len(scheduled):  # stable: rows of one token first, as the workers' kernels want them
+            scheduled.sort(key=lambda row: row[1] > 1)
         plan.rows = [(seq.slot, count) for seq, count in scheduled]
         plan.released, self.released = self.released, []
         self.space.planned(plan)
         if self.held_up:
             reason = self.held_up[1]
         self.waits.advance(self.now, reason if self.waiting or self.swapped else "step")
-        self.counters["num_computed_tokens_total"] += self.config.max_num_batched_tokens - budget.tokens
+        self.counters["num_computed_tokens_total"] += tokens
         seqs = [seq for seq, _ in scheduled]
         self.in_flight.append((plan, seqs, [seq.num_computed for seq in seqs]))
         self.step += 1
@@ -340,27 +342,32 @@ class Scheduler:
         """
         size, ahead, before = self.config.block_size, self.config.num_lookahead_slots, len(self.preempted)
         to_come = self.config.max_num_seqs - len(self.free_slots)  # sequences, or the slots kept for them
-        i = 0
-        while i < len(self.running):
-            group = self.running[i]
-            i += 1
-            to_come -= group.width  # who is still to come keeps a token of the budget: no prompt holds up decodes
+        running, window, i = self.running, self.space.window, 0
+
+        def most() -> int:
+            """Tokens for the group: who is to come keeps one of the budget each, so no prompt holds up decodes."""
             tokens = budget.tokens - to_come
             if self.urgent and self.urgent.key[0] < group.key[0]:  # a better one's prompt goes before this one's
                 tokens = max(group.width, tokens - len(self.urgent.seqs[0].tokens))
+            return tokens
+
+        while i < len(running):
+            group = running[i]
+            i += 1
+            to_come -= group.width
             if group.beams is not None:
-                if not self._schedule_beams(group, plan, budget, scheduled, tokens):
+                if not self._schedule_beams(group, plan, budget, scheduled, most()):
                     return True
                 continue
             seq = group.seqs[0]
             known = len(seq.tokens) + seq.num_pending
             if known >= group.limit:  # its last token is on its way
                 continue
-            if self.space.window:
+            if window:
                 self.space.pass_window(seq)
             count = known - seq.num_computed
             if count > 1:
-                count = min(count, tokens)
+                count = min(count, most())
                 group.timeline.chunk(count)
             missing = -(-(seq.num_computed + count + ahead) // size) - len(seq.blocks)
             if missing > 0:

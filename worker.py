@@ -242,7 +242,7 @@ class Worker:
         sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
-        self.model.step = None  # which holds the pool, too
+        self.model.step, self.planned = None, []  # the one holds the pool, too; the next state has no rows yet
         return torch.cuda.max_memory_allocated() - held
 
     @torch.inference_mode()
@@ -416,9 +416,10 @@ class Worker:
         )
         if self.sanitizer and plan:
             self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
+        longer = starts[n:] - n if 0 < n < shape.rows else starts[n:]
         batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts[n:] - n,
-            shape.max_query_len)  # fmt: skip
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len
+        )
         self.mark("model")
         hidden = self.model.forward(batch, self.pool)
         if self.sanitizer and plan:
@@ -465,7 +466,7 @@ class Worker:
             with torch.cuda.graph(graph, pool=pool):
                 _, ids = self.forward(shape)  # the logits' memory is the next graph's, too
             self.graphs[shape] = graph, ids
-        self.planned = []
+        self.planned = []  # the batch state has those of the last graph
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
