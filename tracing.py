@@ -16,6 +16,7 @@ from typing import IO, Any
 from plan import StepPlan, StepResult
 
 LANES = ("engine", "worker", "device")
+LAST = "update"  # phase of a step
 
 
 class Trace:
@@ -60,6 +61,8 @@ class Trace:
         event = {"name": name, "ph": "X", "pid": 0, "tid": LANES.index(lane), "args": facts}
         microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((stop - begin) * 1e6, 3)}
         self.file.write(",\n" + json.dumps(event | microseconds))
+        if name == LAST:
+            self.file.flush()  # for the engine of a server ends with it, and writes nothing any more
 
 
 def end(file: IO[str]) -> None:

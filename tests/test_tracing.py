@@ -46,12 +46,12 @@ def test_every_step_is_there_and_its_phases_follow_one_another(make_llm, tmp_pat
 def test_a_trace_without_its_end_can_be_read(tmp_path):
     """As a killed engine leaves it: what a viewer reads, it reads up to the last whole event."""
     trace = Trace(str(tmp_path / "trace"))
-    with trace.span("schedule"):
-        pass
-    trace.file.flush()
-    assert [event["name"] for event in json.loads((tmp_path / "trace").read_text() + "]")][3:] == ["schedule"]
+    for name in ("schedule", "update"):
+        with trace.span(name):
+            pass
+    assert [event["name"] for event in json.loads((tmp_path / "trace").read_text() + "]")][3:] == ["schedule", "update"]
     trace.close()
-    assert len(json.loads((tmp_path / "trace").read_text())) == 4
+    assert len(json.loads((tmp_path / "trace").read_text())) == 5
 
 
 def test_without_a_trace_nothing_is_noted(llm, monkeypatch):
