@@ -256,7 +256,7 @@ def machine() -> dict[str, str]:
         model = next((ln.split(":")[1].strip() for ln in info.read_text().splitlines() if "model name" in ln), model)
     return {
         "date": datetime.date.today().isoformat(), "cpu": model, "python": platform.python_version(), "manta": VERSION,
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
     }  # fmt: skip
 
 
