@@ -104,7 +104,7 @@ class BatchState:
         self.num_blocks = [0] * slots
 
     def enter(self, plan: StepPlan) -> Writes:
-        """Sequences leave, enter and grow: what is to be written, but for token counts, which are."""
+        """Sequences leave, enter and grow: returns what is to be written; only token counts are written here."""
         writes = Writes()
         self.known[plan.released] = self.computed[plan.released] = 0
         kinds = dict.fromkeys(plan.released, 0)
@@ -123,9 +123,8 @@ class BatchState:
         for slot, blocks in plan.new_blocks:
             self._grow(writes, slot, blocks)
         for slot, kind in kinds.items():
-            if self.adjusted[slot] != kind:
-                self.adjusted[slot] = kind
-                self._write(writes, "kinds", slot, array("i", (kind,)))
+            self.adjusted[slot] = kind
+            self._write(writes, "kinds", slot, array("i", (kind,)))
         return writes
 
     def _enter_adjustments(self, writes: Writes, row: NewRow) -> int:

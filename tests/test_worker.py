@@ -268,6 +268,23 @@ def test_rows_keep_count_of_their_tokens(make):
     assert not state.kinds.any() and not state.adjusted.any()
 
 
+def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
+    """What the host has noted of a slot and the device has not been told, it is told with the next row there."""
+    worker = make()
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no room for the pairs")
+
+    changed = row(2, [3, 4])
+    changed.logit_bias = {9: 3.0}
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"copy_blocks": fail}))
+        assert worker.step(StepPlan(0, rows=[(2, 2)], new=[changed], copies=[(0, 1)])).error
+    assert not worker.state.kinds.any()
+    worker.step(StepPlan(1, rows=[(2, 2)], new=[changed]))
+    assert worker.state.kinds.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
+
+
 class FakeGraph:
     """What a CUDA graph is to the worker: `replay` does the step of one shape again, into the tensors of the first."""
 
