@@ -104,8 +104,7 @@ class Worker:
         with self.watch():
             token_seconds = self.warm_up()
             swap_seconds = self.time_swap()
-        chosen = config.preemption_mode == "auto" and len(self.host_pool) > 0
-        self.swap_cost = float(f"{swap_seconds / token_seconds:.4g}") if chosen else 0.0
+        self.swap_cost = float(f"{swap_seconds / token_seconds:.4g}") if config.preemption_mode == "auto" else 0.0
         if self.guard:
             self.guard.armed = True
         marks.append(time.perf_counter())
@@ -369,7 +368,7 @@ class Worker:
             logits, ids = self.forward(shape, plan)
         self.mark("results")
         count = int(samples.sum())
-        launched = Launched(StepResult(plan.step, [-1] * len(rows)), samples, self.to_host(ids[:count]))
+        launched = Launched(StepResult(plan.step, []), samples, self.to_host(ids[:count]))
         if some:
             at = self.to_device(np.flatnonzero(asked[samples]))
             launched.asked, launched.counts = np.flatnonzero(asked), state.num_logprobs[rows[asked, 0]].tolist()
@@ -450,13 +449,11 @@ class Worker:
         """
         assert self.device == "cuda"
         self.graph_sizes = graph_sizes(self.config.max_num_seqs)
-        pool = torch.cuda.graph_pool_handle()
-        shapes = [
-            self.shape_of(ones, ones > 0)._replace(adjusted=adjusted)
-            for size in reversed(self.graph_sizes)
-            for ones in [np.ones(size, dtype=np.int32)]
-            for adjusted in (False, True)
-        ]
+        pool, shapes = torch.cuda.graph_pool_handle(), []
+        for size in reversed(self.graph_sizes):
+            ones = np.ones(size, dtype=np.int32)
+            shape = self.shape_of(ones, ones > 0)
+            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             writes, none = Writes(), np.zeros((0, 2), dtype=np.int32)
             self.state.enter_rows(none, np.zeros(0, dtype=bool), shape, writes)
@@ -515,7 +512,7 @@ class DeviceClock:
 class Launched:
     """A step in the device's queue, and what will have come of it."""
 
-    unfinished: StepResult  # with -1 for each row's token
+    unfinished: StepResult  # without what the device has yet to bring
     samples: np.ndarray | None = None  # [B] bool: rows that sample
     ids: torch.Tensor | None = None  # [R] their tokens, on the host; as `columns`, there once it is `done`
     asked: np.ndarray | None = None  # [A] rows whose log-probabilities are wanted
@@ -619,10 +616,8 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
-    max_model_len, dtype = (
-        check_sizes(config, model_config, device),
-        pick_dtype(config.dtype, model_config.dtype, device),
-    )
+    max_model_len = check_sizes(config, model_config, device)
+    dtype = pick_dtype(config.dtype, model_config.dtype, device)
     blocks = blocks_per_seq(config, max_model_len)
     with torch.device("meta"):  # for what is made without saying where
         group = Group(0, config.tensor_parallel_size)  # which never meets
