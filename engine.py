@@ -59,13 +59,11 @@ class EngineCore:
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
         self.scheduler, self.journal = Scheduler(config, **sizes), None
-        if path := config.log_scheduler:
-            path += f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""
-            self.journal = Journal(path, config, sizes)
+        suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that it writes
+        if config.log_scheduler:
+            self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
-        self.trace = None
-        if path := config.trace:
-            self.trace = Trace(path + (f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""))
+        self.trace = Trace(config.trace + suffix) if config.trace else None
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
