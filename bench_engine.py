@@ -24,7 +24,7 @@ Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers
 PEERS = Path(__file__).parent / "peers.py"
 COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
 ENGINE = ("schedule", "submit", "wait", "update")  # phases of the engine's thread
-MODEL = ("prepare_inputs", "model", "logits", "sample", "post_update")  # phases of a step that a GPU does
+MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases that are a GPU's where it is
 
 
 def engine_figures(args: argparse.Namespace) -> Figures:
@@ -273,16 +273,18 @@ def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:
     steps = []
     for i, following in pairwise(begins):
         taken: dict[str, float] = defaultdict(float)
+        model = 0.0
         sizes = set()
         for event in events[i:following]:
             if event["tid"] < 2:  # and not the device's lane
                 taken[event["name"]] += event["dur"]
+            if event["tid"] == 1 + cuda and event["name"] in MODEL:
+                model += event["dur"]
             if "rows" in event["args"]:
                 sizes.add((event["args"]["rows"], event["args"]["tokens"]))
         if sizes != {(sequences, sequences)}:
             continue
         whole, busy = events[following]["ts"] - events[i]["ts"], sum(taken[name] for name in ENGINE)
-        model = sum(taken[name] for name in MODEL)
         shown = {name: taken[name] for name in ("schedule", "submit", "apply", "results", "update")}
         shown |= {"model": model, "the engine's own": busy - (taken["wait"] if cuda else model)}
         steps.append(shown | {"streams and text": whole - busy, "step": whole})

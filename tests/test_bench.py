@@ -210,6 +210,7 @@ def test_phases_of_a_step_add_up():
     assert figures["model"] == 153 and figures["step"] == 200  # the medians of 103 and 203, and of 150 and 250
     assert figures["the engine's own"] == 5 + 1 + 6 + 20 - 3 and figures["streams and text"] == 200 - 170 - 12
     assert phases_of(events, 2, cuda=True)["the engine's own"] == 12
+    assert phases_of(events, 2, cuda=True)["model"] == 999
     with pytest.raises(ValueError, match="no step has decoded 4 sequences"):
         phases_of(events, 4, cuda=False)
 
