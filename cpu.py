@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import weakref
@@ -14,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes
 SMALL = 1 << 26  # bytes of weights; so small a model's steps are milliseconds, in which one core does most of the work
+PANEL = 256  # outputs; 64 to 512 were tried
 
-RowProduct = Callable[..., torch.Tensor]
 numbers = itertools.count()  # of compiled models, whose operators have names of their own
 
 
@@ -41,6 +43,12 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
         libc.mallopt(M_TRIM_THRESHOLD, KEEP)
 
 
+def release() -> None:
+    """Give the system back what malloc has free, which `settle` lets it keep: what loading and warming up left."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices itself; others emulate it, more slowly than float32."""
     checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -52,42 +60,81 @@ class PackedLinear:
 
     `F.linear` reorders a plain weight in every call: for one token that is 1.4 times the bytes and the time.
 
-    Args:
-        weight: plain.
-        row_product: what multiplies one row by the plain weight, which is then kept as well; see `compile_rows`.
-
     Raises:
         RuntimeError, AttributeError: this torch or CPU has no such product; the operators are private ones.
     """
 
-    def __init__(self, weight: torch.Tensor, row_product: RowProduct | None = None):
+    def __init__(self, weight: torch.Tensor):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
-        self.multiply(weight.new_zeros(1, weight.shape[1]))
-        self.row_product, self.plain = row_product, weight if row_product else None
+        self(weight.new_zeros(1, weight.shape[1]))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
-        if self.row_product and len(x) == 1:
-            return self.row_product(x, self.plain, bias)
-        return self.multiply(x, bias)
-
-    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """The same by the packed weight."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
 
 
-def pack(weight: torch.Tensor, row_product: RowProduct | None = None) -> torch.Tensor | PackedLinear:
-    """`weight` packed (see `PackedLinear`), or as it is where packing is not to be had."""
+class PanelLinear:
+    """A weight [out, in] as panels of PANEL outputs, each of which lies as [in, PANEL]: for rows that come one by one.
+
+    One row's product is then what embedding_bag computes, a sum of a table's rows by weights, and it fetches rows
+    ahead: in a step of one sequence it reads 27 GB/s where oneDNN's product reads 19, on two cores of an AMD EPYC that
+    can read 31. With 8 rows it would read half of what oneDNN's does.
+
+    Args:
+        weight: plain.
+        several: what multiplies several rows; None: bmm does, which reads half of what oneDNN's product does at 2 to
+            32 rows, and as much at 512.
+    """
+
+    def __init__(self, weight: torch.Tensor, several: PackedLinear | None = None):
+        self.outputs, self.several = len(weight), several
+        width = min(PANEL, self.outputs)
+        if self.outputs % width:
+            weight = F.pad(weight, (0, 0, 0, -self.outputs % width))
+        self.panels = weight.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
+        self.ids, self.begins = bags(*self.panels.shape[:2])
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out]."""
+        if self.several and len(x) > 1:
+            return self.several(x, bias)
+        count, inputs, width = self.panels.shape
+        if len(x) == 1:
+            table, weights = self.panels.view(-1, width), x.expand(count, inputs).reshape(-1)
+            y = F.embedding_bag(self.ids, table, self.begins, mode="sum", per_sample_weights=weights).view(1, -1)
+        else:
+            y = torch.bmm(x.expand(count, -1, -1), self.panels).transpose(0, 1).flatten(1)
+        y = y[:, : self.outputs]
+        return y if bias is None else y + bias
+
+
+@functools.cache
+def bags(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [panels * inputs] of each panel, and where in these each begins [panels]; for weights of one shape."""
+    rows = torch.arange(panels * inputs, dtype=torch.int32)
+    return rows, rows[::inputs].contiguous()
+
+
+def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PackedLinear | PanelLinear:
+    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two copies.
+
+    Where this CPU or torch has no packed product, a plain weight takes its place, and serves one row as well.
+    """
+    if rows == "one":
+        return PanelLinear(weight)
     try:
-        return PackedLinear(weight, row_product)
+        packed = PackedLinear(weight)
     except (RuntimeError, AttributeError):
         return weight
+    return PanelLinear(weight, packed) if rows == "both" else packed
 
 
-def compile_rows() -> RowProduct:
-    """A function that multiplies a row [1, in] by a plain weight [out, in], and adds a bias: [1, out].
+def compile_layers(model: Any, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`model.run` for one token as one compiled graph, in which `model.attend`, of `width` outputs, is an operator.
 
-    It reads 29 GB/s where oneDNN's product reads 22, on two cores of an AMD EPYC that can read 31.
+    One graph, for a call of a compiled function costs 0.2 ms where a step streams the weights through the caches: more
+    than the operators that a norm is made of. What a product reads is realized first, for Inductor would compute it
+    again for each output (silu, 1,024 times over): 32 instead of 45 ms a step of Qwen3-0.6B's layers.
 
     Raises:
         ValueError: there is no C++ compiler.
@@ -99,21 +146,6 @@ def compile_rows() -> RowProduct:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none") from None
-
-    def row_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        y = (weight.float() * x.float()).sum(-1)
-        return (y if bias is None else y + bias).to(x.dtype)[None]
-
-    return torch.compile(row_product, dynamic=False)
-
-
-def compile_layers(model: Any, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`model.run` for one token as one compiled graph, in which `model.attend`, of `width` outputs, is an operator.
-
-    One graph, for a call of a compiled function costs 0.2 ms where a step streams the weights through the caches: more
-    than the operators that a norm is made of. What a product reads is realized first, for Inductor would compute it
-    again for each output (silu, 1,024 times over): 32 instead of 45 ms a step of Qwen3-0.6B's layers.
-    """
     library, name = torch.library.Library("manta", "FRAGMENT"), f"attend_{next(numbers)}"
     attend = weakref.WeakMethod(model.attend)  # torch holds the operator, which must not hold the model
     library.define(f"{name}(Tensor qkv, int layer) -> Tensor")

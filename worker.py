@@ -26,7 +26,7 @@ import cpu
 from batch_state import BatchState, StepShape, Writes, to_device
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
-from loader import fill_dummy, load_weights
+from loader import fill_dummy, load_weights, map_embedding
 from memory import blocks_per_seq, fit_pool, gpu_bytes, logprob_rows, plan_memory, report
 from model import Batch, Transformer
 from parallel import Group
@@ -107,6 +107,8 @@ class Worker:
         self.swap_cost = float(f"{swap_seconds / token_seconds:.4g}") if config.preemption_mode == "auto" else 0.0
         if self.guard:
             self.guard.armed = True
+        if self.device == "cpu":
+            cpu.release()
         marks.append(time.perf_counter())
         phases = zip(("weights", "KV pool", "warm-up"), np.diff(marks).tolist(), strict=True)
         self.startup = {phase: round(seconds, 3) for phase, seconds in phases}
@@ -149,8 +151,10 @@ class Worker:
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
             self.model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
         elif self.device == "cpu":
-            row_product = cpu.compile_rows() if self.config.compile else None
-            self.model.pack(lambda weight: cpu.pack(weight, row_product))
+            rows = "one" if self.config.max_num_seqs == 1 else "both" if self.config.compile else "several"
+            self.model.pack(lambda weight: cpu.pack(weight, rows))
+            if self.config.load_format != "dummy":
+                map_embedding(self.model, self.config.model)
 
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""

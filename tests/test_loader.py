@@ -148,3 +148,29 @@ def test_damaged_file_is_named_before_a_byte_is_copied(save, monkeypatch, damage
     with pytest.raises(ValueError, match=message):
         load_weights(model, str(folder), staged=staged)
     assert all(part.target.isnan().all() for part in model.parameters().values())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
+    folder = save(files=3, tie_word_embeddings=tied)
+    model, plain = build(folder), build(folder)
+    for each in (model, plain):
+        load_weights(each, str(folder))
+    model.head = model.head.clone()  # what packing does
+    loader.map_embedding(model, str(folder))
+    assert model.embedding.data_ptr() != plain.embedding.data_ptr() and torch.equal(model.embedding, plain.embedding)
+    mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+    ranges = [[int(end, 16) for end in entry.split("-")] for entry in mapped]
+    assert any(begin <= model.embedding.data_ptr() < end for begin, end in ranges)
+
+
+@pytest.mark.parametrize("why", ["a head that is the table", "another dtype", "several ranks"])
+def test_a_table_that_is_not_the_file_s_stays(save, why):
+    folder = save(torch.float16 if why == "another dtype" else torch.float32, tie_word_embeddings=True)
+    model = build(folder, size=2 if why == "several ranks" else 1)
+    load_weights(model, str(folder))
+    table = model.embedding
+    if why != "a head that is the table":
+        model.head = model.head.clone()
+    loader.map_embedding(model, str(folder))
+    assert model.embedding is table
