@@ -27,6 +27,7 @@ import json
 import os
 import platform
 import random
+import shlex
 import statistics
 import sys
 import tempfile
@@ -311,6 +312,11 @@ def new_parser() -> argparse.ArgumentParser:
     startup.add_argument("--repeats", type=int, default=3)
     for command in (serve, startup):
         command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+        command.add_argument(
+            "--options", type=shlex.split, default=[], help='more of the server\'s command line: "--dtype float32"'
+        )
+    serve.add_argument("--peer", action="append", default=[], choices=["vllm"], help="may be repeated")
+    serve.add_argument("--peer-python", action="append", default=[], help="the Python that has it, for each peer")
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
@@ -330,7 +336,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="auto")
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
-        command.add_argument("--compile", action="store_true", help="Manta's steps of a single sequence, on a CPU")
+        command.add_argument("--compile", action="store_true", help="Manta's attention, on a CPU")
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -364,10 +370,11 @@ def main() -> None:
         figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
     elif args.command == "serve":
         figures = bench_serve.serve_figures(
-            args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale
-        )
+            args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale, args.options,
+            bench_engine.peer_pythons(args),
+        )  # fmt: skip
     elif args.command == "startup":
-        figures = bench_serve.startup_figures(args.model, args.repeats)
+        figures = bench_serve.startup_figures(args.model, args.repeats, args.options)
     else:
         figures = bench_engine.engine_figures(args)
     show(figures)

@@ -30,8 +30,7 @@ MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")
 def engine_figures(args: argparse.Namespace) -> Figures:
     """`throughput` or `latency`, as the command line asks for it."""
     options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
-    if len(args.peer) != len(args.peer_python):
-        raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
+    pythons = peer_pythons(args)
     if args.command == "latency" and args.breakdown:
         return breakdown_figures(args.model, args.breakdown, args.new_tokens, options)
     arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
@@ -44,12 +43,19 @@ def engine_figures(args: argparse.Namespace) -> Figures:
         arguments += ["--cache", str(Path(args.peer_cache).resolve())]
     with contextlib.ExitStack() as stack:
         peers = []
-        for engine, python in zip(args.peer, args.peer_python, strict=True):
+        for engine, python in zip(args.peer, pythons, strict=True):
             peers.append(Peer(engine, python, arguments))
             stack.callback(peers[-1].close)
         if args.command == "throughput":
             return throughput_figures(args.model, work, options, args.repeats, peers)
         return latency_figures(args.model, shapes, args.new_tokens, args.repeats, peers, options)
+
+
+def peer_pythons(args: argparse.Namespace) -> list[str]:
+    """The Python of each `--peer`, which has to name one."""
+    if len(args.peer) != len(args.peer_python):
+        raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
+    return args.peer_python
 
 
 def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[list[int], int]]:
@@ -167,16 +173,12 @@ class Peer:
             self.process.communicate()
 
 
-def manta(model: str, shapes: list[tuple[int, int]], new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
-    """`LLM.generate` as a job's answer, and the engine's facts; each of `shapes` is prefilled in one step."""
+def manta(model: str, batch: int, length: int, new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
+    """`LLM.generate` as a job's answer, and its engine, made for batches that are prefilled in one step."""
     from engine import LLM
 
-    sizes = {
-        "max_num_seqs": max(batch for batch, _ in shapes),
-        "max_model_len": max(length for _, length in shapes) + new_tokens,
-        "max_num_batched_tokens": max(batch * length for batch, length in shapes),
-    }
-    llm = LLM(model, **sizes, **options)
+    tokens = max(batch * length, 256)  # also of a batch to warm up
+    llm = LLM(model, max_num_seqs=batch, max_model_len=length + new_tokens, max_num_batched_tokens=tokens, **options)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
@@ -191,7 +193,7 @@ def manta(model: str, shapes: list[tuple[int, int]], new_tokens: int, options: d
         tokens = [out.outputs[0].token_ids for out in outs]
         return {"prefill": max(firsts) - begun, "decode": last - max(firsts), "tokens": tokens}
 
-    return generate, llm.core.facts
+    return generate, llm.core
 
 
 def latency_figures(
@@ -199,23 +201,21 @@ def latency_figures(
 ) -> Figures:
     """Decode and prefill of (batch, prompt length) `shapes`, greedy; the engines take turns on the same prompts.
 
-    Decode is what follows the first tokens of all. A step reads all weights that multiply, and the KV of the context:
-    "GB/s" is that, and "of memory" is its share of what `read_bandwidth` finds in the same round, for a machine that
-    is shared changes its speed.
+    Manta, like llama.cpp's context, is made anew for each shape. Decode is what follows the first tokens of all. A step
+    reads all weights that multiply, and the KV of the context: "GB/s" is that, and "of memory" is its share of what
+    `read_bandwidth` finds in the same round, for a machine that is shared changes its speed.
     """
-    generate, facts = manta(model, shapes, new_tokens, options)
     config, rng = ModelConfig.from_folder(model), random.Random(0)
-    engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
-    itemsize = 4 if facts["dtype"] == "float32" else 2
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # a lookup, no product
-    weights = (facts["parameters"] - embedding) * itemsize
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize  # of one token
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # numbers of one token
 
     def prompts_of(batch: int, length: int) -> list[list[int]]:  # never the same, so no prefix cache helps
         return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]
 
     figures = []
     for batch, length in shapes:
+        generate, core = manta(model, batch, length, new_tokens, options)
+        engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
         results: dict[str, Figures] = {name: [] for name in engines}
         warm, reads = prompts_of(batch, 8), []
         for run in engines.values():
@@ -224,9 +224,11 @@ def latency_figures(
             prompts = prompts_of(batch, length)
             for name, run in engines.items():
                 results[name].append(run(prompts, new_tokens))
-            reads.append(read_bandwidth(facts["device"]))
+            reads.append(read_bandwidth(core.facts["device"]))
+        core.close()
         reference, *_ = results.values()
-        traffic = weights + batch * kv * (length + new_tokens / 2)  # bytes of a step in the middle
+        numbers = core.facts["parameters"] - embedding + batch * kv * (length + new_tokens / 2)  # half-way
+        traffic = numbers * (4 if core.facts["dtype"] == "float32" else 2)
         for name, answers in results.items():
             steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
             step, prefill = statistics.median(steps), statistics.median(answer["prefill"] for answer in answers)

@@ -14,20 +14,21 @@ import math
 import random
 import re
 import resource
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPException
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import ModelConfig, SamplingParams
+from config import VERSION, ModelConfig, SamplingParams
 
 Figures = list[dict[str, Any]]
 
@@ -44,21 +45,53 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(model: str) -> Iterator[Server]:
+def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
     """Run `server.py` on `model` in a process of its own, from when it listens until the context ends.
 
     Raises:
         RuntimeError: it has ended before; the message has its log.
     """
-    command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0"]
+    command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0", *options]
+
+    def find_port(log: str) -> int | None:
+        found = re.search(r"http://127\.0\.0\.1:(\d+)\n", log)
+        return int(found[1]) if found else None
+
+    with running("server.py", command, find_port, Path(__file__).parent) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def serving_vllm(model: str, python: str, max_model_len: int) -> Iterator[Server]:
+    """vLLM's own server, as it is by default otherwise, from when it is healthy; raises as `serving`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(Path(model).resolve())]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
+
+    def find_port(log: str) -> int | None:
+        with contextlib.suppress(OSError, HTTPException), contextlib.closing(HTTPConnection("127.0.0.1", port)) as peer:
+            peer.request("GET", "/health")
+            return port if peer.getresponse().status == 200 else None
+        return None
+
+    elsewhere = Path(tempfile.gettempdir())  # out of reach of our kernels.py, which others import under that name
+    with running("vllm", command, find_port, elsewhere) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path) -> Iterator[Server]:
+    """A server in a process of its own, from when `find_port`, which is given its log, knows where it listens."""
     with tempfile.NamedTemporaryFile() as log:
-        server, path = subprocess.Popen(command, cwd=Path(__file__).parent, stderr=log), Path(log.name)
+        server, path = subprocess.Popen(command, cwd=folder, stderr=log), Path(log.name)
         try:
-            while not (found := re.search(r"http://127\.0\.0\.1:(\d+)\n", path.read_text())):
+            while (port := find_port(path.read_text())) is None:
                 if server.poll() is not None:
-                    raise RuntimeError(f"server.py ended with status {server.returncode}: {path.read_text()}")
+                    raise RuntimeError(f"{name} ended with status {server.returncode}: {path.read_text()}")
                 time.sleep(POLL)
-            yield Server(int(found[1]), path)
+            yield Server(port, path)
         finally:
             server.terminate()
             server.wait()
@@ -279,7 +312,15 @@ def latencies(replies: list[Reply], seconds: float, slo_ttft: float, slo_tpot: f
 
 
 def serve_figures(
-    model: str, trace: Path | None, rate: float, requests: int, slo_ttft: float, slo_tpot: float, scale: float
+    model: str,
+    trace: Path | None,
+    rate: float,
+    requests: int,
+    slo_ttft: float,
+    slo_tpot: float,
+    scale: float,
+    options: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> Figures:
     """A server under requests that come as in `trace` (or else at random), whether or not it keeps up.
 
@@ -291,38 +332,54 @@ def serve_figures(
         slo_ttft: the longest good time to the first token, in ms.
         slo_tpot: the longest good time per output token, in ms.
         scale: of prompt and output lengths.
+        options: more of Manta's command line.
+        peers: Pythons that have vLLM, whose servers get the same, one after the other.
 
     Raises:
         ValueError: the trace is not usable, or a number is not positive.
+        RuntimeError: a server does not start.
     """
     for name, value in (("rate", rate), ("requests", requests), ("scale", scale)):
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
     arrivals = rescale(read_trace(trace, requests) if trace else poisson(requests, rate), rate)
     rng, vocab = random.Random(0), ModelConfig.from_folder(model).vocab_size
-    fields = {"temperature": 0, "ignore_eos": True} | STREAM
-    with serving(model) as server:
+    slo = slo_ttft, slo_tpot
+    with serving(model, options) as server:
         limit = get(server.port, "/v1/models")[1]["data"][0]["max_model_len"]
         work, cut = fit(arrivals, scale, limit)
         prompts = [[rng.randrange(vocab) for _ in range(arrival.prompt)] for arrival in work]
-        contents = [
-            json.dumps({"prompt": prompt, "max_tokens": arrival.output} | fields).encode()
-            for prompt, arrival in zip(prompts, work, strict=True)
-        ]
-        used, begun = cpu_seconds(), time.perf_counter()
-        replies = asyncio.run(replay(server.port, work, contents))
-        seconds, used = time.perf_counter() - begun, cpu_seconds() - used
+        offered = {
+            "requests": requests, f"cut to the context of {limit}": cut, "offered /s": rate,
+            "prompt tokens": sum(map(len, prompts)), "output tokens": sum(arrival.output for arrival in work),
+        }  # fmt: skip
+        figures = [{"engine": f"Manta {VERSION}"} | offered | replay_figures(server.port, work, prompts, *slo)]
+    for python in peers:
+        with serving_vllm(model, python, limit) as server:
+            name = f"vllm {get(server.port, '/version')[1]['version']}"
+            figures.append({"engine": name} | offered | replay_figures(server.port, work, prompts, *slo))
+    return figures
+
+
+def replay_figures(
+    port: int, work: list[Arrival], prompts: list[list[int]], slo_ttft: float, slo_tpot: float
+) -> dict[str, Any]:
+    """What the server at `port` makes of `work` with these prompts."""
+    fields = {"temperature": 0, "ignore_eos": True} | STREAM
+    contents = [
+        json.dumps({"prompt": prompt, "max_tokens": arrival.output} | fields).encode()
+        for prompt, arrival in zip(prompts, work, strict=True)
+    ]
+    used, begun = cpu_seconds(), time.perf_counter()
+    replies = asyncio.run(replay(port, work, contents))
+    seconds, used = time.perf_counter() - begun, cpu_seconds() - used
     for reply, arrival in zip(replies, work, strict=True):
         if not reply.error and reply.tokens != arrival.output:
             reply.error = f"{reply.tokens} tokens came; {arrival.output} were asked for"
     if errors := [reply.error for reply in replies if reply.error]:
         print(f"{len(errors)} requests failed, the first one so: {errors[0][:500]}", file=sys.stderr)
-    return [{
-        "requests": requests, f"cut to the context of {limit}": cut, "offered /s": rate,
-        "prompt tokens": sum(arrival.prompt for arrival in work),
-        "output tokens": sum(arrival.output for arrival in work), "seconds": round(seconds, 1),
-        **latencies(replies, seconds, slo_ttft, slo_tpot), "client's share of a core": round(used / seconds, 3),
-    }]  # fmt: skip
+    found = latencies(replies, seconds, slo_ttft, slo_tpot)
+    return {"seconds": round(seconds, 1), **found, "client's share of a core": round(used / seconds, 3)}
 
 
 def cpu_seconds() -> float:
@@ -334,7 +391,7 @@ def cpu_seconds() -> float:
 # --- the start --------------------------------------------------------------------------------------------------------
 
 
-def startup_figures(model: str, repeats: int) -> Figures:
+def startup_figures(model: str, repeats: int, options: Sequence[str] = ()) -> Figures:
     """Seconds from the start of `python server.py` to the first token of a request, by phase.
 
     The worker tells its own phases in the start log. "the rest" is what it takes until /health says 200 beside them:
@@ -344,7 +401,7 @@ def startup_figures(model: str, repeats: int) -> Figures:
     figures = []
     for number in range(repeats):
         begun = time.perf_counter()
-        with serving(model) as server:
+        with serving(model, options) as server:
             while get(server.port, "/health")[0] != 200:
                 time.sleep(POLL)
             ready = time.perf_counter() - begun

@@ -128,7 +128,8 @@ class EngineConfig:
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
-        False, "on a CPU: compile the step of a single sequence, for a minute at start and a second copy of the weights"
+        False,
+        "on a CPU: compile attention's products, and keep a second copy of the weights for one sequence at a time",
     )
     threads: int | None = option(
         None,

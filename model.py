@@ -167,7 +167,6 @@ class Transformer:
         self.fused_rows = fused_rows(self.layers[0], device) if group.size == 1 and dtype != torch.float16 else 0
         self.scale = config.head_dim**-0.5
         self.step: Step | None = None
-        self.compiled: Callable[[torch.Tensor], torch.Tensor] | None = None  # `run` for one token; see cpu.py
 
     def parameters(self) -> dict[str, Part]:
         """What this rank takes of each tensor of a checkpoint."""
@@ -212,11 +211,9 @@ class Transformer:
         plans = {w: self.ops.plan_decode(pool[:, 0], *rows, self.num_heads, w) for w in windows}
         self.step = Step(batch, pool, self.rotations[batch.positions], plans)
         residual = self.embed(batch.input_ids)
-        if self.compiled and len(residual) == 1:
-            return self.compiled(residual)
         if len(residual) <= self.fused_rows:
             return self.run_fused(residual)
-        return self.run(residual, self.attend)
+        return self.run(residual)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]: each is zero on all ranks but the one that holds it, and then summed."""
@@ -227,12 +224,12 @@ class Transformer:
         x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
         return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
-    def run(self, residual: torch.Tensor, attend: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
-        """The layers and the last norm, over embeddings [T, hidden], which are changed; attention is `attend`."""
+    def run(self, residual: torch.Tensor) -> torch.Tensor:
+        """The layers and the last norm, over embeddings [T, hidden], which are changed."""
         ops, eps, activation, add_up = self.ops, self.config.rms_norm_eps, self.config.activation, self.group.all_reduce
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            x = add_up(linear(attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
+            x = add_up(linear(self.attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
             x = ops.rms_norm(x, layer.post_norm, eps, residual)
             x = add_up(linear(ops.act_mul(linear(x, layer.gate_up), activation), layer.down))
             following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm

@@ -9,6 +9,7 @@ a padding row, which changes nothing. The pool of keys and values is [num_blocks
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -133,11 +134,22 @@ class Span(NamedTuple):
     bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
 
 
+def _block_scores(
+    q: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, size: int
+) -> torch.Tensor:
+    """s[b, h] = K q[rows[b], h], K the `size` keys of block b [n] that h attends to: [n, H, size] for q [B, H, D]."""
+    _, heads, dim = q.shape
+    k = keys.index_select(0, blocks).view(-1, size, dim)  # [n * KV, size, D]
+    grouped = q.index_select(0, rows).view(-1, heads * size * dim // keys.shape[1], dim)
+    return torch.bmm(grouped, k.transpose(1, 2)).view(len(blocks), heads, size)
+
+
 class DecodePlan(NamedTuple):
     """Which parts of a layer each query token attends to: here the tokens of a row are rows of one token each."""
 
     spans: list[Span]
     order: torch.Tensor | None  # [B] int64: where in the spans, one after the other, each row is; None: in their order
+    scores: Callable[..., torch.Tensor] = _block_scores
 
 
 def plan_decode(
@@ -219,9 +231,7 @@ def attention_decode(
     for span in plan.spans:
         # Keys are gathered and multiplied by blocks. Values need no copy: a sum of a table's rows by weights is what
         # embedding_bag computes, and it fetches rows ahead. Together half the time of SDPA over gathered K and V.
-        k = keys.index_select(0, span.blocks).view(-1, size, dim)  # [n * KV, size, D]
-        grouped = q.index_select(0, span.block_rows).view(-1, heads // kv_heads, dim)
-        scores = torch.bmm(grouped, k.transpose(1, 2)).view(len(span.blocks), heads, size)
+        scores = plan.scores(q, keys, span.block_rows, span.blocks, size)
         rows, _, width = span.hidden.shape
         if len(span.blocks) * size < rows * width:
             scores = scores.new_zeros(rows * width // size, heads, size).index_copy_(0, span.places, scores)

@@ -66,6 +66,9 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        # Then a text is its tokens' bytes, one after the other, whatever is beside them.
+        self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+        self.token_bytes = functools.cache(self._token_bytes)
         config = _read_object(Path(folder) / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
         self._templates = _compile_templates(Path(folder), config)
@@ -94,8 +97,8 @@ class Tokenizer:
         """The token as the vocabulary spells it; empty where there is none (padded vocabularies)."""
         return self._tokenizer.id_to_token(id) or ""
 
-    def token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for; they may be a part of a UTF-8 sequence."""
+    def _token_bytes(self, id: int) -> bytes:
+        """The bytes that a token stands for; they may be a part of a UTF-8 sequence. Nothing, if there is no token."""
         token = self.token(id)
         if self._byte_level and all(char in BYTE_OF_CHAR for char in token):
             return bytes(BYTE_OF_CHAR[char] for char in token)
@@ -171,7 +174,8 @@ class Detokenizer:
     A token's text depends on its neighbours (spaces at the start, characters of several tokens), so the latest tokens
     are decoded together with a few before them and only the difference is new: vLLM's method of two offsets. vLLM
     takes a U+FFFD at the end of that text for an unfinished character; here the tokens' bytes are asked, so that a
-    genuine U+FFFD goes out at once.
+    genuine U+FFFD goes out at once. Where a text is nothing but its tokens' bytes, they are all that is asked: 1 us a
+    token, not 9.
 
     Attributes:
         text: all text that `push` has returned.
@@ -184,13 +188,16 @@ class Detokenizer:
         self.stop_reason: str | None = None
         self.num_tokens = 0
         self._tokenizer, self._params = tokenizer, params
-        # Tokens without text stay out, so that the window has a token with text however many of them come in a row.
-        context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)]
-        self._window = context[-PROMPT_WINDOW:]  # decoded together: what has gone out, then what has not
-        self._sent = len(self._window)  # tokens of the window whose text has gone out, or lies in `_held`
-        self._window_text = self._decode()  # text of those
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # decoded, but it may be the beginning of a stop string
+        # Tokens without text stay out, so that the window has a token with text however many of them come in a row.
+        context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
+        if tokenizer.joins_bytes:
+            self._utf8.decode(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character
+            return
+        self._window = context  # decoded together: what has gone out, then what has not
+        self._sent = len(self._window)  # tokens of the window whose text has gone out, or lies in `_held`
+        self._window_text = self._decode()  # text of those
 
     def push(self, token_ids: Sequence[int], finished: bool) -> str:
         """Take new tokens and return the text that is new and final; `finished` lets out all that was held back."""
@@ -204,34 +211,42 @@ class Detokenizer:
                 if self.stop_reason is not None:
                     return self.text[start:]
         if finished:
-            self._flush(self._decode())
+            self._send(self._utf8.decode(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
             if self.stop_reason is None:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
 
     def _is_silent(self, token_id: int) -> bool:
         special = self._params.skip_special_tokens and token_id in self._tokenizer.special_ids
-        return special or not self._tokenizer.token(token_id)
+        return special or not self._tokenizer.token_bytes(token_id)
 
     def _decode(self) -> str:
         params = self._params
         return self._tokenizer.decode(self._window, params.skip_special_tokens, params.spaces_between_special_tokens)
 
     def _take(self, token_id: int) -> None:
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if self._tokenizer.joins_bytes:
+            self._send(text)
+            return
         self._window.append(token_id)
-        self._utf8.decode(self._tokenizer.token_bytes(token_id))
         if self._utf8.getstate()[0]:  # in the middle of a character
             return
-        text = self._decode()
-        if len(text) <= len(self._window_text):
-            return
-        self._flush(text)
-        self._window = self._window[self._sent :]
-        self._sent, self._window_text = len(self._window), self._decode()
+        if text := self._unsent(self._decode()):
+            self._send(text)
+            self._window = self._window[self._sent :]
+            self._sent, self._window_text = len(self._window), self._decode()
 
-    def _flush(self, text: str) -> None:
-        """Send what `text`, that of the window, has beyond the text sent before, up to a possible stop string."""
-        text = self._held + text[len(self._window_text) :]
+    def _unsent(self, text: str) -> str:
+        """What `text`, that of the window, has beyond the text sent before."""
+        return text[len(self._window_text) :]
+
+    def _send(self, text: str) -> None:
+        """Let `text` out, up to a possible stop string."""
+        if not self._params.stop:
+            self.text += text
+            return
+        text = self._held + text
         matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._params.stop if stop in text]
         if matches:  # the one that is complete first, so that it does not matter how tokens cut the text
             end, _, stop = min(matches)

@@ -60,8 +60,8 @@ class Worker:
         self.ops = pick_ops(config.backend, self.device)
         if config.compile and (self.device, self.ops.__name__) != ("cpu", "reference"):
             raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
-        if config.compile and config.tensor_parallel_size > 1:
-            raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; with compile it must be 1")
+        if config.compile:
+            self.ops = cpu.compile_scores(self.ops)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
         marks = [time.perf_counter()]  # between the phases of `startup`
@@ -80,9 +80,6 @@ class Worker:
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, sharers)
         self.pack()
-        if config.compile:
-            width = model_config.num_heads * model_config.head_dim
-            self.model.compiled = cpu.compile_layers(self.model, width)
         marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
@@ -267,16 +264,26 @@ class Worker:
             begun = time.perf_counter()
             self.run(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
             seconds = time.perf_counter() - begun
-            begun = time.perf_counter()
             self.run(StepPlan(1, rows=[(0, 1)])).result()
-            if self.config.compile:
-                self.compile_seconds = max(self.compile_seconds, time.perf_counter() - begun)
         self.run(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
+        if self.config.compile:
+            begun = time.perf_counter()
+            self.attend_many()
+            self.compile_seconds = time.perf_counter() - begun
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
             self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
         if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
             self.capture()
         return seconds / (count * length)
+
+    def attend_many(self) -> None:
+        """One layer's attention for as many sequences of one block as are enough for what `compile` compiles."""
+        size, model = self.config.block_size, self.model
+        zeros = torch.zeros(2 + cpu.MANY // size, dtype=torch.int32)
+        kv, qkv_heads = self.pool[:, 0], model.num_heads + 2 * model.num_kv_heads
+        plan = self.ops.plan_decode(kv, zeros[:, None], zeros, torch.full_like(zeros, size), model.num_heads, 0)
+        qkv = torch.zeros(len(zeros), qkv_heads, self.model_config.head_dim, dtype=self.dtype)
+        self.ops.attention_decode(qkv[:, : model.num_heads], kv, plan, model.scale)
 
     @torch.inference_mode()
     def time_swap(self) -> float:

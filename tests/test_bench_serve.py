@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +27,9 @@ from bench_serve import (
     startup_phases,
     streams_figures,
 )
-from config import DEMO
+from config import DEMO, VERSION
+
+ROOT = Path(__file__).parent.parent
 
 TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -160,6 +164,19 @@ def test_serve_replays_a_trace_on_a_server(trace, tmp_path, monkeypatch, capsys)
     assert figures["cut to the context of 1024"] == 0 and figures["share that meets it"] == 1.0
     assert 0 < figures["TTFT p50 ms"] <= figures["TTFT p99 ms"] and figures["client's share of a core"] > 0
     assert "goodput /s" in capsys.readouterr().out
+
+
+def test_vllms_server_gets_the_same_requests(trace, tmp_path, monkeypatch):
+    """Its stand-in is our own, which knows the options that vLLM's is given, and says its version in the same way."""
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); import server; server.main()"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ours, theirs = serve_figures(DEMO, trace, 20.0, 3, 1e9, 1e9, 0.02, ("--max-num-seqs", "2"), (sys.executable,))
+    assert (ours["engine"], theirs["engine"]) == (f"Manta {VERSION}", f"vllm {VERSION}")
+    assert ours["done"] == theirs["done"] == 3 and ours["output tokens"] == theirs["output tokens"]
 
 
 def test_startup_phases_add_up():

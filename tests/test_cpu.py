@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import cpu
+import reference
 from engine import LLM, SamplingParams
 from model import linear
 from worker import pick_dtype
@@ -64,15 +65,48 @@ def test_one_sequence_at_a_time_gives_the_same_tokens_and_has_no_second_copy():
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
+@pytest.fixture(scope="module")
+def compiled_ops():
+    return cpu.compile_scores(reference)
+
+
 @needs_compiler
-def test_compiled_steps_give_the_same_tokens():
-    prompts = ["What is 23 + 58?", "Spell apology backwards."]
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lengths", [(700,), (300, 299), (1, 800), (100, 1, 160, 95, 96, 97, 40)], ids=str)
+@pytest.mark.parametrize("size", [16, 64])
+def test_compiled_attention_is_the_plain_one(compiled_ops, dtype, lengths, size):
+    torch.manual_seed(0)
+    blocks, rows = [-(-length // size) for length in lengths], len(lengths)
+    pool = torch.randn(sum(blocks), 3, 2, 2, size, 32, dtype=dtype)
+    tables = torch.zeros(rows, max(blocks), dtype=torch.int32)
+    for row, own in enumerate(torch.randperm(sum(blocks)).int().split(blocks)):
+        tables[row, : len(own)] = own
+    q, args = (
+        torch.randn(rows, 8, 32, dtype=dtype)[:, :4],
+        (tables, torch.arange(rows).int(), torch.tensor(lengths).int()),
+    )
+    for layer in range(3):
+        kv = pool[:, layer]
+        for window in (0, 250):
+            got, want = (
+                ops.attention_decode(q, kv, ops.plan_decode(kv, *args, 4, window), 0.2)
+                for ops in (compiled_ops, reference)
+            )
+            torch.testing.assert_close(got, want, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0)
+
+
+@needs_compiler
+def test_compiled_steps_give_the_same_tokens_and_compile_nothing_more(monkeypatch):
+    prompts = [f"What is {a} + 58? " * 10 for a in range(20, 28)]
+    params = [SamplingParams(temperature=0.8, seed=3, max_tokens=20 + i, ignore_eos=True) for i in range(len(prompts))]
     plain, compiled = (LLM("demo", dtype="float32", compile=compile) for compile in (False, True))
     assert compiled.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
-    answers = [[o.outputs[0].token_ids for o in plain.generate(p, params)] for p in (prompts, prompts[:1], prompts[1:])]
-    for asked, wanted in zip((prompts, prompts[:1], prompts[1:]), answers, strict=True):  # two at once are not compiled
-        assert [o.outputs[0].token_ids for o in compiled.generate(asked, params)] == wanted
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    for some in (slice(0, 8), slice(3, 5), slice(0, 1)):
+        wanted, got = (
+            [o.outputs[0].token_ids for o in llm.generate(prompts[some], params[some])] for llm in (plain, compiled)
+        )
+        assert got == wanted
 
 
 def test_compile_is_refused_in_one_line_without_a_compiler():

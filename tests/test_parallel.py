@@ -213,11 +213,6 @@ def test_a_misshapen_tensor_is_told_by_its_whole_shape(checkpoints, tmp_path):
         load_weights(model, str(tmp_path))
 
 
-def test_compiled_steps_are_for_one_rank(checkpoints):
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2; with compile it must be 1"):
-        make_worker(checkpoints / "qwen2-tied", tensor_parallel_size=2, compile=True)
-
-
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ValueError, match="tensor_parallel_size is 4; torch sees 3 CUDA devices on this machine"):

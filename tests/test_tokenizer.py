@@ -215,7 +215,29 @@ def test_a_long_row_of_skipped_tokens_costs_nothing(bpe: Tokenizer) -> None:
     end = bpe.encode("<|end|>")
     detokenizer = Detokenizer(bpe, [], SamplingParams())
     detokenizer.push(end * 10_000 + bpe.encode(" be"), False)
-    assert detokenizer.text == " be" and len(detokenizer._window) < 10
+    assert detokenizer.text == " be"
+
+
+def test_a_long_row_of_skipped_tokens_leaves_the_window_short(llama2: Tokenizer) -> None:
+    detokenizer = Detokenizer(llama2, [], SamplingParams())
+    detokenizer.push([1] * 10_000 + llama2.encode("hello"), False)
+    assert detokenizer.text == "hello" and len(detokenizer._window) < 10
+
+
+def test_a_character_that_the_prompt_began_is_finished(bpe: Tokenizer) -> None:
+    ids = byte_ids(bpe, "😀é".encode())
+    assert stream(bpe, ids[2:], prompt=bpe.encode("to be") + ids[:2]) == ["", "😀", "", "é", ""]
+
+
+def test_bytes_are_joined_only_where_nothing_else_is_done_to_them(tmp_path: Path, bpe: Tokenizer) -> None:
+    assert bpe.joins_bytes
+    inner = tokenizers.Tokenizer.from_str(bpe._tokenizer.to_str())
+    inner.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteLevel(), tokenizers.decoders.Strip(" ", 1, 0)]
+    )
+    stripped = written(tmp_path, inner)
+    ids = stripped.encode(" to be")
+    assert not stripped.joins_bytes and "".join(stream(stripped, ids)) == stripped.decode(ids)
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
