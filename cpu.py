@@ -98,10 +98,11 @@ class PanelLinear:
         count, inputs, width = self.panels.shape
         if len(x) == 1:
             table, weights = self.panels.view(-1, width), x.expand(count, inputs).reshape(-1)
-            y = F.embedding_bag(self.ids, table, self.begins, mode="sum", per_sample_weights=weights).view(1, -1)
+            y = F.embedding_bag(self.ids, table, self.begins, mode="sum", per_sample_weights=weights)
         else:
-            y = torch.bmm(x.expand(count, -1, -1), self.panels).transpose(0, 1).flatten(1)
-        y = y[:, : self.outputs]
+            y = x.new_empty(len(x), count, width)  # a result that lies by panels would have to be copied
+            torch.bmm(x.expand(count, -1, -1), self.panels, out=y.transpose(0, 1))
+        y = y.view(len(x), -1)[:, : self.outputs]
         return y if bias is None else y + bias
 
 
