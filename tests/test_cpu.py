@@ -35,7 +35,7 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
         for b in (None, bias):
             wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
             got = linear(x, packed, b)
-            assert got.dtype == dtype
+            assert got.dtype == dtype and got.is_contiguous()
             torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
 
 

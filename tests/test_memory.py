@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 
+import cpu
 import memory
 import parallel
 import reference
@@ -107,6 +108,7 @@ def make(folder, monkeypatch):
     for module in (kernels, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
     monkeypatch.setattr(Worker, "warm_up", lambda self: 1.0)
+    monkeypatch.setattr(cpu, "pack", lambda weight, rows: weight)  # a GPU's products are the plain ones
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(parallel.dist, name, lambda *args: None)
 
