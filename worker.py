@@ -143,7 +143,10 @@ class Worker:
         }
 
     def pack(self) -> None:
-        """Give the model's matrices the products that this device is fast with, or batch_invariant is true of."""
+        """Give the model's matrices the products that this device is fast with, or batch_invariant is true of.
+
+        On a CPU the embeddings' own table is of no more use then but for lookups, and those can do with the file.
+        """
         ops = self.ops
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
             self.model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
