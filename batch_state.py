@@ -72,6 +72,7 @@ class BatchState:
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
+    stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
     sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
@@ -85,7 +86,8 @@ class BatchState:
         shapes: dict[str, tuple[int, ...]] = {
             "token_ids": (slots, max_model_len + 1), "block_tables": (slots, max_blocks), "seeds": (slots, 2),
             "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
-            "bitmask": (slots, -(-vocab_size // 32)), "query_starts": (slots + 1,),
+            "bitmask": (slots, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
+            "query_starts": (slots + 1,),
         }  # fmt: skip
         names = [name for name in BatchState.__annotations__ if name not in shapes]
         shapes |= dict.fromkeys(names, (slots,))
@@ -102,6 +104,7 @@ class BatchState:
         self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
         self.adjusted = np.zeros(slots, dtype=np.int32)
         self.num_blocks = [0] * slots
+        self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: those of its words that are not 0
 
     def enter(self, plan: StepPlan) -> Writes:
         """Sequences leave, enter and grow: returns what is to be written; only token counts are written here."""
@@ -119,6 +122,7 @@ class BatchState:
                 self._write(writes, name, slot, array("f", (value,)))
             self._write(writes, "seeds", slot, array("q", (row.seed,)))
             self._grow(writes, slot, row.blocks)
+            self._enter_stops(writes, row)
             kinds[slot] = self._enter_adjustments(writes, row)
         for slot, blocks in plan.new_blocks:
             self._grow(writes, slot, blocks)
@@ -126,6 +130,16 @@ class BatchState:
             self.adjusted[slot] = kind
             self._write(writes, "kinds", slot, array("i", (kind,)))
         return writes
+
+    def _enter_stops(self, writes: Writes, row: NewRow) -> None:
+        """Write down which tokens end a new row, unless they are those of the row before, as they mostly are."""
+        words: dict[int, int] = {}
+        for token in row.stop_ids:
+            words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+        if words != (before := self.stops[row.slot]):
+            self.stops[row.slot] = words
+            for place, word in (dict.fromkeys(before, 0) | words).items():
+                self._write(writes, "stop_bits", row.slot, array("I", (word,)), place)
 
     def _enter_adjustments(self, writes: Writes, row: NewRow) -> int:
         """Write down what changes the logits of a new row; returns which kinds of that there are."""

@@ -69,7 +69,7 @@ def scheduler_figures(repeats: int = 300) -> Figures:
             begun = time.perf_counter()
             plan = scheduler.schedule()
             middle = time.perf_counter()
-            seqs = scheduler.in_flight[-1][1]
+            seqs = scheduler.in_flight[-1].seqs
             tokens = [5 if seq.num_computed == len(seq.tokens) else -1 for seq in seqs]
             again = time.perf_counter()
             scheduler.update(plan, StepResult(plan.step, tokens))

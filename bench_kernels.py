@@ -383,14 +383,13 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
         ids = torch.ones(rows, max_model_len + 1, dtype=torch.int32, device=device)
         known, computed = ints([500] * rows, device), ints([499] * rows, device)
         slots, starts = ints(range(rows), device), ints(range(rows + 1), device)
-        sampled = torch.arange(rows, device=device)
-        return Inputs(
-            lambda ops: ops.post_update(ids, known, computed, slots, starts, slots, sampled), (ids, known, computed)
-        )
+        bits = torch.zeros(rows, -(-s.vocab // 32), dtype=torch.int32, device=device)
+        update = ids, known, computed, slots, starts, slots, torch.arange(rows, device=device), bits
+        return Inputs(lambda ops: ops.post_update(*update), (ids, known, computed))
 
     yield Case("apply_writes", f"{rows} rows", 2 * 4 * (3 * rows + 1 + rows // 16), 0, apply, True)
     yield Case("prepare_inputs", f"{rows} rows", rows * (4 * 5 + 8 * 2 + 4 * 2), 0, prepare, True)
-    yield Case("post_update", f"{rows} rows", rows * (4 * 8 + 8), 0, update, True)
+    yield Case("post_update", f"{rows} rows", rows * (4 * 11 + 8), 0, update, True)
 
 
 def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:

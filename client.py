@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from config import SamplingParams
-from plan import EngineOutput
-from wire import Abort, Add, Call, Connection, Health, Message, Outputs, Reply
+from plan import EngineOutput, Outputs
+from wire import Abort, Add, Call, Connection, Health, Message, Reply
 
 GONE = "the engine process has ended"
 
@@ -89,7 +89,7 @@ class MPClient:
             if waiter := self.calls.get(message.call_id):
                 waiter.put(message)
         else:
-            for output in message.outputs:
+            for output in message:
                 stream = self.streams.get(output.request_id)
                 if output.finished:
                     self.streams.pop(output.request_id, None)

@@ -25,7 +25,7 @@ from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
-from scheduler import EngineOutput, Request, Scheduler, StepPlan
+from scheduler import EngineOutput, Outputs, Request, Scheduler, StepPlan
 from tokenizer import Tokenizer
 from tracing import Trace
 
@@ -100,7 +100,7 @@ class EngineCore:
         """Whether a step would do anything."""
         return bool(self.plans) or self.scheduler.has_work()
 
-    def step(self, empty: bool = False) -> list[EngineOutput]:
+    def step(self, empty: bool = False) -> Outputs:
         """Take the result of the oldest step that runs, and start the next; returns what the result brought.
 
         So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
@@ -117,7 +117,7 @@ class EngineCore:
         if self.journal:
             self.journal.tick()
         more = self.scheduler.has_work() or empty
-        outputs = self._land() if len(self.plans) == self.depth or (self.plans and not more) else []
+        news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
         if self.scheduler.has_work() or empty:
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
@@ -127,26 +127,26 @@ class EngineCore:
                 with self.span("submit", self.plans[-1]):
                     self.executor.submit(self.plans[-1])
             except WorkerError as error:
-                outputs += self._replace_workers(error)
+                news.outputs += self._replace_workers(error)
             except KeyboardInterrupt:
                 self._start_over(False, None)
                 raise
-        return outputs
+        return news
 
-    def _land(self) -> list[EngineOutput]:
+    def _land(self) -> Outputs:
         """Wait for the result of the oldest step that runs."""
         plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
         try:
             with self.span("wait", plan):
                 result = self.executor.result()
         except WorkerError as error:
-            return self._replace_workers(error)
+            return Outputs(self._replace_workers(error))
         except KeyboardInterrupt:  # the next step begins anew
             self._start_over(False, None)
             raise
         self.deaths = 0
         if result.error:
-            return self._start_over(False, result.error)
+            return Outputs(self._start_over(False, result.error))
         if self.journal:
             self.journal.landed(result)
         if self.trace:

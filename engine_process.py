@@ -13,13 +13,14 @@ import socket
 import sys
 import time
 import traceback
+from collections import defaultdict
 
 from child import Child, Life
 from config import EngineConfig
 from engine import EngineCore
 from executor import TorchrunExecutor, WorkerError
-from plan import EngineOutput
-from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Message, Outputs, Reply, Wave
+from plan import EngineOutput, Outputs
+from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Message, Reply, Wave
 
 LEAVE_TIMEOUT = 5  # seconds that its loop has to take leave of ranks that are not its children
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
@@ -75,13 +76,21 @@ class EngineServer:
                 except queue.Empty:
                     self.core.check_workers()
             self._note_load()
-            news: dict[socket.socket, list[EngineOutput]] = {}
-            for output in self.core.step(self.in_wave):
-                news.setdefault(self.owners[output.request_id], []).append(output)
-                if output.finished:
-                    del self.owners[output.request_id]
-            for client, outputs in news.items():
-                self.frames.send(client, Outputs(outputs))
+            for client, news in self._split(self.core.step(self.in_wave)).items():
+                self.frames.send(client, news)
+
+    def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
+        """What each client is to hear of a step's news."""
+        parts: defaultdict[socket.socket, Outputs] = defaultdict(Outputs)
+        for name, token in zip(news.names, news.token_ids, strict=True):
+            part = parts[self.owners[name[0]]]
+            part.names.append(name)
+            part.token_ids.append(token)
+        for output in news.outputs:
+            parts[self.owners[output.request_id]].outputs.append(output)
+            if output.finished:
+                del self.owners[output.request_id]
+        return parts
 
     def end(self) -> None:
         """From another thread: let `run` return, and wait for the process to end with that."""

@@ -73,7 +73,8 @@ class Journal:
     def landed(self, result: StepResult) -> None:
         """Note what the oldest step in flight brought."""
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
-        self._note({"landed": result.step, "tokens": result.token_ids, "logprobs": logprobs})
+        news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
+        self._note({"landed": result.step} | news)
 
     def start_over(self, lost: bool, refused: str | None) -> None:
         """Note that the steps in flight brought no result, and that all tokens are computed again."""
@@ -91,9 +92,10 @@ class Journal:
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler's latest step decided, in JSON's types."""
-    plan, seqs, _ = scheduler.in_flight[-1]
+    flight = scheduler.in_flight[-1]
+    plan = flight.plan
     return {
-        "rows": [[seq.group.name, count] for seq, (_, count) in zip(seqs, plan.rows, strict=True)],
+        "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.preempted],
         "moves": [len(plan.swap_out), len(plan.swap_in), len(plan.copies)],
         "held_up": list(scheduler.held_up),
@@ -127,8 +129,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
                     raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
         elif "landed" in line:
             logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
-            result = StepResult(line["landed"], line["tokens"], logprobs)
-            scheduler.update(scheduler.in_flight[0][0], result)
+            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs)
+            scheduler.update(scheduler.in_flight[0].plan, result)
         else:
             scheduler.start_over(*line["start_over"])
     return scheduler

@@ -5,6 +5,7 @@ A plan carries differences, not batches: the workers keep the state of every seq
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
@@ -27,6 +28,7 @@ class NewRow:
     num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    stop_ids: tuple[int, ...] = ()  # tokens that end it
 
 
 @dataclass(slots=True)
@@ -61,6 +63,7 @@ class StepResult:
 
     step: int
     token_ids: list[int]
+    stopped: list[int] = field(default_factory=list)  # indices of the rows whose token ends the sequence
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
@@ -80,3 +83,18 @@ class EngineOutput:
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
     engine_fault: bool = False  # the error is none of the request's: it may be tried again
+
+
+@dataclass(slots=True)
+class Outputs:
+    """One step's news: of most answers that go on there is nothing to say but the next token."""
+
+    outputs: list[EngineOutput] = field(default_factory=list)
+    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of answers of which that is all,
+    token_ids: list[int] = field(default_factory=list)  # and the token of each
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        """The news of each answer."""
+        yield from self.outputs
+        for (request_id, index), token in zip(self.names, self.token_ids, strict=True):
+            yield EngineOutput(request_id, [token], index=index)

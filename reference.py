@@ -496,26 +496,36 @@ def post_update(
     query_starts: torch.Tensor,
     sample_index: torch.Tensor,
     sampled: torch.Tensor,
+    stop_bits: torch.Tensor,
     adjust: Adjust | None = None,
-) -> None:
+) -> torch.Tensor:
     """num_computed[slot] += tokens of its row; token_ids[slot, num_known[slot]++] = the token of a row that sampled.
 
     Args:
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
+        stop_bits: [S, ceil(vocab / 32)] int32, bit token % 32 of word token // 32 set for tokens that end the sequence.
         adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
+
+    Returns:
+        news [R, 2] int32, for the host: the token, and 1 where it ends its sequence, else 0. What of `sampled` is no
+        row's is undefined there.
     """
     live = slots >= 0
     slot = slots[live].long()
     num_computed[slot] += query_starts.diff()[live]
     ends = live & (sample_index >= 0)
-    slot = slots[ends].long()
-    tokens = sampled[sample_index[ends].long()]
+    slot, index = slots[ends].long(), sample_index[ends].long()
+    tokens = sampled[index]
     token_ids[slot, num_known[slot].long()] = tokens.to(torch.int32)
     num_known[slot] += 1
     if adjust is not None:
         adjust.token_counts[slot, tokens] += 2 * (adjust.kinds[slot] & 1)
+    news = torch.empty(len(sampled), 2, dtype=torch.int32, device=sampled.device)
+    news[index, 0] = tokens.to(torch.int32)
+    news[index, 1] = stop_bits[slot, tokens // 32] >> (tokens % 32).to(torch.int32) & 1
+    return news
 
 
 def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -16,8 +16,10 @@ it have tokens. (Samples of one request branch off when their prompt is computed
 first, `max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes.)
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may
-be made before the result of the last one is in: it must know that a token will come (`num_pending`), not which. Where
+be made before the result of the last one is in: it must know that a token will come (`num_known`), not which. Where
 that turns out to be a sequence's last, the plan has run a row too many, whose token is dropped.
+
+Sequences that decode are a batch of their own (`DecodeBatch`): a step looks at those of them that need a block, or end.
 """
 
 from __future__ import annotations
@@ -27,19 +29,22 @@ from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from beam import BeamSearch
 from block_space import BlockSpaceManager
 from config import EngineConfig
+from decode_batch import Columns, DecodeBatch
 from kv_cache import AllocStatus
-from plan import EngineOutput, Logprobs, NewRow, StepPlan, StepResult
+from plan import EngineOutput, Logprobs, NewRow, Outputs, StepPlan, StepResult
 from sequence import GroupQueue, Request, Sequence, SequenceGroup, Status, derived_seed
 from timeline import WaitClock
 
 __all__ = [
-    "EngineOutput", "Logprobs", "NewRow", "Request", "Scheduler", "SchedulingBudget", "Sequence", "SequenceGroup",
-    "Status", "StepPlan", "StepResult", "derived_seed",
+    "EngineOutput", "Flight", "Logprobs", "NewRow", "Outputs", "Request", "Scheduler", "SchedulingBudget", "Sequence",
+    "SequenceGroup", "Status", "StepPlan", "StepResult", "derived_seed",
 ]  # fmt: skip
 
 COUNTERS = (
@@ -71,6 +76,21 @@ class SchedulingBudget:
     def take(self, tokens: int) -> None:
         self.tokens -= tokens
         self.seqs -= 1
+
+
+@dataclass(slots=True)
+class Flight:
+    """A plan without a result yet: whose its rows are."""
+
+    plan: StepPlan
+    decodes: Columns  # the first rows
+    others: list[tuple[Sequence, int]]  # and how many tokens of these are computed when it has run
+    grown: list[Sequence]  # those decodes for whom there is a new block, the one before being full
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """The sequence of each row."""
+        return [*self.decodes.seqs, *(seq for seq, _ in self.others)]
 
 
 class Scheduler:
@@ -113,13 +133,14 @@ class Scheduler:
         self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, window)
         self.blocks, self.host = self.space.device, self.space.host
         self.waiting, self.swapped = GroupQueue(Status.WAITING), GroupQueue(Status.SWAPPED)
-        self.running: list[SequenceGroup] = []  # in order of `key`
+        self.running: list[SequenceGroup] = []  # in order of `key`: those whose sequence is one of the decodes,
+        self.decodes = DecodeBatch(config.block_size, config.num_lookahead_slots, window)
+        self.others: list[SequenceGroup] = []  # and those at whom each step must look, in any order
         self.requests: dict[str, Request] = {}
         self.trunks: list[Request] = []  # that hold blocks for their samples yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []
-        # Plans without a result yet, each with its sequences and how many tokens of each are computed when it has run.
-        self.in_flight: deque[tuple[StepPlan, list[Sequence], list[int]]] = deque()
+        self.in_flight: deque[Flight] = deque()
         self.preempted: list[tuple[str, str, str]] = []  # in the latest step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
         self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
@@ -172,9 +193,8 @@ class Scheduler:
                 f"the request may grow to {limit} tokens{beams}, {needed} KV blocks of {self.config.block_size}; "
                 f"the whole pool has {self.blocks.num_blocks}: lower max_tokens or shorten the prompt"
             )
-        request.stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            request.stop_ids |= self.eos_token_ids
+        stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
@@ -262,6 +282,7 @@ class Scheduler:
         cut where it ends (Sarathi-Serve, Agrawal et al., 2024). The classic order runs whole prompts first, and alone.
         """
         plan = StepPlan(self.step)
+        flight = Flight(plan, Columns(), [], [])
         self.preempted, self.held_up, self.urgent, self.now = [], (), None, self.clock()
         budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         scheduled: list[tuple[Sequence, int]] = []
@@ -269,7 +290,7 @@ class Scheduler:
         if self.config.enable_chunked_prefill:
             self._make_way(plan)
             # After a preemption nobody is let in: it would be who was preempted, into the blocks it has just given up.
-            if self._schedule_running(plan, budget, scheduled):
+            if self._schedule_running(flight, budget, scheduled):
                 reason = "blocks"
             else:
                 self._let_in(plan, budget, scheduled, (self.swapped, self.waiting))
@@ -280,23 +301,23 @@ class Scheduler:
                 self._let_in(plan, budget, scheduled, (self.waiting,))
             if plan.new:
                 self.last_prefill = self.now
-            elif self._schedule_running(plan, budget, scheduled):
+            elif self._schedule_running(flight, budget, scheduled):
                 reason = "blocks"
             else:
                 reason = "delay" if delayed else reason
                 self._let_in(plan, budget, scheduled, (self.swapped,))
-        tokens = self.config.max_num_batched_tokens - budget.tokens
-        if tokens > len(scheduled):  # stable: rows of one token first, as the workers' kernels want them
-            scheduled.sort(key=lambda row: row[1] > 1)
-        plan.rows = [(seq.slot, count) for seq, count in scheduled]
+        scheduled.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want them
+        plan.rows = flight.decodes.rows
+        if scheduled:
+            plan.rows = plan.rows + [(seq.slot, count) for seq, count in scheduled]
+        flight.others = [(seq, seq.num_computed) for seq, _ in scheduled]
         plan.released, self.released = self.released, []
         self.space.planned(plan)
         if self.held_up:
             reason = self.held_up[1]
         self.waits.advance(self.now, reason if self.waiting or self.swapped else "step")
-        self.counters["num_computed_tokens_total"] += tokens
-        seqs = [seq for seq, _ in scheduled]
-        self.in_flight.append((plan, seqs, [seq.num_computed for seq in seqs]))
+        self.counters["num_computed_tokens_total"] += self.config.max_num_batched_tokens - budget.tokens
+        self.in_flight.append(flight)
         self.step += 1
         return plan
 
@@ -334,15 +355,23 @@ class Scheduler:
         return self.now - self.waiting.first().request.arrival > factor * self.prefill_seconds
 
     def _schedule_running(
-        self, plan: StepPlan, budget: SchedulingBudget, scheduled: list[tuple[Sequence, int]]
+        self, flight: Flight, budget: SchedulingBudget, scheduled: list[tuple[Sequence, int]]
     ) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
 
         Returns whether a group was preempted.
         """
-        size, ahead, before = self.config.block_size, self.config.num_lookahead_slots, len(self.preempted)
+        before = len(self.preempted)
+        self._look_at_running(flight, budget, scheduled)
+        flight.decodes = self.decodes.run()  # without those who were preempted only now
+        budget.tokens -= len(self.decodes)
+        budget.seqs -= len(self.decodes)
+        return len(self.preempted) > before
+
+    def _look_at_running(self, flight: Flight, budget: SchedulingBudget, scheduled: list[tuple[Sequence, int]]) -> None:
+        """Give blocks to the decodes that need one, and tokens to all who run and are not among the decodes."""
+        plan, window = flight.plan, self.space.window
         to_come = self.config.max_num_seqs - len(self.free_slots)  # sequences, or the slots kept for them
-        running, window, i = self.running, self.space.window, 0
 
         def most() -> int:
             """Tokens for the group: who is to come keeps one of the budget each, so no prompt holds up decodes."""
@@ -351,37 +380,48 @@ class Scheduler:
                 tokens = max(group.width, tokens - len(self.urgent.seqs[0].tokens))
             return tokens
 
-        while i < len(running):
-            group = running[i]
-            i += 1
-            to_come -= group.width
+        due = [seq.group for seq in self.decodes.pop_due()]
+        for group in sorted(self.others + due, key=lambda group: group.key):
+            if group.status is not Status.RUNNING:  # any more
+                continue
             if group.beams is not None:
+                to_come -= group.width
                 if not self._schedule_beams(group, plan, budget, scheduled, most()):
-                    return True
+                    return
                 continue
             seq = group.seqs[0]
-            known = len(seq.tokens) + seq.num_pending
-            if known >= group.limit:  # its last token is on its way
+            if seq in self.decodes and seq.num_known + 1 >= group.limit:  # its last token is about to be sampled
+                self._leave_decodes(seq)
+                self.others.append(group)
+            decodes = seq in self.decodes
+            to_come -= not decodes
+            count = seq.num_known - seq.num_computed
+            if seq.num_known >= group.limit:  # its last token is on its way
                 continue
             if window:
                 self.space.pass_window(seq)
-            count = known - seq.num_computed
             if count > 1:
                 count = min(count, most())
                 group.timeline.chunk(count)
-            missing = -(-(seq.num_computed + count + ahead) // size) - len(seq.blocks)
-            if missing > 0:
+            if (missing := self.blocks.blocks_for(seq.num_computed + count) - len(seq.blocks)) > 0:
                 if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
-                    return True
+                    return
                 grown = self.blocks.allocate(missing)
                 seq.blocks += grown
                 plan.new_blocks.append((seq.slot, grown))
-            seq.num_computed += count
-            if seq.num_computed == known:
-                seq.num_pending += 1
-            budget.take(count)
-            scheduled.append((seq, count))
-        return len(self.preempted) > before
+                flight.grown += [seq] * decodes
+            if decodes:
+                self.decodes.expect(seq)
+            else:
+                seq.num_computed += count
+                budget.take(count)
+                scheduled.append((seq, count))
+
+    def _leave_decodes(self, seq: Sequence) -> None:
+        """A sequence is none of the decodes any more, if it was one; what it has filled can be found from now on."""
+        if seq in self.decodes:
+            self.decodes.leave(seq)
+            self.space.publish(seq, len(seq.tokens) - 1, seq.group.request.salt)
 
     def _schedule_beams(
         self,
@@ -433,7 +473,6 @@ class Scheduler:
                 if count > 1:
                     group.timeline.chunk(count)
                 seq.num_computed += count
-                seq.num_pending = int(seq.num_computed == length)
                 tokens -= count
                 budget.take(count)
                 scheduled.append((seq, count))
@@ -485,6 +524,7 @@ class Scheduler:
                 self.held_up = (group.name, "blocks")
                 return
             insort(self.running, queue.pop(Status.RUNNING), key=lambda group: group.key)
+            self.others.append(group)
             if group.beams is not None:
                 self._schedule_beams(group, plan, budget, scheduled, budget.tokens, just_entered=True)
                 continue
@@ -492,7 +532,6 @@ class Scheduler:
             if count > 1:
                 group.timeline.chunk(count)
             seq.num_computed += count
-            seq.num_pending = int(seq.num_computed == len(seq.tokens))
             budget.take(count)
             scheduled.append((seq, count))
         if any(queues):
@@ -605,7 +644,7 @@ class Scheduler:
                    0.0 if group.beams is not None else params.temperature, params.top_k, params.top_p, params.min_p,
                    group.seed, num_logprobs, group.name if self.config.sanitize_kv else "",
                    penalties if penalties != (1.0, 0.0, 0.0) else None, group.request.num_prompt,
-                   params.logit_bias, params.allowed_token_ids))  # fmt: skip
+                   params.logit_bias, params.allowed_token_ids, tuple(group.request.stop_ids)))  # fmt: skip
 
     def _count_recomputed(self, seq: Sequence) -> None:
         if (again := seq.lost - seq.num_computed) > 0:
@@ -621,8 +660,11 @@ class Scheduler:
         By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
         them in the prefix cache.
         """
+        if group.seqs[0] not in self.decodes:
+            self.others.remove(group)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
-            seq.num_computed, seq.num_pending = seq.num_computed - seq.num_pending, 0
+            self._leave_decodes(seq)
+            seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.caution = min(1.0, self.caution + PREEMPTED)
@@ -679,6 +721,7 @@ class Scheduler:
     def _leave(self, seqs: Ints[Sequence]) -> None:
         """Take the blocks and slots of sequences, the slots for their groups to spare."""
         for seq in seqs:
+            self._leave_decodes(seq)
             self.blocks.free(seq.blocks)
             seq.blocks, seq.num_published = [], 0
             if seq.slot >= 0:
@@ -694,49 +737,80 @@ class Scheduler:
 
     # --- results ----------------------------------------------------------------------------------------------------
 
-    def update(self, plan: StepPlan, result: StepResult) -> list[EngineOutput]:
+    def update(self, plan: StepPlan, result: StepResult) -> Outputs:
         """Take the result of the oldest plan in flight; returns the news for the clients."""
-        planned, seqs, computed = self.in_flight.popleft()
-        assert planned is plan and plan.step == result.step and len(result.token_ids) == len(seqs)
-        outputs: list[EngineOutput] = []
-        finished, size, logprobs = False, self.config.block_size, result.logprobs
+        flight = self.in_flight.popleft()
+        assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
+        num_decodes, size, stopped = len(flight.decodes.seqs), self.config.block_size, frozenset(result.stopped)
+        news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
-        for i, (seq, token) in enumerate(zip(seqs, result.token_ids, strict=True)):
+        for i, (seq, computed) in enumerate(flight.others, num_decodes):
             if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
                 continue
-            if computed[i] >= (seq.num_published + 1) * size:
-                self.space.publish(seq, computed[i], seq.group.request.salt)
-            if token < 0:  # more of its prompt is to come
+            if computed >= (seq.num_published + 1) * size:
+                self.space.publish(seq, computed, seq.group.request.salt)
+            if (token := result.token_ids[i]) < 0:  # more of its prompt is to come
                 continue
-            seq.num_pending -= 1
-            group = seq.group
-            request = group.request
-            if group.beams is not None:
-                beams.setdefault(request.request_id, []).append((seq, token, logprobs[i]))
+            if seq.group.beams is not None:
+                beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
                 continue
-            if group.awaited:
-                self._prompt_done(group)
+            if seq.group.awaited:
+                self._prompt_done(seq.group)
             seq.tokens.append(token)
-            output = EngineOutput(request.request_id, [token], None, None, request.num_cached, None, group.index)
-            if logprobs and i in logprobs:
-                seq.logprob += logprobs[i].sampled
-                output.cumulative_logprob = seq.logprob
-            if token in request.stop_ids:
-                output.finish_reason = "stop"
-                output.stop_reason = token if token in request.params.stop_token_ids else None
-            elif len(seq.tokens) >= group.limit:
-                output.finish_reason = "length"
-            if output.finish_reason:
-                finished = True
-                self._end(group, output.finish_reason)
-                output.finished = not request.groups
-            outputs.append(output)
-        self.counters["generation_tokens_total"] += len(outputs)
+            news.outputs.append(self._tell(seq, i in stopped, result.logprobs.get(i)))
+            if seq not in self.decodes and self._only_decodes(seq):
+                self.decodes.join(seq)
+        running, decodes = Status.RUNNING, self.decodes
+        self.others = [group for group in self.others if group.status is running and group.seqs[0] not in decodes]
+        self.counters["generation_tokens_total"] += len(news.outputs) + len(news.token_ids)
         for rows in beams.values():
-            outputs += self._advance_beams(rows)
-        if finished or beams:
-            self.running = [group for group in self.running if group.status is Status.RUNNING]
-        return outputs
+            news.outputs += self._advance_beams(rows)
+        if beams or any(output.finish_reason for output in news.outputs):
+            self.running = [group for group in self.running if group.status is running]
+        return news
+
+    def _only_decodes(self, seq: Sequence) -> bool:
+        """Whether a sequence that has sampled will do nothing else in the next step, nor have more to tell."""
+        group, params = seq.group, seq.group.request.params
+        return group.status is Status.RUNNING and seq.num_known < group.limit and params.num_samples == params.n
+
+    def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
+        """Give the decodes of a step their tokens; returns the news of those that are not `stopped`, and of these."""
+        decodes = flight.decodes
+        seqs, names, tokens = decodes.seqs, decodes.names, decodes.tokens
+        ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]
+        if decodes.departures < self.decodes.columns.departures:  # some may have been aborted or preempted, or ended
+            live = [seq.slot >= 0 for seq in seqs]
+            seqs, names, tokens = [*compress(seqs, live)], [*compress(names, live)], [*compress(tokens, live)]
+            token_ids = [*compress(token_ids, live)]
+        for known, token in zip(tokens, token_ids, strict=True):
+            known.append(token)
+        for seq in flight.grown:
+            if seq in self.decodes:
+                self.space.publish(seq, len(seq.tokens) - 1, seq.group.request.salt)
+        outputs = [self._tell(seq, True) for seq in ends]
+        if ends:
+            live = [seq.slot >= 0 for seq in seqs]
+            names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
+        return Outputs(outputs, names, token_ids)
+
+    def _tell(self, seq: Sequence, stopped: bool, logprobs: Logprobs | None = None) -> EngineOutput:
+        """The news of a sequence that has got another token, which may be its last."""
+        group, token = seq.group, seq.tokens[-1]
+        request = group.request
+        output = EngineOutput(request.request_id, [token], None, None, request.num_cached, None, group.index)
+        if logprobs:
+            seq.logprob += logprobs.sampled
+            output.cumulative_logprob = seq.logprob
+        if stopped:
+            output.finish_reason = "stop"
+            output.stop_reason = token if token in request.params.stop_token_ids else None
+        elif len(seq.tokens) >= group.limit:
+            output.finish_reason = "length"
+        if output.finish_reason:
+            self._end(group, output.finish_reason)
+            output.finished = not request.groups
+        return output
 
     def _end(self, group: SequenceGroup, reason: str) -> None:
         """A group has all its tokens."""
@@ -805,17 +879,15 @@ class Scheduler:
             lost: what was in the KV cache and in host memory is gone, too.
             refused: why the latest to come of those that ran in them is ended, rather than run once more.
         """
-        flown, outputs, self.now = [seq for _, seqs, _ in self.in_flight for seq in seqs], [], self.clock()
-        seqs = [seq for seq in flown if seq.slot >= 0]
-        for seq in flown:
-            seq.num_pending = 0
+        seqs = [seq for flight in self.in_flight for seq in flight.seqs if seq.slot >= 0]
+        outputs, self.now = [], self.clock()
         self.in_flight.clear()
         if refused and seqs:
             request = max((seq.group for seq in seqs), key=lambda group: group.key[1]).request
             self.abort(request.request_id)
             news = EngineOutput(request.request_id, [], "error", error=refused, finished=True, engine_fault=True)
             outputs.append(news)
-        running, self.running = self.running, []
+        running, self.running, self.others = self.running, [], []
         for group in running:
             self._forget(group)
             self._release(group)
@@ -890,5 +962,9 @@ class Scheduler:
             assert group.status is Status.RUNNING
             assert len(group.seqs) + len(group.births) <= group.width
             for seq in group.seqs:
-                assert not seq.host_blocks and seq.num_computed <= len(seq.tokens) + seq.num_pending <= group.limit
+                assert not seq.host_blocks and seq.num_computed < seq.num_known <= group.limit
                 assert len(seq.blocks) * self.config.block_size >= seq.num_computed
+                assert (group in self.others) != (seq in self.decodes)
+        seqs = self.decodes.columns.seqs
+        assert [seq.place for seq in seqs] == list(range(len(seqs))) and all(seq in self.decodes for seq in seqs)
+        assert self.decodes.columns.rows == [(seq.slot, 1) for seq in seqs] and all(seq.slot >= 0 for seq in seqs)

@@ -36,6 +36,18 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Pace:
+    """A count of steps, shared by the sequences that compute a token in each of them."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+
+STILL = Pace()  # of those who do not
+
+
 class Sequence:
     """Tokens; `num_computed` of them have their keys and values in `blocks`, or will have when the latest plan has run.
 
@@ -45,15 +57,15 @@ class Sequence:
     """
 
     __slots__ = (
-        "blocks", "group", "hashes", "host_blocks", "logprob", "lost", "num_computed", "num_pending", "num_published",
-        "slot", "stale", "tokens",
+        "behind", "blocks", "due", "group", "hashes", "host_blocks", "logprob", "lost", "num_published", "pace",
+        "place", "slot", "stale", "tokens",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
         self.group = group
         self.tokens = list(tokens)
-        self.num_computed = 0
-        self.num_pending = 0  # further tokens, which steps in flight are about to sample
+        self.pace, self.behind = STILL, 0  # `num_computed` is the pace's steps less these
+        self.place = self.due = 0  # among the decodes, see `DecodeBatch`
         self.num_published = 0  # blocks offered to the prefix cache
         self.hashes: list[bytes] = []
         self.blocks: list[int] = []  # -1 for those that a sliding window has passed
@@ -62,6 +74,25 @@ class Sequence:
         self.lost = 0  # tokens that had been computed when it was preempted, to be computed again
         self.stale = False  # the workers' last token of it is not the one that it goes on with
         self.logprob = 0.0  # of its output, where that is asked for
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens computed once the latest plan has run; see `DecodeBatch` for who counts it."""
+        return self.pace.steps - self.behind
+
+    @num_computed.setter
+    def num_computed(self, count: int) -> None:
+        self.behind = self.pace.steps - count
+
+    @property
+    def num_known(self) -> int:
+        """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
+        return max(len(self.tokens), self.num_computed + 1)
+
+    def go(self, pace: Pace) -> None:
+        """From now on `num_computed` goes along with `pace`."""
+        self.behind += pace.steps - self.pace.steps
+        self.pace = pace
 
 
 class SequenceGroup:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from config import SamplingParams
-from plan import EngineOutput, StepPlan, StepResult
+from plan import Outputs, StepPlan, StepResult
 
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 RECONNECT = 0.2  # seconds between attempts to reach a process that has ended, until there is another
@@ -55,13 +55,6 @@ class Call:
     call_id: int
     method: str
     args: list[Any] = dataclasses.field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Outputs:
-    """Engine to client: one step's news of the client's requests."""
-
-    outputs: list[EngineOutput]
 
 
 @dataclass(slots=True)

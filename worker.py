@@ -89,7 +89,7 @@ class Worker:
         self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the ids it samples
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the news of its rows
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
@@ -357,6 +357,7 @@ class Worker:
                 part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]), writes).result()
                 writes = Writes()
             result.token_ids += part.token_ids
+            result.stopped += [i] * len(part.stopped)
             if part.logprobs:
                 result.logprobs[i] = part.logprobs[0]
         return Launched(result)
@@ -376,15 +377,14 @@ class Worker:
         some = bool(asked.any())
         if shape in self.graphs and not some:
             self.mark("decode")
-            graph, ids = self.graphs[shape]
+            graph, news = self.graphs[shape]
             graph.replay()
         else:
-            logits, ids = self.forward(shape, plan)
+            logits, news = self.forward(shape, plan)
         self.mark("results")
-        count = int(samples.sum())
-        launched = Launched(StepResult(plan.step, []), samples, self.to_host(ids[:count]))
+        launched = Launched(StepResult(plan.step, []), samples, self.to_host(news))
         if some:
-            at = self.to_device(np.flatnonzero(asked[samples]))
+            at, ids = self.to_device(np.flatnonzero(asked[samples])), news[:, 0].long()
             launched.asked, launched.counts = np.flatnonzero(asked), state.num_logprobs[rows[asked, 0]].tolist()
             launched.columns = self.logprobs(logits[at], ids[at], min(max(launched.counts), logits.shape[1]))
         if self.device == "cuda":
@@ -419,7 +419,7 @@ class Worker:
         So a CUDA graph of it serves any step of its shape. The `plan` is for the sanitizer.
 
         Returns:
-            logits [samples, vocab] and token ids [samples].
+            logits [samples, vocab], and what `post_update` returns.
         """
         self.mark("prepare_inputs")
         state, ops, n = self.state, self.ops, shape.num_decodes
@@ -449,16 +449,16 @@ class Worker:
             self.mark("sample")
             ids = state.sample(ops, logits, sampling, adjust)
         self.mark("post_update")
-        ops.post_update(
+        news = ops.post_update(
             state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],
-            ids, adjust)  # fmt: skip
-        return logits, ids
+            ids, state.stop_bits, adjust)  # fmt: skip
+        return logits, news
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
 
-        They share their memory, for they never run at the same time, and only the ids outlast them. A step of which
+        They share their memory, for they never run at the same time, and only the news outlast them. A step of which
         log-probabilities are wanted needs its logits afterwards, and so does without.
         """
         assert self.device == "cuda"
@@ -475,8 +475,8 @@ class Worker:
             self.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                _, ids = self.forward(shape)  # the logits' memory is the next graph's, too
-            self.graphs[shape] = graph, ids
+                _, news = self.forward(shape)  # the logits' memory is the next graph's, too
+            self.graphs[shape] = graph, news
         self.planned = []  # the batch state has those of the last graph
 
     def move_blocks(self, plan: StepPlan) -> None:
@@ -528,7 +528,7 @@ class Launched:
 
     unfinished: StepResult  # without what the device has yet to bring
     samples: np.ndarray | None = None  # [B] bool: rows that sample
-    ids: torch.Tensor | None = None  # [R] their tokens, on the host; as `columns`, there once it is `done`
+    news: torch.Tensor | None = None  # [R or more, 2] of these, see `ops.post_update`; there once it is `done`
     asked: np.ndarray | None = None  # [A] rows whose log-probabilities are wanted
     counts: list[int] = field(default_factory=list)  # of how many of the likeliest ids, for each of them
     columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `Worker.logprobs`
@@ -550,10 +550,11 @@ class Launched:
         if self.done is not None:
             self.done.synchronize()
         result = self.unfinished
-        if self.samples is not None and self.ids is not None:
-            tokens = np.full(len(self.samples), -1, dtype=np.int64)
-            tokens[self.samples] = self.ids.numpy()
-            result.token_ids = tokens.tolist()
+        if self.samples is not None and self.news is not None:
+            at = np.flatnonzero(self.samples)
+            news, tokens = self.news.numpy()[: len(at)], np.full(len(self.samples), -1)
+            tokens[at] = news[:, 0]
+            result.token_ids, result.stopped = tokens.tolist(), at[news[:, 1] > 0].tolist()
         if self.asked is not None:
             columns = (torch.cat(parts).tolist() for parts in zip(*self.columns, strict=True))
             found = zip(self.counts, *columns, strict=True)

@@ -623,15 +623,18 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
         assert got.dtype == want.dtype and torch.equal(got, want)
 
     index = torch.where(torch.rand(count) < 0.6, torch.randperm(count), -1).to(torch.int32)
-    sampled = torch.randint(0, 99, (count,))
+    sampled, bits = torch.randint(0, 99, (count,)), torch.randint(-(2**31), 2**31, (8, 4)).int()
     for adjusted in (False, True):
         state = token_ids.clone(), computed + starts.diff().max(), computed.clone()
         fields = oracles.adjustments([0, 1, 2, 3, 4, 5, 6, 7], 99)
         twin, fields_twin = (tuple(x.clone() for x in tensors) for tensors in (state, fields))
         counts = fields[2].clone()
-        run("post_update", device, *state, slots, starts, index, sampled, kernels.Adjust(*fields) if adjusted else None)
+        update = slots, starts, index, sampled, bits
+        news = run("post_update", device, *state, *update, kernels.Adjust(*fields) if adjusted else None)
         adjust = reference.Adjust(*fields_twin) if adjusted else None
-        reference.post_update(*twin, slots, starts, index, sampled, adjust)
+        news_twin = reference.post_update(*twin, *update, adjust)
+        told = index[(slots >= 0) & (index >= 0)]
+        assert news.dtype == news_twin.dtype and torch.equal(news[told], news_twin[told])
         assert all(torch.equal(a, b) for a, b in zip((*state, fields[2]), (*twin, fields_twin[2]), strict=True))
         for slot, i in zip(slots.tolist(), index.tolist(), strict=True):
             if adjusted and slot in (1, 3, 5, 7) and i >= 0:  # they have penalties

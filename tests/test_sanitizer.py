@@ -255,7 +255,8 @@ class CheckedWorker(FakeWorker):
         samples = np.array(result.token_ids) >= 0
         at = torch.tensor(np.where(samples, samples.cumsum() - 1, -1)).int()
         sampled = torch.tensor(result.token_ids)[samples]
-        reference.post_update(state.token_ids, state.num_known, state.num_computed, slots, starts, at, sampled)
+        counts = state.num_known, state.num_computed
+        reference.post_update(state.token_ids, *counts, slots, starts, at, sampled, state.stop_bits)
         return result
 
 

@@ -104,7 +104,7 @@ class FakeWorker:
                 written.add((block, offset))
                 self.pool[block][offset] = row["tokens"][i]
             row["computed"] += count
-        sampled, logprobs = [], {}
+        sampled, stopped, logprobs = [], [], {}
         for i, (slot, count) in enumerate(plan.rows):
             row = self.slots[slot]
             sampled.append(-1)
@@ -121,7 +121,8 @@ class FakeWorker:
                     sampled[-1] = ids[0] if wanted else sampled[-1]
                     logprobs[i] = Logprobs(values[sampled[-1]], ids, [values[token] for token in ids])
                 row["tokens"] = [*tokens, sampled[-1]]
-        return StepResult(plan.step, sampled, logprobs)
+                stopped += [i] if sampled[-1] in row["row"].stop_ids else []
+        return StepResult(plan.step, sampled, stopped, logprobs)
 
 
 class Engine:
@@ -407,7 +408,7 @@ def test_abort_in_each_state(state):
     elif state == "in flight":
         plan = engine.scheduler.schedule()
         engine.scheduler.abort("a")
-        assert engine.scheduler.update(plan, engine.worker.step(plan)) == []
+        assert not [*engine.scheduler.update(plan, engine.worker.step(plan))]
     elif state == "held":
         engine.add("b", prompt(30), n=3, max_tokens=2)
         engine.step()
@@ -744,7 +745,7 @@ def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
     again = engine.add("again", prompt(16), max_tokens=5, ignore_eos=True)
     overlapping = engine.scheduler.schedule()  # made while the first step still runs
     assert again.request.num_cached == 0
-    assert engine.scheduler.update(plan, engine.worker.step(plan)) == []
+    assert not [*engine.scheduler.update(plan, engine.worker.step(plan))]
     engine.scheduler.update(overlapping, engine.worker.step(overlapping))
     engine.run()
     assert len(engine.outputs["again"]) == 4  # but for the first, which was not asked for here

@@ -344,7 +344,7 @@ def test_a_step_is_not_done_before_the_device_is(make):
     launched = worker.launch(StepPlan(3, rows=[(0, 2)], new=[row(0, [1, 2])]))
     assert launched.ready() and launched.step == 3
     launched.done = SimpleNamespace(query=lambda: bool(order), synchronize=lambda: order.append("waited"))
-    tokens = launched.ids
-    launched.ids = SimpleNamespace(numpy=lambda: order.append("read") or tokens.numpy())
+    news = launched.news
+    launched.news = SimpleNamespace(numpy=lambda: order.append("read") or news.numpy())
     assert not launched.ready()
-    assert launched.result().token_ids == tokens.tolist() and order == ["waited", "read"] and launched.ready()
+    assert launched.result().token_ids == news[:, 0].tolist() and order == ["waited", "read"] and launched.ready()
