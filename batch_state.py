@@ -46,9 +46,10 @@ class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, and of the rows of a step.
 
     But for the token counts all of it is one tensor of 4-byte words, so that one copy and one kernel bring all that a
-    plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `known` and
-    `computed` mirror two of the parts on the host, so that the worker can tell which rows sample without asking the
-    device; `num_logprobs` is of use on the host alone; `adjusted` mirrors `kinds`. Counting each slot's tokens takes 4
+    plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `to_compute` is
+    on the host, so that the worker can tell which rows sample without asking the device: how many of a slot's known
+    tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use there alone; `adjusted` mirrors
+    `kinds`. Counting each slot's tokens takes 4
     bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or without penalties, so that nothing is
     allocated once requests come; on a CPU memory is taken as it is used.
 
@@ -101,19 +102,16 @@ class BatchState:
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.known, self.computed, self.num_logprobs = (np.zeros(slots, dtype=np.int32) for _ in range(3))
-        self.adjusted = np.zeros(slots, dtype=np.int32)
+        self.to_compute, self.num_logprobs, self.adjusted = (np.zeros(slots, dtype=np.int32) for _ in range(3))
         self.num_blocks = [0] * slots
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: those of its words that are not 0
 
     def enter(self, plan: StepPlan) -> Writes:
         """Sequences leave, enter and grow: returns what is to be written; only token counts are written here."""
-        writes = Writes()
-        self.known[plan.released] = self.computed[plan.released] = 0
-        kinds = dict.fromkeys(plan.released, 0)
+        writes, kinds = Writes(), dict.fromkeys(plan.released, 0)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
-            self.known[slot], self.computed[slot] = length, row.num_computed
+            self.to_compute[slot] = length - row.num_computed
             self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, 0
             self._write(writes, "token_ids", slot, array("i", row.token_ids))
             for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
@@ -191,16 +189,15 @@ class BatchState:
         if not places:
             return
         staged = torch.frombuffer(bytearray(places.tobytes() + values.tobytes()), dtype=torch.int32)
-        staged = to_device(staged, self.device)
-        ops.apply_writes(self.words, staged[: 2 * len(places)].view(torch.int64).view(-1, 3), staged[2 * len(places) :])
+        ops.apply_writes(self.words, to_device(staged, self.device), len(places) // 3)
 
     def advance(self, rows: np.ndarray) -> np.ndarray:
         """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample."""
         slots, counts = rows[:, 0], rows[:, 1]
-        computed, known = self.computed[slots] + counts, self.known[slots]
-        assert (computed <= known).all(), "a row ran past its known tokens"
-        samples = computed == known
-        self.computed[slots], self.known[slots] = computed, known + samples
+        left = self.to_compute[slots] - counts
+        assert (left >= 0).all(), "a row ran past its known tokens"
+        samples = left == 0
+        self.to_compute[slots] = left + samples
         return samples
 
     def adjust(self, ops: ModuleType) -> Any:

@@ -24,7 +24,8 @@ Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers
 PEERS = Path(__file__).parent / "peers.py"
 COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
 ENGINE = ("schedule", "submit", "wait", "update")  # phases of the engine's thread
-MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases that are a GPU's where it is
+MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases that are a GPU's where it is,
+MOVES = "move_blocks"  # and so is this
 
 
 def engine_figures(args: argparse.Namespace) -> Figures:
@@ -246,20 +247,22 @@ def latency_figures(
 def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict[str, Any]) -> Figures:
     """Microseconds of each phase of a decode step, medians, from the timeline that `--trace` writes.
 
-    "the engine's own" is what the host does for a step: on a CPU all of it but the model, whose phases are the
-    device's work on a GPU; there, all that the engine's thread does but wait. "streams and text" is what the callers do
-    between steps, which a server's engine leaves to other processes.
+    "the engine's own" is what the host does for a step: on a CPU all of it but the model, and copies of KV blocks,
+    whose phases are the device's work on a GPU; there, all that the engine's thread does but wait. "streams and text"
+    is what the callers do between steps, which a server's engine leaves to other processes. Prompts have 16 to 79
+    tokens, so that in each step some of the sequences need another block.
     """
     from engine import LLM
 
-    length = 16
+    lengths = [16 + i % 64 for i in range(sequences)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        sizes = {"max_num_seqs": sequences, "max_model_len": length + new_tokens}
+        sizes = {"max_num_seqs": sequences, "max_model_len": max(lengths) + new_tokens}
         llm = LLM(model, trace=str(path), distributed_executor_backend="uni", **sizes, **options)
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         for turn in range(2):  # the first warms up
-            llm.generate([[5 + turn + i % 500] * length for i in range(sequences)], params, use_tqdm=False)
+            prompts = [[5 + turn + i % 500] * length for i, length in enumerate(lengths)]
+            llm.generate(prompts, params, use_tqdm=False)
         llm.core.close()  # so the timeline is whole
         events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     return [phases_of(events, sequences, llm.core.facts["device"] != "cpu")]
@@ -275,20 +278,21 @@ def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:
     steps = []
     for i, following in pairwise(begins):
         taken: dict[str, float] = defaultdict(float)
-        model = 0.0
+        device: dict[str, float] = defaultdict(float)
         sizes = set()
         for event in events[i:following]:
             if event["tid"] < 2:  # and not the device's lane
                 taken[event["name"]] += event["dur"]
-            if event["tid"] == 1 + cuda and event["name"] in MODEL:
-                model += event["dur"]
+            if event["tid"] == 1 + cuda:
+                device["model" if event["name"] in MODEL else event["name"]] += event["dur"]
             if "rows" in event["args"]:
                 sizes.add((event["args"]["rows"], event["args"]["tokens"]))
         if sizes != {(sequences, sequences)}:
             continue
         whole, busy = events[following]["ts"] - events[i]["ts"], sum(taken[name] for name in ENGINE)
         shown = {name: taken[name] for name in ("schedule", "submit", "apply", "results", "update")}
-        shown |= {"model": model, "the engine's own": busy - (taken["wait"] if cuda else model)}
+        shown |= {"model": device["model"], "block copies": device[MOVES]}
+        shown["the engine's own"] = busy - (taken["wait"] if cuda else device["model"] + device[MOVES])
         steps.append(shown | {"streams and text": whole - busy, "step": whole})
     if not steps:
         raise ValueError(f"no step has decoded {sequences} sequences")

@@ -370,9 +370,9 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
         state = torch.zeros(rows * max_model_len, dtype=torch.int32, device=device)
         sizes = torch.tensor([rows, rows + 1, rows, *[1] * (rows // 16)])
         places = torch.arange(len(sizes)) * (rows + 1)
-        writes = torch.stack((places, sizes.cumsum(0) - sizes, sizes), 1).to(device)
-        values = torch.ones(int(sizes.sum()), dtype=torch.int32, device=device)
-        return Inputs(lambda ops: ops.apply_writes(state, writes, values), (state,))
+        writes = torch.stack((places, sizes.cumsum(0) - sizes, sizes), 1).view(-1).view(torch.int32)
+        staged = torch.cat((writes, torch.ones(int(sizes.sum()), dtype=torch.int32))).to(device)
+        return Inputs(lambda ops: ops.apply_writes(state, staged, len(sizes)), (state,))
 
     def prepare(device: str) -> Inputs:
         ids, tables = (torch.ones(rows, n, dtype=torch.int32, device=device) for n in (max_model_len + 1, 64))

@@ -1304,7 +1304,7 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 # ------------------------------------------------------------------------------------------- batch state and blocks
 
 
-@triton.jit(do_not_specialize_on_alignment=["writes", "values"])
+@triton.jit(do_not_specialize_on_alignment=["values"])
 def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3]. One program for each."""
     p_write = writes + tl.program_id(0) * 3
@@ -1314,15 +1314,18 @@ def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
         tl.store(state + i_at + o_x, tl.load(values + i_begin + o_x, mask=o_x < n), mask=o_x < n)
 
 
-def apply_writes(state: torch.Tensor, writes: torch.Tensor, values: torch.Tensor) -> None:
-    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3] int64.
+def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
+    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them, and
-    `values` int32 what changes. No two writes may overlap.
+    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them.
+    `staged` [6 count + V] int32, as it comes in one copy from the host, has the writes, and behind them V values. No
+    two writes may overlap.
     """
-    assert state.dtype == values.dtype == torch.int32 and writes.dtype == torch.int64 and writes.is_contiguous()
+    assert state.dtype == staged.dtype == torch.int32 and staged.is_contiguous()
 
-    apply_writes_kernel[(len(writes),)](state, writes, values, 1024)
+    writes, values = staged[: 6 * count].view(torch.int64), staged[6 * count :]
+
+    apply_writes_kernel[(count,)](state, writes, values, 1024)
 
 
 @triton.jit(

@@ -441,16 +441,18 @@ def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return folded.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=folded.device)
 
 
-def apply_writes(state: torch.Tensor, writes: torch.Tensor, values: torch.Tensor) -> None:
-    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [W, 3] int64.
+def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
+    """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them, and
-    `values` int32 what changes. No two writes may overlap.
+    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them.
+    `staged` [6 count + V] int32, as it comes in one copy from the host, has the writes, and behind them V values. No
+    two writes may overlap.
     """
+    writes = staged[: 6 * count].view(torch.int64).tolist()
     if state.device.type == "cpu":  # as arrays: 0.3 us a write in place of 3, which cold caches make 10
-        state, values = state.numpy(), values.numpy()  # type: ignore[assignment]
-    for at, begin, n in writes.tolist():
-        state[at : at + n] = values[begin : begin + n]
+        state, staged = state.numpy(), staged.numpy()  # type: ignore[assignment]
+    for at, begin, n in zip(writes[::3], writes[1::3], writes[2::3], strict=True):
+        state[at : at + n] = staged[6 * count + begin : 6 * count + begin + n]
 
 
 def prepare_inputs(

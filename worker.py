@@ -83,9 +83,7 @@ class Worker:
         marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
-        self.planned: list[tuple[int, int]] = []  # the rows that the batch state has,
-        self.rows = np.zeros((0, 2), dtype=np.int32)  # as an array,
-        self.shape: StepShape | None = None  # and the shape of their step
+        self.rows: Rows | None = None  # that the batch state has
         self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
@@ -245,7 +243,7 @@ class Worker:
         sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
         del self.pool, self.state
-        self.model.step, self.planned = None, []  # the one holds the pool, too; the next state has no rows yet
+        self.model.step, self.rows = None, None  # the one holds the pool, too; the next state has no rows yet
         return torch.cuda.max_memory_allocated() - held
 
     @torch.inference_mode()
@@ -334,11 +332,15 @@ class Worker:
                 event.record()
             self.marks.append((name, time.perf_counter(), event))
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> Launched:
-        """`launch`, without a net."""
+        """`launch`, without a net, and in the caller's inference mode."""
         writes = self.state.enter(plan)
-        self.move_blocks(plan)
+        if plan.new:  # a slot may not be the one that it was
+            self.rows = None
+        if plan.swap_out or plan.swap_in or plan.copies:
+            self.mark("move_blocks")
+            self.move_blocks(plan)
+            self.mark("apply")
         if self.sanitizer or not plan.rows:
             self.state.apply(self.ops, writes)
             writes = Writes()
@@ -364,34 +366,38 @@ class Worker:
 
     def compute(self, plan: StepPlan, writes: Writes) -> Launched:
         """Run the plan's rows, once `writes` have been applied: its differences, to which its rows are added here."""
-        state = self.state
-        again = plan.rows == self.planned  # as it mostly is while all decode: then nothing of it travels
-        rows = self.rows if again else np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
-        samples = state.advance(rows)
-        shape = self.shape_of(rows[:, 1], samples)
-        if not again or shape != self.shape or shape.samples < shape.tokens:
-            state.enter_rows(rows, samples, shape, writes)
-        state.apply(self.ops, writes)
-        self.planned, self.rows, self.shape = plan.rows, rows, shape
-        asked = samples & (state.num_logprobs[rows[:, 0]] >= 0)
-        some = bool(asked.any())
-        if shape in self.graphs and not some:
+        rows = self.rows
+        if not rows or not rows.decode or plan.rows != rows.planned:
+            rows = self.rows = self.enter_rows(plan, writes)
+        self.state.apply(self.ops, writes)
+        shape = rows.shape
+        if shape in self.graphs and not len(rows.asked):
             self.mark("decode")
             graph, news = self.graphs[shape]
             graph.replay()
         else:
             logits, news = self.forward(shape, plan)
         self.mark("results")
-        launched = Launched(StepResult(plan.step, []), samples, self.to_host(news))
-        if some:
-            at, ids = self.to_device(np.flatnonzero(asked[samples])), news[:, 0].long()
-            launched.asked, launched.counts = np.flatnonzero(asked), state.num_logprobs[rows[asked, 0]].tolist()
-            launched.columns = self.logprobs(logits[at], ids[at], min(max(launched.counts), logits.shape[1]))
+        launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
+        if len(rows.asked):
+            at = self.to_device(np.searchsorted(rows.sampling, rows.asked))
+            launched.columns = self.logprobs(logits[at], news[at, 0].long(), min(max(rows.counts), logits.shape[1]))
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
         self.mark("")
         return launched
+
+    def enter_rows(self, plan: StepPlan, writes: Writes) -> Rows:
+        """Add the plan's rows to `writes`, and count their tokens as computed."""
+        state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
+        samples = state.advance(rows)
+        shape = self.shape_of(rows[:, 1], samples)
+        state.enter_rows(rows, samples, shape, writes)
+        wanted = state.num_logprobs[rows[:, 0]]
+        asked = np.flatnonzero(samples & (wanted >= 0))
+        decode = shape.samples == shape.tokens
+        return Rows(plan.rows, shape, decode, np.flatnonzero(samples), asked, wanted[asked].tolist())
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> list[tuple[torch.Tensor, ...]]:
         """`ops.logprobs`, on the host, of so many rows after the other as the plan of the memory has room for."""
@@ -477,7 +483,7 @@ class Worker:
             with torch.cuda.graph(graph, pool=pool):
                 _, news = self.forward(shape)  # the logits' memory is the next graph's, too
             self.graphs[shape] = graph, news
-        self.planned = []  # the batch state has those of the last graph
+        self.rows = None  # the batch state has those of the last graph
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -523,15 +529,25 @@ class DeviceClock:
 
 
 @dataclass(slots=True)
+class Rows:
+    """A step's rows, as the batch state has them."""
+
+    planned: list[tuple[int, int]]  # B of them, see `StepPlan`
+    shape: StepShape
+    decode: bool  # each is a token and samples another: of a next step with the same rows, nothing need travel
+    sampling: np.ndarray  # [R] rows that sample
+    asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
+    counts: list[int]  # and of how many of the likeliest ids, for each of these
+
+
+@dataclass(slots=True)
 class Launched:
     """A step in the device's queue, and what will have come of it."""
 
     unfinished: StepResult  # without what the device has yet to bring
-    samples: np.ndarray | None = None  # [B] bool: rows that sample
-    news: torch.Tensor | None = None  # [R or more, 2] of these, see `ops.post_update`; there once it is `done`
-    asked: np.ndarray | None = None  # [A] rows whose log-probabilities are wanted
-    counts: list[int] = field(default_factory=list)  # of how many of the likeliest ids, for each of them
-    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `Worker.logprobs`
+    rows: Rows | None = None
+    news: torch.Tensor | None = None  # [R or more, 2] of `ops.post_update`, on the host; there once it is `done`, as
+    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # those of `Worker.logprobs`
     done: torch.cuda.Event | None = None  # None: it is
     marks: list[Mark] = field(default_factory=list)  # where its phases began, where there is a trace
     clock: DeviceClock | None = None
@@ -549,17 +565,20 @@ class Launched:
         """What came of it; waits until the device is done."""
         if self.done is not None:
             self.done.synchronize()
-        result = self.unfinished
-        if self.samples is not None and self.news is not None:
-            at = np.flatnonzero(self.samples)
-            news, tokens = self.news.numpy()[: len(at)], np.full(len(self.samples), -1)
-            tokens[at] = news[:, 0]
-            result.token_ids, result.stopped = tokens.tolist(), at[news[:, 1] > 0].tolist()
-        if self.asked is not None:
+        result, rows = self.unfinished, self.rows
+        if rows and self.news is not None:
+            result.token_ids, stops = self.news[: len(rows.sampling)].T.tolist()
+            if 1 in stops:
+                result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()
+            if not rows.decode:  # some bring no token
+                tokens = np.full(len(rows.planned), -1)
+                tokens[rows.sampling] = result.token_ids
+                result.token_ids = tokens.tolist()
+        if rows and self.columns:
             columns = (torch.cat(parts).tolist() for parts in zip(*self.columns, strict=True))
-            found = zip(self.counts, *columns, strict=True)
-            rows = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
-            result.logprobs = dict(zip(self.asked.tolist(), rows, strict=True))
+            found = zip(rows.counts, *columns, strict=True)
+            logprobs = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
+            result.logprobs = dict(zip(rows.asked.tolist(), logprobs, strict=True))
         if self.marks:
             lanes = {"worker": [begin for _, begin, _ in self.marks]}
             if self.clock:

@@ -190,7 +190,8 @@ def test_phases_of_a_step_add_up():
     """Of two steps of 2 sequences and one of 3, in microseconds; the last has no end."""
 
     def step(begin: float, rows: int, model: float) -> list[dict]:
-        spans = [("schedule", 0, 0, 5), ("submit", 0, 5, 1), ("wait", 0, 9, model + 20), ("apply", 1, 10, 7)]
+        spans = [("schedule", 0, 0, 5), ("submit", 0, 5, 1), ("wait", 0, 9, model + 20), ("apply", 1, 10, 5)]
+        spans += [("move_blocks", 1, 14, 2), ("apply", 1, 16, 2)]
         spans += [("model", 1, 17, model), ("sample", 1, 17 + model, 3), ("results", 1, 20 + model, 4)]
         spans += [("model", 2, 17, 999), ("update", 0, 29 + model, 6)]
         return [
@@ -208,7 +209,8 @@ def test_phases_of_a_step_add_up():
     figures = phases_of(events, 2, cuda=False)
     assert figures["steps"] == 2 and figures["schedule"] == 5 and figures["apply"] == 7 and figures["results"] == 4
     assert figures["model"] == 153 and figures["step"] == 200  # the medians of 103 and 203, and of 150 and 250
-    assert figures["the engine's own"] == 5 + 1 + 6 + 20 - 3 and figures["streams and text"] == 200 - 170 - 12
+    assert figures["block copies"] == 2
+    assert figures["the engine's own"] == 5 + 1 + 6 + 20 - 3 - 2 and figures["streams and text"] == 200 - 170 - 12
     assert phases_of(events, 2, cuda=True)["the engine's own"] == 12
     assert phases_of(events, 2, cuda=True)["model"] == 999
     with pytest.raises(ValueError, match="no step has decoded 4 sequences"):

@@ -262,7 +262,8 @@ def test_logprobs(vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
 
 def test_apply_writes() -> None:
     state = ints(*range(10))
-    reference.apply_writes(state, torch.tensor([[7, 1, 2], [0, 3, 1], [4, 0, 0]]), ints(-1, -2, -3, -4))
+    writes = torch.tensor([7, 1, 2, 0, 3, 1, 4, 0, 0])
+    reference.apply_writes(state, torch.cat((writes.view(torch.int32), ints(-1, -2, -3, -4))), 3)
     assert state.tolist() == [-4, 1, 2, 3, 4, 5, 6, -2, -3, 9]
 
 
