@@ -249,12 +249,18 @@ def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict
 
     "the engine's own" is what the host does for a step: on a CPU all of it but the model, and copies of KV blocks,
     whose phases are the device's work on a GPU; there, all that the engine's thread does but wait. "streams and text"
-    is what the callers do between steps, which a server's engine leaves to other processes. Prompts have 16 to 79
-    tokens, so that in each step some of the sequences need another block.
+    is what the callers do between steps, which a server's engine leaves to other processes. Where all prompts are as
+    long, all sequences need another block in the same step, and none in the median one; where lengths differ, some do
+    in each step.
     """
+    return [breakdown(model, [16 + i % spread for i in range(sequences)], new_tokens, options) for spread in (1, 64)]
+
+
+def breakdown(model: str, lengths: list[int], new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+    """One of `breakdown_figures`, for prompts of so many tokens."""
     from engine import LLM
 
-    lengths = [16 + i % 64 for i in range(sequences)]
+    sequences = len(lengths)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         sizes = {"max_num_seqs": sequences, "max_model_len": max(lengths) + new_tokens}
@@ -265,7 +271,8 @@ def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict
             llm.generate(prompts, params, use_tqdm=False)
         llm.core.close()  # so the timeline is whole
         events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
-    return [phases_of(events, sequences, llm.core.facts["device"] != "cpu")]
+    spread = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else str(lengths[0])
+    return {"prompt": spread} | phases_of(events, sequences, llm.core.facts["device"] != "cpu")
 
 
 def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:

@@ -1397,16 +1397,16 @@ def prepare_inputs(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "ids_stride", "bits_stride", "counts_stride"],
+    do_not_specialize=["num_rows", "num_sampled", "ids_stride", "bits_stride", "counts_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts", "sample_index", "sampled"],
 )
 def post_update_kernel(
     token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, kinds,
-    token_counts, num_rows, ids_stride, bits_stride, counts_stride, BLOCK: tl.constexpr,
+    token_counts, num_rows, num_sampled, ids_stride, bits_stride, counts_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
 
-    And news[index] = (token, bit `token` of stop_bits[slot]), and token_counts[slot, token] += 2 for slots with
+    And news[:, index] = (token, bit `token` of stop_bits[slot]), and token_counts[slot, token] += 2 for slots with
     penalties.
     """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -1423,8 +1423,8 @@ def post_update_kernel(
     tl.store(token_ids + b_slot * ids_stride + b_known, b_token.to(tl.int32), mask=m_b)
     tl.store(num_known + b_slot, b_known + 1, mask=m_b)
     b_word = tl.load(stop_bits + b_slot * bits_stride + b_token // 32, mask=m_b, other=0)
-    tl.store(news + b_index * 2, b_token.to(tl.int32), mask=m_b)
-    tl.store(news + b_index * 2 + 1, b_word >> (b_token % 32).to(tl.int32) & 1, mask=m_b)
+    tl.store(news + b_index, b_token.to(tl.int32), mask=m_b)
+    tl.store(news + num_sampled + b_index, b_word >> (b_token % 32).to(tl.int32) & 1, mask=m_b)
     if kinds is not None:
         m_b = m_b & (tl.load(kinds + b_slot, mask=m_b, other=0) & 1 != 0)
         p_count = token_counts + b_slot * counts_stride + b_token
@@ -1452,19 +1452,20 @@ def post_update(
         adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
 
     Returns:
-        news [R, 2] int32, for the host: the token, and 1 where it ends its sequence, else 0. What of `sampled` is no
-        row's is undefined there.
+        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. What of `sampled`
+        is no row's is undefined there.
     """
     rows = len(slots)
     assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
     assert stop_bits.stride(1) == 1
 
-    news = torch.empty(len(sampled), 2, dtype=torch.int32, device=sampled.device)
+    news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
 
     post_update_kernel[(triton.cdiv(rows, 128),)](
         token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news,
         None if adjust is None else adjust.kinds, None if adjust is None else adjust.token_counts, rows,
-        token_ids.stride(0), stop_bits.stride(0), 0 if adjust is None else adjust.token_counts.stride(0), 128,
+        len(sampled), token_ids.stride(0), stop_bits.stride(0),
+        0 if adjust is None else adjust.token_counts.stride(0), 128,
     )  # fmt: skip
     return news
 

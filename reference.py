@@ -511,8 +511,8 @@ def post_update(
         adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
 
     Returns:
-        news [R, 2] int32, for the host: the token, and 1 where it ends its sequence, else 0. What of `sampled` is no
-        row's is undefined there.
+        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. What of `sampled`
+        is no row's is undefined there.
     """
     live = slots >= 0
     slot = slots[live].long()
@@ -524,9 +524,9 @@ def post_update(
     num_known[slot] += 1
     if adjust is not None:
         adjust.token_counts[slot, tokens] += 2 * (adjust.kinds[slot] & 1)
-    news = torch.empty(len(sampled), 2, dtype=torch.int32, device=sampled.device)
-    news[index, 0] = tokens.to(torch.int32)
-    news[index, 1] = stop_bits[slot, tokens // 32] >> (tokens % 32).to(torch.int32) & 1
+    news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
+    news[0, index] = tokens.to(torch.int32)
+    news[1, index] = stop_bits[slot, tokens // 32] >> (tokens % 32).to(torch.int32) & 1
     return news
 
 

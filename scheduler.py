@@ -83,7 +83,8 @@ class Flight:
     """A plan without a result yet: whose its rows are."""
 
     plan: StepPlan
-    decodes: Columns  # the first rows
+    decodes: Columns  # the first rows,
+    step: int  # and the step of these
     others: list[tuple[Sequence, int]]  # and how many tokens of these are computed when it has run
     grown: list[Sequence]  # those decodes for whom there is a new block, the one before being full
 
@@ -134,7 +135,7 @@ class Scheduler:
         self.blocks, self.host = self.space.device, self.space.host
         self.waiting, self.swapped = GroupQueue(Status.WAITING), GroupQueue(Status.SWAPPED)
         self.running: list[SequenceGroup] = []  # in order of `key`: those whose sequence is one of the decodes,
-        self.decodes = DecodeBatch(config.block_size, config.num_lookahead_slots, window)
+        self.decodes = DecodeBatch(config.max_num_seqs, config.block_size, config.num_lookahead_slots, window)
         self.others: list[SequenceGroup] = []  # and those at whom each step must look, in any order
         self.requests: dict[str, Request] = {}
         self.trunks: list[Request] = []  # that hold blocks for their samples yet to branch off
@@ -282,7 +283,7 @@ class Scheduler:
         cut where it ends (Sarathi-Serve, Agrawal et al., 2024). The classic order runs whole prompts first, and alone.
         """
         plan = StepPlan(self.step)
-        flight = Flight(plan, Columns(), [], [])
+        flight = Flight(plan, Columns(), self.decodes.steps, [], [])
         self.preempted, self.held_up, self.urgent, self.now = [], (), None, self.clock()
         budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         scheduled: list[tuple[Sequence, int]] = []
@@ -363,7 +364,7 @@ class Scheduler:
         """
         before = len(self.preempted)
         self._look_at_running(flight, budget, scheduled)
-        flight.decodes = self.decodes.run()  # without those who were preempted only now
+        flight.decodes, flight.step = self.decodes.run(), self.decodes.steps  # without who was preempted only now
         budget.tokens -= len(self.decodes)
         budget.seqs -= len(self.decodes)
         return len(self.preempted) > before
@@ -549,7 +550,7 @@ class Scheduler:
         for group in groups:
             num_prompt = group.request.num_prompt
             end = num_prompt + self.used_share * min(group.limit - num_prompt, EXPECTED_TOKENS)
-            tokens += max(0.0, end - len(group.seqs[0].tokens)) * group.width
+            tokens += max(0.0, end - group.seqs[0].num_known) * group.width
         return tokens * self.caution * self.config.schedule_conservativeness / self.config.block_size
 
     # --- a group's way in -------------------------------------------------------------------------------------------
@@ -776,22 +777,18 @@ class Scheduler:
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
         """Give the decodes of a step their tokens; returns the news of those that are not `stopped`, and of these."""
-        decodes = flight.decodes
-        seqs, names, tokens = decodes.seqs, decodes.names, decodes.tokens
+        if not (seqs := flight.decodes.seqs):
+            return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]
-        if decodes.departures < self.decodes.columns.departures:  # some may have been aborted or preempted, or ended
-            live = [seq.slot >= 0 for seq in seqs]
-            seqs, names, tokens = [*compress(seqs, live)], [*compress(names, live)], [*compress(tokens, live)]
-            token_ids = [*compress(token_ids, live)]
-        for known, token in zip(tokens, token_ids, strict=True):
-            known.append(token)
+        names, token_ids = self.decodes.land(flight.step, flight.decodes, token_ids)
         for seq in flight.grown:
             if seq in self.decodes:
                 self.space.publish(seq, len(seq.tokens) - 1, seq.group.request.salt)
         outputs = [self._tell(seq, True) for seq in ends]
         if ends:
-            live = [seq.slot >= 0 for seq in seqs]
-            names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
+            told = {(output.request_id, output.index) for output in outputs}
+            going = [name not in told for name in names]
+            names, token_ids = [*compress(names, going)], [*compress(token_ids, going)]
         return Outputs(outputs, names, token_ids)
 
     def _tell(self, seq: Sequence, stopped: bool, logprobs: Logprobs | None = None) -> EngineOutput:

@@ -37,15 +37,16 @@ class Status(enum.Enum):
 
 
 class Pace:
-    """A count of steps, shared by the sequences that compute a token in each of them."""
-
-    __slots__ = ("steps",)
+    """A count of steps, shared by the sequences that compute a token in each of them: see `DecodeBatch`."""
 
     def __init__(self) -> None:
         self.steps = 0
 
+    def settle(self, seq: Sequence) -> None:
+        """Give `seq` the tokens that it has sampled and not yet been given."""
 
-STILL = Pace()  # of those who do not
+
+STILL = Pace()  # of all others
 
 
 class Sequence:
@@ -57,15 +58,15 @@ class Sequence:
     """
 
     __slots__ = (
-        "behind", "blocks", "due", "group", "hashes", "host_blocks", "logprob", "lost", "num_published", "pace",
-        "place", "slot", "stale", "tokens",
+        "behind", "blocks", "due", "group", "hashes", "host_blocks", "known", "logprob", "lost", "num_published",
+        "pace", "place", "slot", "stale", "unsettled",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
         self.group = group
-        self.tokens = list(tokens)
+        self.known = list(tokens)  # see `tokens`
         self.pace, self.behind = STILL, 0  # `num_computed` is the pace's steps less these
-        self.place = self.due = 0  # among the decodes, see `DecodeBatch`
+        self.place = self.due = self.unsettled = 0  # for the `DecodeBatch` that it may be of
         self.num_published = 0  # blocks offered to the prefix cache
         self.hashes: list[bytes] = []
         self.blocks: list[int] = []  # -1 for those that a sliding window has passed
@@ -76,8 +77,18 @@ class Sequence:
         self.logprob = 0.0  # of its output, where that is asked for
 
     @property
+    def tokens(self) -> list[int]:
+        """Its prompt, and its output so far."""
+        self.pace.settle(self)
+        return self.known
+
+    @tokens.setter
+    def tokens(self, tokens: list[int]) -> None:
+        self.known = tokens
+
+    @property
     def num_computed(self) -> int:
-        """Tokens computed once the latest plan has run; see `DecodeBatch` for who counts it."""
+        """Tokens computed once the latest plan has run."""
         return self.pace.steps - self.behind
 
     @num_computed.setter
@@ -87,7 +98,7 @@ class Sequence:
     @property
     def num_known(self) -> int:
         """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
-        return max(len(self.tokens), self.num_computed + 1)
+        return max(len(self.known), self.num_computed + 1)
 
     def go(self, pace: Pace) -> None:
         """From now on `num_computed` goes along with `pace`."""

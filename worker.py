@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 import cpu
-from batch_state import BatchState, StepShape, Writes, to_device
+from batch_state import BatchState, StepShape, to_device
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
 from loader import fill_dummy, load_weights, map_embedding
@@ -309,15 +309,15 @@ class Worker:
         """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""
         return self.launch(plan).result()
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Launched:
         """`step`, as far as the host is concerned: the device may still be at it."""
         self.marks = [] if self.config.trace else None
         self.mark("apply")
         try:
-            with self.watch():
+            with torch.inference_mode(), self.watch():
                 launched = self.run(plan)
         except (torch.OutOfMemoryError, LateCompile) as error:
+            self.state.forget()
             return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
         if self.marks:
             launched.marks, launched.clock = self.marks, self.clock
@@ -334,7 +334,7 @@ class Worker:
 
     def run(self, plan: StepPlan) -> Launched:
         """`launch`, without a net, and in the caller's inference mode."""
-        writes = self.state.enter(plan)
+        self.state.enter(plan)
         if plan.new:  # a slot may not be the one that it was
             self.rows = None
         if plan.swap_out or plan.swap_in or plan.copies:
@@ -342,34 +342,32 @@ class Worker:
             self.move_blocks(plan)
             self.mark("apply")
         if self.sanitizer or not plan.rows:
-            self.state.apply(self.ops, writes)
-            writes = Writes()
+            self.state.apply(self.ops)
         if self.sanitizer:
             self.sanitizer.follow(plan)
         if not plan.rows:
             return Launched(StepResult(plan.step, []))
         each = self.config.batch_invariant and self.ops.__name__ == "reference"
-        return self.compute_each(plan, writes) if each else self.compute(plan, writes)
+        return self.compute_each(plan) if each else self.compute(plan)
 
-    def compute_each(self, plan: StepPlan, writes: Writes) -> Launched:
+    def compute_each(self, plan: StepPlan) -> Launched:
         """`compute`, token by token: torch's operators round by the number of rows, which is then always one."""
         result = StepResult(plan.step, [])
         for i, (slot, count) in enumerate(plan.rows):
             for _ in range(count):
-                part = self.compute(StepPlan(plan.step, rows=[(slot, 1)]), writes).result()
-                writes = Writes()
+                part = self.compute(StepPlan(plan.step, rows=[(slot, 1)])).result()
             result.token_ids += part.token_ids
             result.stopped += [i] * len(part.stopped)
             if part.logprobs:
                 result.logprobs[i] = part.logprobs[0]
         return Launched(result)
 
-    def compute(self, plan: StepPlan, writes: Writes) -> Launched:
-        """Run the plan's rows, once `writes` have been applied: its differences, to which its rows are added here."""
+    def compute(self, plan: StepPlan) -> Launched:
+        """Run the plan's rows, once all that the batch state has noted is applied."""
         rows = self.rows
         if not rows or not rows.decode or plan.rows != rows.planned:
-            rows = self.rows = self.enter_rows(plan, writes)
-        self.state.apply(self.ops, writes)
+            rows = self.rows = self.enter_rows(plan)
+        self.state.apply(self.ops)
         shape = rows.shape
         if shape in self.graphs and not len(rows.asked):
             self.mark("decode")
@@ -381,19 +379,19 @@ class Worker:
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
         if len(rows.asked):
             at = self.to_device(np.searchsorted(rows.sampling, rows.asked))
-            launched.columns = self.logprobs(logits[at], news[at, 0].long(), min(max(rows.counts), logits.shape[1]))
+            launched.columns = self.logprobs(logits[at], news[0, at].long(), min(max(rows.counts), logits.shape[1]))
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
         self.mark("")
         return launched
 
-    def enter_rows(self, plan: StepPlan, writes: Writes) -> Rows:
-        """Add the plan's rows to `writes`, and count their tokens as computed."""
+    def enter_rows(self, plan: StepPlan) -> Rows:
+        """Note the plan's rows in the batch state, and count their tokens as computed."""
         state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         samples = state.advance(rows)
         shape = self.shape_of(rows[:, 1], samples)
-        state.enter_rows(rows, samples, shape, writes)
+        state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
         asked = np.flatnonzero(samples & (wanted >= 0))
         decode = shape.samples == shape.tokens
@@ -475,9 +473,8 @@ class Worker:
             shape = self.shape_of(ones, ones > 0)
             shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
-            writes, none = Writes(), np.zeros((0, 2), dtype=np.int32)
-            self.state.enter_rows(none, np.zeros(0, dtype=bool), shape, writes)
-            self.state.apply(self.ops, writes)
+            self.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+            self.state.apply(self.ops)
             self.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
@@ -546,7 +543,7 @@ class Launched:
 
     unfinished: StepResult  # without what the device has yet to bring
     rows: Rows | None = None
-    news: torch.Tensor | None = None  # [R or more, 2] of `ops.post_update`, on the host; there once it is `done`, as
+    news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; there once it is `done`, as
     columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # those of `Worker.logprobs`
     done: torch.cuda.Event | None = None  # None: it is
     marks: list[Mark] = field(default_factory=list)  # where its phases began, where there is a trace
@@ -567,7 +564,7 @@ class Launched:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
         if rows and self.news is not None:
-            result.token_ids, stops = self.news[: len(rows.sampling)].T.tolist()
+            result.token_ids, stops = (news[: len(rows.sampling)] for news in self.news.tolist())
             if 1 in stops:
                 result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()
             if not rows.decode:  # some bring no token

@@ -218,6 +218,7 @@ def test_phases_of_a_step_add_up():
 
 
 def test_breakdown_of_the_demo():
-    (figures,) = breakdown_figures(DEMO, 3, 5, {"device": "cpu"})
+    figures, others = breakdown_figures(DEMO, 3, 5, {"device": "cpu"})
+    assert (figures["prompt"], others["prompt"]) == ("16", "16 to 18")
     assert figures["sequences"] == 3 and figures["steps"] == 7  # the very last one has no end
     assert 0 < figures["the engine's own"] + figures["model"] < figures["step"]

@@ -634,7 +634,7 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
         adjust = reference.Adjust(*fields_twin) if adjusted else None
         news_twin = reference.post_update(*twin, *update, adjust)
         told = index[(slots >= 0) & (index >= 0)]
-        assert news.dtype == news_twin.dtype and torch.equal(news[told], news_twin[told])
+        assert news.dtype == news_twin.dtype and torch.equal(news[:, told], news_twin[:, told])
         assert all(torch.equal(a, b) for a, b in zip((*state, fields[2]), (*twin, fields_twin[2]), strict=True))
         for slot, i in zip(slots.tolist(), index.tolist(), strict=True):
             if adjusted and slot in (1, 3, 5, 7) and i >= 0:  # they have penalties

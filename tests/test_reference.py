@@ -281,7 +281,7 @@ def test_prepare_inputs_and_post_update() -> None:
     bits = torch.zeros(4, 3, dtype=torch.int32)
     bits[0, 2], bits[2, 2], bits[1] = 1 << (77 % 32), 1 << (87 % 32), -1
     update = slots, starts, ints(1, 0, 0, -1), torch.tensor([77, 88]), bits
-    assert reference.post_update(token_ids, known, computed, *update).tolist() == [[77, 1], [88, 0]]
+    assert reference.post_update(token_ids, known, computed, *update).tolist() == [[77, 88], [1, 0]]
     assert computed.tolist() == [4, 6, 10, 5] and known.tolist() == [5, 7, 11, 6]
     assert token_ids[2, 10] == 88 and token_ids[0, 4] == 77 and token_ids[1].tolist() == list(range(100, 120))
 

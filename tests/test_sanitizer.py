@@ -228,7 +228,8 @@ class CheckedWorker(FakeWorker):
 
     def step(self, plan: StepPlan) -> StepResult:
         state, sanitizer = self.state, self.sanitizer
-        state.apply(reference, state.enter(plan))
+        state.enter(plan)
+        state.apply(reference)
         for pairs, source, target in (
             (plan.swap_out, self.kv, self.host_kv), (plan.swap_in, self.host_kv, self.kv),
             (plan.copies, self.kv, self.kv),

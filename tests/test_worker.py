@@ -276,13 +276,27 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
         raise torch.OutOfMemoryError("no room for the pairs")
 
     changed = row(2, [3, 4])
-    changed.logit_bias = {9: 3.0}
+    changed.logit_bias, changed.stop_ids = {9: 3.0}, (5, 31, 32)
+    worker.state.writes = Writes()  # as beside a GPU; what a CPU notes is there at once
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"copy_blocks": fail}))
         assert worker.step(StepPlan(0, rows=[(2, 2)], new=[changed], copies=[(0, 1)])).error
     assert not worker.state.kinds.any()
     worker.step(StepPlan(1, rows=[(2, 2)], new=[changed]))
     assert worker.state.kinds.tolist() == [0, 0, 2, 0, 0, 0, 0, 0] == worker.state.adjusted.tolist()
+    assert worker.state.stop_bits[2, :2].tolist() == [(1 << 5) - (1 << 31), 1] and not worker.state.writes.places
+
+
+def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
+    """Rows after one another in a slot, with other stop tokens or none; the first token after [1, 2] is what it is."""
+    worker = make()
+    token = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
+    for step, (stop_ids, stopped) in enumerate((((token, 3), [1]), ((token + 1,), []), ((), []), ((token,), [1]))):
+        new = row(0, [1, 2])
+        new.stop_ids = stop_ids
+        plan = StepPlan(step + 1, rows=[(1, 1), (0, 2)], new=[new, row(1, [7, 8])], released=[0, 1][: 1 + (step > 0)])
+        result = worker.step(plan)
+        assert result.token_ids == [-1, token] and result.stopped == stopped
 
 
 class FakeGraph:
@@ -308,9 +322,8 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
             worker.graph_sizes, result = sizes, []
             for size in sizes[1:]:
                 shape = worker.shape_of(np.ones(size, dtype=np.int32), np.ones(size, dtype=bool))
-                writes = Writes()
-                worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape, writes)
-                worker.state.apply(worker.ops, writes)
+                worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+                worker.state.apply(worker.ops)
                 graph = FakeGraph(worker, shape)
                 worker.graphs[shape] = graph, graph.ids
         new = [row(i, [3 + i, 4, 5 * i], num_logprobs=2 if i == 4 else -1, temperature=i / 4) for i in range(6)]
@@ -346,11 +359,6 @@ def test_a_step_is_not_done_before_the_device_is(make):
     launched.done = SimpleNamespace(query=lambda: bool(order), synchronize=lambda: order.append("waited"))
     news = launched.news
 
-    class News:
-        def __getitem__(self, part: slice) -> torch.Tensor:
-            order.append("read")
-            return news[part]
-
-    launched.news = News()
+    launched.news = SimpleNamespace(tolist=lambda: order.append("read") or news.tolist())
     assert not launched.ready()
-    assert launched.result().token_ids == news[:, 0].tolist() and order == ["waited", "read"] and launched.ready()
+    assert launched.result().token_ids == news[0].tolist() and order == ["waited", "read"] and launched.ready()
