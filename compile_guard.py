@@ -3,14 +3,17 @@
 A compile takes up to seconds, in which every stream stands still, and it comes when the load is of a kind not seen
 before. So warm-up compiles all that can be launched, and `CompileGuard` holds that nothing was forgotten. On a GPU it
 is Triton that knows. Its interpreter compiles nothing: there the guard works out from a launch's arguments what Triton
-would have compiled for them, so that a machine without a GPU finds what a warm-up lacks.
+would have compiled for them, so that a machine without a GPU finds what a warm-up lacks. A launch waits for its kernel,
+so warm-up is preceded by a rehearsal, in which all kernels are compiled at the same time and none runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -62,6 +65,30 @@ class CompileGuard:
         finally:
             for name, hook in hooks.items():
                 self.kernels[name].pre_run_hooks.remove(hook)
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """While kernels that are launched are compiled, by as many threads as there are cores, and do not run.
+
+        Nobody waits for them before the end. Tensors may be torch's `meta` ones, which have no memory.
+        """
+        import triton
+
+        for name, kernel in self.kernels.items():
+            kernel.run = partial(self._rehearse, name, kernel.run)
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+                yield
+        finally:
+            for kernel in self.kernels.values():
+                del kernel.run  # and so it is the class's again
+
+    def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """What takes the place of a kernel's `run`."""
+        if self.runtime.interpret:
+            self._launch(name, *args)  # the options are Triton's, not the kernel's
+        else:
+            run(*args, grid=grid, warmup=True, **options)
 
     def _compile(self, *, repr: str, compile: dict[str, Any], **_: Any) -> bool:
         """What Triton calls before it compiles, or loads what it has compiled another time; False lets it."""

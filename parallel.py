@@ -19,7 +19,8 @@ HEAD = 4096  # bytes of a message that travel with its length: a broadcast takes
 
 
 class Group:
-    """The ranks that run one model together; a group of one exchanges nothing, and needs no `connect`.
+    """The ranks that run one model together; a group of one exchanges nothing, and needs no `connect`. So do tensors of
+    torch's `meta` device, which have no memory.
 
     Args:
         rank: this process's, from 0.
@@ -91,7 +92,7 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, which becomes the sum of all ranks' `x`, in place."""
-        if self.size > 1:
+        if self.size > 1 and not x.is_meta:
             with self.exchange():
                 dist.all_reduce(x)
         return x
@@ -101,8 +102,9 @@ class Group:
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        with self.exchange():
-            dist.all_gather(parts, x)
+        if not x.is_meta:
+            with self.exchange():
+                dist.all_gather(parts, x)
         return torch.cat(parts, -1)[..., :width].contiguous()
 
     def min(self, value: int) -> int:

@@ -8,6 +8,7 @@ sampled tokens back, so a decoding sequence's next token never travels through t
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 import os
@@ -80,6 +81,7 @@ class Worker:
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, sharers)
         self.pack()
+        phases = ["weights"]
         marks.append(time.perf_counter())
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self.cpu_share = int(CPU_KV_SHARE * free / sharers)  # bytes
@@ -89,13 +91,17 @@ class Worker:
         self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the news of its rows
         self.sanitizer: KVSanitizer | None = None  # as long as there are steps that no scheduler has planned
+        self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
+        if self.device == "cuda" and self.guard:
+            self.rehearse()
+            phases.append("kernels")
+            marks.append(time.perf_counter())
         self.num_blocks = self.count_blocks()
         self.pool = self.new_pool(self.num_blocks)
         self.host_pool = self.new_host_pool()
         self.state = self.new_state(config.max_num_seqs)
         marks.append(time.perf_counter())
         self.compile_seconds = 0.0
-        self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
         with self.watch():
             token_seconds = self.warm_up()
             swap_seconds = self.time_swap()
@@ -105,8 +111,8 @@ class Worker:
         if self.device == "cpu":
             cpu.release()
         marks.append(time.perf_counter())
-        phases = zip(("weights", "KV pool", "warm-up"), np.diff(marks).tolist(), strict=True)
-        self.startup = {phase: round(seconds, 3) for phase, seconds in phases}
+        phases += ["KV pool", "warm-up"]
+        self.startup = {name: round(seconds, 3) for name, seconds in zip(phases, np.diff(marks).tolist(), strict=True)}
         if config.sanitize_kv:
             state, window = self.state, self.facts()["window"]
             self.sanitizer = KVSanitizer(
@@ -119,7 +125,8 @@ class Worker:
         `window` is how many latest tokens some layer sees, 0 for all: a block is a page over all layers, so it can be
         given back once no layer sees it any more. `swap_cost` is how many tokens are computed in the time that one
         block takes out to the host and in again; 0 where nobody has to choose between the two. `startup` has the
-        seconds of each phase of this worker's start; measuring the activations counts to the KV pool.
+        seconds of each phase of this worker's start: compiling, on a GPU, is `kernels`, and measuring the activations
+        counts to the KV pool.
         """
         windows = self.model_config.windows
         return {
@@ -255,8 +262,7 @@ class Worker:
         length = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
         if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
             length = min(length, 2 * self.config.block_size)
-        # `ops.linear` has one kernel for up to 64 rows and another one for more.
-        count = min(self.config.max_num_seqs, self.config.max_num_batched_tokens // length, 64 // length + 1)
+        count = self.prefills(length)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
         for temperature, num_logprobs, penalties in tqdm(rows, desc="Warming up", leave=False, disable=None):
@@ -276,6 +282,39 @@ class Worker:
         if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
             self.capture()
         return seconds / (count * length)
+
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Launch what `warm_up` will, on a twin without memory: its kernels are compiled all at once, and none runs.
+
+        On two cores that takes 16 s for the demo on an H100's instructions, where one after the other takes 25.
+        """
+        assert self.guard
+        twin, config, ops = copy.copy(self), self.config, self.ops
+        with torch.device("meta"):
+            group = Group(0, self.group.size)  # which never meets
+            twin.model = Transformer(self.model_config, ops, "meta", self.dtype, self.max_model_len, group)
+            pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
+            twin.pool = twin.host_pool = torch.empty(2, *self.block_shape(), dtype=self.dtype)
+        twin.state = self.new_state(config.max_num_seqs, "meta")
+        if config.batch_invariant:
+            twin.pack()
+        length = min(self.max_model_len - 1, config.max_num_batched_tokens)
+        with self.guard.rehearse():
+            ops.apply_writes(twin.state.words, staged, 1)
+            for adjusted in (True, False):
+                for rows, tokens in ((self.prefills(length), length), (1, 1)):
+                    decodes = rows if tokens == 1 and not config.batch_invariant else 0
+                    shape = StepShape(rows, rows * tokens, decodes, rows, tokens, adjusted)
+                    logits, news = twin.forward(shape)
+                    ops.logprobs(logits, news[0].long(), int(adjusted))
+            twin.model.logits(twin.model.norm.repeat(config.max_num_seqs, 1))
+            ops.copy_blocks(twin.pool, pairs)
+            ops.swap_blocks(twin.pool, twin.host_pool, pairs)
+
+    def prefills(self, length: int) -> int:
+        """How many prompts of so many tokens warm-up runs: `ops.linear` has a kernel for up to 64 rows, and another."""
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens // length, 64 // length + 1)
 
     def attend_many(self) -> None:
         """One layer's attention for as many sequences of one block as are enough for what `compile` compiles."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +102,59 @@ def test_a_new_shape_is_refused_by_name(make, monkeypatch):
     core.add("next", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
     tokens = [token for _ in range(8) if core.has_work() for output in core.step() for token in output.token_ids]
     assert len(tokens) == 4
+
+
+@pytest.mark.parametrize(("shape", "fields"), [({}, {}), (WINDOWS, {}), ({}, {"batch_invariant": True})], ids=str)
+def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
+    worker = make(shape, **fields).executor.worker
+    launched, worker.guard.seen, worker.guard.armed = worker.guard.seen, set(), False
+    worker.rehearse()
+    assert launched <= worker.guard.seen, launched - worker.guard.seen
+    plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
+    assert worker.step(plan).token_ids[0] >= 0  # and they run again
+
+
+REHEARSAL = """
+import sys, threading
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:  # of a GPU that is not here
+    get_current_device = get_current_stream = lambda self, device=0: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+triton.runtime.driver.set_active(Driver())
+import kernels
+from compile_guard import CompileGuard
+from config import EngineConfig, ModelConfig
+from worker import Worker
+
+threads, compiling = set(), triton.compiler.compiler.compile
+triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)
+options = {"model": sys.argv[1], "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
+worker = Worker(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1]))
+worker.ops, worker.guard = kernels, CompileGuard(kernels)
+worker.rehearse()
+for name, kernel in worker.guard.kernels.items():
+    compiled = [found.asm["cubin"] for found in kernel.device_caches[0][0].values()]
+    print(name, len(compiled), "run" in vars(kernel), len(threads))
+"""
+
+
+def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
+    """With Triton's own compiler, for an H100: every kernel but `linear`, which only some products are."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    root = Path(kernels.__file__).parent
+    command = [sys.executable, "-c", REHEARSAL, str(tmp_path)]
+    done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [line.split() for line in done.stdout.splitlines()]
+    assert len(found) == 14
+    for name, count, patched, threads in found:
+        assert (int(count) > 0) == (name != "linear_kernel") and patched == "False"
+        assert int(threads) > 1 or os.cpu_count() == 1
 
 
 def test_what_is_never_compiled_for_may_change(make):

@@ -105,6 +105,20 @@ def test_256_sequences_of_a_real_shape(tmp_path, llm):
     assert big.core.metrics()["num_requests_running"] == 0
 
 
+def test_a_rehearsal_leaves_warm_up_nothing_to_compile(make_llm, monkeypatch):
+    rehearse = Worker.rehearse
+
+    def rehearse_and_arm(worker: Worker) -> None:
+        for kernel in worker.guard.kernels.values():
+            kernel.device_caches.clear()  # of the tests before
+        rehearse(worker)
+        worker.guard.armed = True
+
+    monkeypatch.setattr(Worker, "rehearse", rehearse_and_arm)
+    for fields in ({}, {"batch_invariant": True}, {"dtype": "float32", "block_size": 16}):
+        assert make_llm(device="cuda", **fields).core.facts["startup"]["kernels"] > 0
+
+
 @pytest.mark.parametrize("buffer_bytes", [2**12, loader.BUFFER_BYTES])
 def test_weights_that_went_through_pinned_buffers_are_the_files(monkeypatch, buffer_bytes):
     monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_bytes)
