@@ -751,6 +751,37 @@ def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
     assert len(engine.outputs["again"]) == 4  # but for the first, which was not asked for here
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_decode_step_looks_at_who_needs_it(depth):
+    """Between two blocks a plan has the rows of the one before, as an object, and nothing else; so have its news."""
+    engine = Engine(depth=depth, max_num_batched_tokens=64)
+    groups = [engine.add(str(i), prompt(6, i), max_tokens=40, ignore_eos=True) for i in range(5)]
+    for _ in range(10):
+        engine.step()
+    looked, first = [], len(engine.plans)
+    look = engine.scheduler.decodes.expect
+    engine.scheduler.decodes.expect = lambda seq: looked.append((engine.scheduler.step, seq)) or look(seq)
+    for _ in range(8):
+        engine.step()
+    plans = engine.plans[first:]
+    grown = [plan for plan in plans if plan.new_blocks]
+    assert len(grown) == 2 and all(len(plan.new_blocks) == 5 for plan in grown)
+    assert [step for step, _ in looked] == [plan.step for plan in grown for _ in range(5)]
+    assert all(plan.rows is plans[0].rows for plan in plans) and len(plans[0].rows) == 5
+    seq = groups[2].seqs[0]
+    assert len(seq.known) < len(seq.tokens) == len(seq.known)  # asked for, they are all there
+    assert (
+        seq.tokens[6:] == engine.outputs["2"] == expected(prompt(6, 2), 40, 64, ignore_eos=True)[: len(seq.known) - 6]
+    )
+
+    engine.scheduler.abort("1")
+    rows = engine.step().rows
+    assert len(rows) == 4 and rows is not plans[0].rows and len(plans[0].rows) == 5
+    engine.run()
+    for i in (0, 2, 3, 4):
+        assert engine.outputs[str(i)] == expected(prompt(6, i), 40, 64, ignore_eos=True)
+
+
 def test_a_plan_that_is_made_before_the_result_of_the_last_one():
     """A token that ends a sequence is seen one step late: the row that ran too many leaves no trace."""
     engine = Engine(max_model_len=250, depth=2, max_num_batched_tokens=64)
