@@ -105,7 +105,8 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         eventually(lambda: bool(reader.text), 20)
         os.kill(rank(server, 1) if killed == "follower" else engine_of(server), signal.SIGKILL)
         reader.join(30)
-        assert reader.error and "engine process has ended" in reader.error["message"]
+        assert reader.error, (reader.ended, reader.text[-80:], server.log.read_text())
+        assert "engine process has ended" in reader.error["message"]
         assert server.process.wait(30) == 1
         server.assert_gone()
         log = server.log.read_text()
