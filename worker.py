@@ -433,8 +433,7 @@ class Worker:
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
         asked = np.flatnonzero(samples & (wanted >= 0))
-        decode = shape.samples == shape.tokens
-        return Rows(plan.rows, shape, decode, np.flatnonzero(samples), asked, wanted[asked].tolist())
+        return Rows(plan.rows, shape, np.flatnonzero(samples), asked, wanted[asked].tolist())
 
     def logprobs(self, logits: torch.Tensor, ids: torch.Tensor, k: int) -> list[tuple[torch.Tensor, ...]]:
         """`ops.logprobs`, on the host, of so many rows after the other as the plan of the memory has room for."""
@@ -570,10 +569,14 @@ class Rows:
 
     planned: list[tuple[int, int]]  # B of them, see `StepPlan`
     shape: StepShape
-    decode: bool  # each is a token and samples another: of a next step with the same rows, nothing need travel
     sampling: np.ndarray  # [R] rows that sample
     asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
     counts: list[int]  # and of how many of the likeliest ids, for each of these
+
+    @property
+    def decode(self) -> bool:
+        """Whether each is a token and samples another: of a next step with the same rows, nothing need travel."""
+        return self.shape.samples == self.shape.tokens
 
 
 @dataclass(slots=True)
