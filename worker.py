@@ -259,10 +259,7 @@ class Worker:
 
         Returns the seconds that a token of a prefill takes once they are.
         """
-        length = min(self.max_model_len - 1, self.config.max_num_batched_tokens)
-        if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
-            length = min(length, 2 * self.config.block_size)
-        count = self.prefills(length)
+        count, length = self.warm_up_prompts()
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
         for temperature, num_logprobs, penalties in tqdm(rows, desc="Warming up", leave=False, disable=None):
@@ -299,22 +296,25 @@ class Worker:
         twin.state = self.new_state(config.max_num_seqs, "meta")
         if config.batch_invariant:
             twin.pack()
-        length = min(self.max_model_len - 1, config.max_num_batched_tokens)
         with self.guard.rehearse():
             ops.apply_writes(twin.state.words, staged, 1)
             for adjusted in (True, False):
-                for rows, tokens in ((self.prefills(length), length), (1, 1)):
-                    decodes = rows if tokens == 1 and not config.batch_invariant else 0
-                    shape = StepShape(rows, rows * tokens, decodes, rows, tokens, adjusted)
-                    logits, news = twin.forward(shape)
+                for count, length in (self.warm_up_prompts(), (1, 1)):
+                    shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                    logits, news = twin.forward(shape._replace(adjusted=adjusted))
                     ops.logprobs(logits, news[0].long(), int(adjusted))
             twin.model.logits(twin.model.norm.repeat(config.max_num_seqs, 1))
             ops.copy_blocks(twin.pool, pairs)
             ops.swap_blocks(twin.pool, twin.host_pool, pairs)
 
-    def prefills(self, length: int) -> int:
-        """How many prompts of so many tokens warm-up runs: `ops.linear` has a kernel for up to 64 rows, and another."""
-        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens // length, 64 // length + 1)
+    def warm_up_prompts(self) -> tuple[int, int]:
+        """How many prompts warm-up runs, and of how many tokens."""
+        tokens = self.config.max_num_batched_tokens
+        length = min(self.max_model_len - 1, tokens)
+        if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
+            length = min(length, 2 * self.config.block_size)
+        # `ops.linear` has one kernel for up to 64 rows and another one for more.
+        return min(self.config.max_num_seqs, tokens // length, 64 // length + 1), length
 
     def attend_many(self) -> None:
         """One layer's attention for as many sequences of one block as are enough for what `compile` compiles."""
