@@ -72,9 +72,8 @@ class BatchState:
     plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `to_compute` is
     on the host, so that the worker can tell which rows sample without asking the device: how many of a slot's known
     tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use there alone; `adjusted` mirrors
-    `kinds`. Counting each slot's tokens takes 4
-    bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or without penalties, so that nothing is
-    allocated once requests come; on a CPU memory is taken as it is used.
+    `kinds`. Counting each slot's tokens takes 4 bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with
+    or without penalties, so that nothing is allocated once requests come; on a CPU memory is taken as it is used.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.

@@ -7,7 +7,8 @@ them are lists that stay the same until somebody joins or leaves, and the tokens
 brought them, until somebody asks for a sequence's. Sequences that compute prompts, beams, and those whose
 log-probabilities rank answers are not among them.
 
-For 256 sequences, in an engine whose model leaves cold caches, `schedule` and `update` take 0.09 ms instead of 0.65.
+For 256 sequences, in an engine whose model leaves cold caches, `schedule` and `update` take 0.09 ms instead of 0.65
+where nobody needs a look, and 0.25 where four do.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from itertools import compress
 
 from sequence import STILL, Pace, Sequence
 
-IN_FLIGHT = 4  # steps without a result yet there are at most
+IN_FLIGHT = 4  # so many steps may be without a result; the engine has two
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class DecodeBatch(Pace):
 
     def join(self, seq: Sequence) -> None:
         """`seq` computes a token in every step from the next one on."""
-        seq.go(self)
+        seq.follow(self)
         seq.place, seq.unsettled = len(self), self.steps + 1
         name = (seq.group.request.request_id, seq.group.index)
         for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
@@ -74,9 +75,9 @@ class DecodeBatch(Pace):
     def leave(self, seq: Sequence) -> None:
         """`seq` computes one no more, but for the steps already planned; the last of the batch takes its place."""
         self.due.get(seq.due, {}).pop(seq, None)
-        for changed in (seq, self.columns.seqs[-1]):
-            self.settle(changed)
-        seq.go(STILL)
+        for moved in (seq, self.columns.seqs[-1]):  # what was brought to their places so far is theirs
+            self.settle(moved)
+        seq.follow(STILL)
         for column in self._own():
             last = column.pop()
             if seq.place < len(column):
@@ -94,7 +95,7 @@ class DecodeBatch(Pace):
 
     def expect(self, seq: Sequence) -> None:
         """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
-        self.settle(seq)
+        self.settle(seq)  # before `landed` comes round
         computed = seq.num_computed
         steps = min(len(seq.blocks) * self.block_size - self.ahead - computed, seq.group.limit - 2 - computed)
         if self.window:

@@ -785,7 +785,10 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
 
 @functools.cache
 def _has_wgmma(device: torch.device) -> bool:
-    """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not."""
+    """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not.
+
+    Without a GPU it is as if there were; a `meta` tensor stands for one of the current GPU.
+    """
     if device.type == "cpu" or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device if device.type == "cuda" else None)[0] in (9, 10)

@@ -742,13 +742,13 @@ class Scheduler:
         """Take the result of the oldest plan in flight; returns the news for the clients."""
         flight = self.in_flight.popleft()
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        num_decodes, size, stopped = len(flight.decodes.seqs), self.config.block_size, frozenset(result.stopped)
+        num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         for i, (seq, computed) in enumerate(flight.others, num_decodes):
             if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
                 continue
-            if computed >= (seq.num_published + 1) * size:
+            if computed >= (seq.num_published + 1) * self.config.block_size:
                 self.space.publish(seq, computed, seq.group.request.salt)
             if (token := result.token_ids[i]) < 0:  # more of its prompt is to come
                 continue
@@ -761,13 +761,13 @@ class Scheduler:
             news.outputs.append(self._tell(seq, i in stopped, result.logprobs.get(i)))
             if seq not in self.decodes and self._only_decodes(seq):
                 self.decodes.join(seq)
-        running, decodes = Status.RUNNING, self.decodes
-        self.others = [group for group in self.others if group.status is running and group.seqs[0] not in decodes]
+        others = (group for group in self.others if group.status is Status.RUNNING)
+        self.others = [group for group in others if group.seqs[0] not in self.decodes]
         self.counters["generation_tokens_total"] += len(news.outputs) + len(news.token_ids)
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
         if beams or any(output.finish_reason for output in news.outputs):
-            self.running = [group for group in self.running if group.status is running]
+            self.running = [group for group in self.running if group.status is Status.RUNNING]
         return news
 
     def _only_decodes(self, seq: Sequence) -> bool:
@@ -776,7 +776,7 @@ class Scheduler:
         return group.status is Status.RUNNING and seq.num_known < group.limit and params.num_samples == params.n
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
-        """Give the decodes of a step their tokens; returns the news of those that are not `stopped`, and of these."""
+        """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
         if not (seqs := flight.decodes.seqs):
             return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]

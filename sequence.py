@@ -100,7 +100,7 @@ class Sequence:
         """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
         return max(len(self.known), self.num_computed + 1)
 
-    def go(self, pace: Pace) -> None:
+    def follow(self, pace: Pace) -> None:
         """From now on `num_computed` goes along with `pace`."""
         self.behind += pace.steps - self.pace.steps
         self.pace = pace
