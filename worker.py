@@ -284,7 +284,7 @@ class Worker:
     def rehearse(self) -> None:
         """Launch what `warm_up` will, on a twin without memory: its kernels are compiled all at once, and none runs.
 
-        On two cores that takes 16 s for the demo on an H100's instructions, where one after the other takes 25.
+        For the demo and an H100 that takes 16 s on two cores without a GPU, where one after the other takes 25.
         """
         assert self.guard
         twin, config, ops = copy.copy(self), self.config, self.ops
