@@ -130,9 +130,13 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
             rotation = torch.cat((angle.cos(), angle.sin()), 1)
             pool = new_pool(s, -(-t // BLOCK), device)
             places = torch.randperm(t, device=device)
-            return Inputs(
-                lambda ops: ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, rotation, places, pool), (pool,)
-            )
+
+            def run(ops: ModuleType) -> tuple[torch.Tensor, ...]:
+                own = lay_out(pool, ops)
+                q = ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, rotation, places, own)
+                return q, ops.keys_of(own), own[:, 1]
+
+            return Inputs(run)
 
         moved = 2 * 2 * t * width * s.head_dim + t * (8 * s.head_dim + 8)
         yield Case("qk_norm_rope_store", f"{t} x {width} heads", moved, 0, make)
@@ -193,6 +197,15 @@ def paged(s: Shape, lengths: list[int], device: str) -> tuple[torch.Tensor, torc
     return new_pool(s, sum(counts), device), tables
 
 
+def lay_out(kv: torch.Tensor, ops: ModuleType) -> torch.Tensor:
+    """`kv` with keys that lie where `ops` has them, while here they lie in the order of its dimensions."""
+    if ops.keys_of(kv).stride() == kv[:, 0].stride():
+        return kv
+    own = kv.clone()
+    ops.keys_of(own).copy_(kv[:, 0])
+    return own
+
+
 def contiguous(kv: torch.Tensor, tables: torch.Tensor, length: int) -> list[torch.Tensor]:
     """Keys and values [B, KV, length, D] of rows of one length, for libraries that want them so."""
     kept = kv[tables.long()].transpose(1, 3).flatten(3, 4)  # [B, KV, 2, L, D]
@@ -217,8 +230,9 @@ def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
 
             def run(ops: ModuleType) -> torch.Tensor:
                 if ops.__name__ not in plans:
-                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0)
-                return ops.attention_decode(q, kv, plans[ops.__name__], scale)
+                    own = lay_out(kv, ops)
+                    plans[ops.__name__] = own, ops.plan_decode(own, tables, slots, lens, s.heads, 0)
+                return ops.attention_decode(q, *plans[ops.__name__], scale)
 
             libraries: dict[str, Run] = {}
             if len(set(lengths)) == 1 and device == "cuda":
@@ -275,7 +289,8 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
             starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()], device)
 
             def run(ops: ModuleType) -> torch.Tensor:
-                return ops.attention_prefill(q, kv, tables, slots, lens, starts, max(counts), scale, 0)
+                own = lay_out(kv, ops)
+                return ops.attention_prefill(q, own, tables, slots, lens, starts, max(counts), scale, 0)
 
             libraries: dict[str, Run] = {}
             if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:

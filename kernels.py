@@ -7,7 +7,8 @@ on the CPU under TRITON_INTERPRET=1.
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
 sequence, H query heads, KV key/value heads, G = H / KV, D head_dim, V vocabulary. A slot is a row of the batch state
 and -1 marks a padding row, which changes nothing. The pool of keys and values is
-[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it: pool[:, layer].
+[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it: pool[:, layer]; `keys_of` says how keys
+lie in their block.
 
 What fixes a kernel's compilation is a model's shape, never a step's: sizes of a step only size the grid, and arrays of
 integers that callers slice at any offset are not specialized on alignment.
@@ -167,6 +168,15 @@ def qk_norm_rope_store_kernel(
         p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * D
         b_y = tl.where(m_qk[:, None], b_y, b_raw)
         tl.store(p_kv + ((o_h - H) * (BLOCK_SIZE * D))[:, None] + o_d[None, :], b_y, mask=m_x & (o_h >= H)[:, None])
+
+
+def keys_of(kv: torch.Tensor) -> torch.Tensor:
+    """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
+
+    How a block's keys lie is each module's own matter. Here it is in this order, for a tile of keys is loaded by 128
+    bits along D.
+    """
+    return kv[:, 0]
 
 
 def qk_norm_rope_store(

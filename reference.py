@@ -3,13 +3,12 @@
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
 sequence, H query heads, KV key/value heads, D head_dim, V vocabulary. A slot is a row of the batch state and -1 marks
 a padding row, which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and
-`kv` is one layer of it: pool[:, layer].
+`kv` is one layer of it: pool[:, layer]; `keys_of` says how keys lie in their block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
-GATHER_TOKENS = 1 << 13  # keys that attention_decode gathers at a time: 16 MB of them at 8 heads of 128 in bfloat16
+SPAN_TOKENS = 1 << 13  # of context that attention_decode works on at a time: 0.5 MB of scores at 16 heads
 TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row, 15x faster than a sort of 152k
 
 
@@ -33,6 +32,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     h, size = x if residual is None else residual.add_(x), x.shape[-1]
     # The variance of (h, -h) is h's mean square, and layer_norm is one operator where the formula is eight.
     return F.layer_norm(torch.stack((h, -h), dim=1), (2, size), weight.expand(2, size), None, eps)[:, 0]
+
+
+def keys_of(kv: torch.Tensor) -> torch.Tensor:
+    """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
+
+    How a block's keys lie is each module's own matter. Here those of a head lie turned, [D, block_size]: a query's
+    scores are then a sum of rows, like its output over the values, and `attention_decode` copies neither.
+    """
+    block_size, head_dim = kv.shape[3:]
+    return kv[:, 0].flatten(2).unflatten(2, (head_dim, block_size)).transpose(2, 3)
 
 
 def qk_norm_rope_store(
@@ -78,10 +87,20 @@ def qk_norm_rope_store(
         partner = turning.roll(rotation.shape[2] // 2, -1)
     turning.mul_(cos).addcmul_(partner, sin)
     x[:, :-kv_heads].copy_(qk)
-    kept = x[:, heads:].view(-1, 2, kv_heads, head_dim)
+    k, v = x[:, heads:].split(kv_heads, dim=1)
+    keys, values = keys_of(kv), kv[:, 1]
+    if len(x) == 1:  # plain numbers: 43 us where tensors of one take 66, of 1,300 a layer of Qwen3-0.6B
+        where = int(slot_mapping)
+        if where >= 0:
+            at = where // block_size, slice(None), where % block_size
+            keys[at], values[at] = k[0], v[0]
+        return x[:, :heads]
     if (slot_mapping < 0).any():
-        kept, slot_mapping = kept[slot_mapping >= 0], slot_mapping[slot_mapping >= 0]
-    kv[slot_mapping // block_size, :, :, slot_mapping % block_size] = kept
+        stored = slot_mapping >= 0
+        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
+    block, place = slot_mapping // block_size, slot_mapping % block_size
+    keys[block, :, place] = k
+    values[block, :, place] = v
     return x[:, :heads]
 
 
@@ -125,23 +144,13 @@ def linear(
 class Span(NamedTuple):
     """r rows of similar length in a `DecodePlan`; W places hold the longest, N of all r H W have a key to attend."""
 
-    block_rows: torch.Tensor  # [n] int64: which of the batch's rows each of their n blocks belongs to
-    blocks: torch.Tensor  # [n] int64: where in the layer each block's keys are, in units of KV * block_size * D
-    places: torch.Tensor  # [n] int64: which of the r * W / block_size blocks it is
+    queries: torch.Tensor  # [n] int64: which of all B H queries meets each of the blocks that a row's head attends to
+    keys: torch.Tensor  # [n D] int32: where in the layer their keys' elements are, in units of block_size
+    key_bags: torch.Tensor  # [r H W / block_size] int32: where in these each block of each row's head begins
     hidden: torch.Tensor  # [r, 1, W] bool: places without a key
     attended: torch.Tensor  # [N] int64: places in [r, H, W] with one
     values: torch.Tensor  # [N] int64: where in the layer their values are, in units of D
-    bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
-
-
-def _block_scores(
-    q: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, blocks: torch.Tensor, size: int
-) -> torch.Tensor:
-    """s[b, h] = K q[rows[b], h], K the `size` keys of block b [n] that h attends to: [n, H, size] for q [B, H, D]."""
-    _, heads, dim = q.shape
-    k = keys.index_select(0, blocks).view(-1, size, dim)  # [n * KV, size, D]
-    grouped = q.index_select(0, rows).view(-1, heads * size * dim // keys.shape[1], dim)
-    return torch.bmm(grouped, k.transpose(1, 2)).view(len(blocks), heads, size)
+    value_bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
 
 
 class DecodePlan(NamedTuple):
@@ -149,7 +158,6 @@ class DecodePlan(NamedTuple):
 
     spans: list[Span]
     order: torch.Tensor | None  # [B] int64: where in the spans, one after the other, each row is; None: in their order
-    scores: Callable[..., torch.Tensor] = _block_scores
 
 
 def plan_decode(
@@ -176,13 +184,13 @@ def plan_decode(
     begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
     first = begins // size
     counts = (ends + size - 1) // size - first  # blocks
-    # From where the first head's values of a block are to those of each query head.
-    head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads) * size
-    groups, spans = _groups(counts, GATHER_TOKENS // size), []
+    kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
+    # Where an element of all keys is, from its head's first on: half the bytes to read in each layer, if they suffice.
+    element = torch.arange(dim, device=kv.device, dtype=torch.int32 if kv.stride(0) * len(kv) < 2**31 * size else None)
+    groups, spans = _groups(counts, SPAN_TOKENS // size), []
     for rows in groups:
         most = max(1, int(counts[rows].max()))
         held = torch.arange(most, device=kv.device) < counts[rows, None]
-        places = held.flatten().nonzero()[:, 0]
         column = first[rows, None] + torch.arange(most, device=kv.device)
         table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
         table = torch.where(held, table, 0).long() * kv.stride(0)  # elements to each block
@@ -191,15 +199,19 @@ def plan_decode(
         attended = shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
         values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)
         lengths = shown.sum(1).repeat_interleave(num_heads)
+        met = held[:, None].expand(-1, num_heads, -1)  # [r, H, blocks]
+        queries = rows[:, None] * num_heads + torch.arange(num_heads, device=kv.device)
+        keys = (table // size)[:, None] + kv_head[:, None] * dim
+        elements = met.flatten() * dim
         spans.append(
             Span(
-                block_rows=rows[places // most],
-                blocks=table.flatten()[places] // (kv_heads * size * dim),
-                places=places,
+                queries=queries[:, :, None].expand_as(met)[met],
+                keys=(keys[met].to(element.dtype)[:, None] + element).flatten(),
+                key_bags=(elements.cumsum(0) - elements).to(element.dtype),
                 hidden=~shown[:, None],
                 attended=attended,
-                values=(values[:, None] + head[:, None]).flatten()[attended],
-                bags=lengths.cumsum(0) - lengths,
+                values=(values[:, None] + kv_head[:, None] * size).flatten()[attended],
+                value_bags=lengths.cumsum(0) - lengths,
             )
         )
     return DecodePlan(spans, torch.cat(groups).argsort() if len(groups) > 1 else None)
@@ -225,20 +237,19 @@ def attention_decode(
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    (_, heads, dim), (kv_heads, size) = q.shape, kv.shape[2:4]
-    keys, values = _as_rows(kv[:, 0], kv_heads * size * dim), _as_rows(kv[:, 1], dim)
-    parts = []
+    _, heads, dim = q.shape
+    keys, values = _as_rows(kv[:, 0], kv.shape[3]), _as_rows(kv[:, 1], dim)
+    queries, parts = q.flatten(0, 1), []
     for span in plan.spans:
-        # Keys are gathered and multiplied by blocks. Values need no copy: a sum of a table's rows by weights is what
-        # embedding_bag computes, and it fetches rows ahead. Together half the time of SDPA over gathered K and V.
-        scores = plan.scores(q, keys, span.block_rows, span.blocks, size)
+        # A sum of a table's rows by weights is what embedding_bag computes, and it fetches rows ahead: no key or value
+        # is copied. A third of the time of SDPA over gathered K and V.
+        weights = queries.index_select(0, span.queries).view(-1)
+        scores, *_ = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)
         rows, _, width = span.hidden.shape
-        if len(span.blocks) * size < rows * width:
-            scores = scores.new_zeros(rows * width // size, heads, size).index_copy_(0, span.places, scores)
-        scores = scores.view(rows, width // size, heads, size).transpose(1, 2).flatten(2).float()
+        scores = scores.view(rows, heads, width).float()
         p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q.dtype)
         p = p.view(-1).index_select(0, span.attended)
-        parts.append(F.embedding_bag(span.values, values, span.bags, mode="sum", per_sample_weights=p))
+        parts.append(torch.embedding_bag(values, span.values, span.value_bags, per_sample_weights=p)[0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
 
@@ -284,8 +295,8 @@ def attention_prefill(
         table = block_tables[slot, first : -(-length // block_size)].long()
         passed = first * block_size
         # Heads come first, so that SDPA needs no second copy. What is stale in the last block is left out.
-        kept = kv.transpose(0, 2)[:, :, table].flatten(2, 3)[:, :, : length - passed]  # [KV, 2, L, D]
-        k, v = (h.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in kept.unbind(1))
+        kept = (h.transpose(0, 1)[:, table].flatten(1, 2)[:, : length - passed] for h in (keys_of(kv), kv[:, 1]))
+        k, v = (h.unsqueeze(1).expand(-1, heads // kv_heads, -1, -1) for h in kept)  # [KV, H / KV, L, D]
         grouped = q[tokens].view(n, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
         attend, plain = None, soft_cap == 0 and sinks is None
         if n < length or window or not plain:
@@ -564,8 +575,8 @@ def _as_rows(x: torch.Tensor, width: int) -> torch.Tensor:
 def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
     """The rows [B] in groups, each of `counts` that differ at most by half and, in all, at most `most` or one row.
 
-    So what is padded to a group's longest row at most doubles, and what is gathered of a group stays in the cache. One
-    group is in the order of the rows.
+    So what is padded to a group's longest row at most doubles, and a group's scores stay in the cache. One group is in
+    the order of the rows.
     """
     order = counts.argsort(descending=True, stable=True)
     groups: list[list[int]] = []

@@ -62,7 +62,7 @@ class Worker:
         if config.compile and (self.device, self.ops.__name__) != ("cpu", "reference"):
             raise ValueError(f"compile is True; it is for torch on a CPU, not for {self.ops.__name__} on {self.device}")
         if config.compile:
-            self.ops = cpu.compile_scores(self.ops)
+            self.ops = cpu.compile_ops(self.ops)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
         marks = [time.perf_counter()]  # between the phases of `startup`
@@ -143,7 +143,7 @@ class Worker:
             "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
             "window": max(windows) if all(windows) else 0,
             "swap_cost": self.swap_cost,
-            "compile_seconds": round(self.compile_seconds, 1),
+            "compile_seconds": self.compile_seconds,
             "startup": self.startup,
         }
 
@@ -272,7 +272,7 @@ class Worker:
         self.run(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
         if self.config.compile:
             begun = time.perf_counter()
-            self.attend_many()
+            self.compile()
             self.compile_seconds = time.perf_counter() - begun
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
             self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
@@ -316,14 +316,13 @@ class Worker:
         # `ops.linear` has one kernel for up to 64 rows and another one for more.
         return min(self.config.max_num_seqs, tokens // length, 64 // length + 1), length
 
-    def attend_many(self) -> None:
-        """One layer's attention for as many sequences of one block as are enough for what `compile` compiles."""
-        size, model = self.config.block_size, self.model
-        zeros = torch.zeros(2 + cpu.MANY // size, dtype=torch.int32)
-        kv, qkv_heads = self.pool[:, 0], model.num_heads + 2 * model.num_kv_heads
-        plan = self.ops.plan_decode(kv, zeros[:, None], zeros, torch.full_like(zeros, size), model.num_heads, 0)
-        qkv = torch.zeros(len(zeros), qkv_heads, self.model_config.head_dim, dtype=self.dtype)
-        self.ops.attention_decode(qkv[:, : model.num_heads], kv, plan, model.scale)
+    def compile(self) -> None:
+        """Call what `cpu.compile_ops` compiles."""
+        config, layer = self.model_config, self.model.layers[0]
+        x = torch.zeros(cpu.MANY, config.hidden_size, dtype=self.dtype)
+        self.ops.rms_norm(x, layer.post_norm, config.rms_norm_eps, torch.zeros_like(x))
+        width = 2 * config.intermediate_size // self.group.size
+        self.ops.act_mul(x.new_zeros(cpu.MANY, width), config.activation)
 
     @torch.inference_mode()
     def time_swap(self) -> float:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +53,18 @@ def conversations() -> list[list[dict[str, str]]]:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         made.append(messages[:-1])
     return made
+
+
+@pytest.fixture
+def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter multiplies by NumPy, of whose products a row's bits can depend on where it is in a tile (on
+    CPUs without AVX-512, and some with it). On a GPU they do not; here each row is multiplied by itself."""
+    matmul = np.matmul
+
+    def by_rows(a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:
+        return matmul(a[..., None, :], b[..., None, :, :], **options)[..., 0, :]
+
+    monkeypatch.setattr(np, "matmul", by_rows)
 
 
 @pytest.fixture

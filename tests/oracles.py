@@ -19,6 +19,7 @@ class Paged(NamedTuple):
 
 
 def paged(
+    ops: ModuleType,
     lengths: list[int],
     kv_heads: int,
     head_dim: int,
@@ -29,12 +30,15 @@ def paged(
 ) -> Paged:
     """Slots with contexts of these lengths, their blocks shuffled; `width` blocks in a table, if that is more.
 
+    Keys lie as `ops` has them, which is kernels or reference.
+
     Of each slot the blocks that hold nothing but its first `passed` tokens were given back: -1 stands in the table, and
     the block that -1 would be, too, is NaN.
     """
     counts = [-(-n // block_size) for n in lengths]
     pool = torch.full((sum(counts) + 3, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
     kv, order, used = pool[1:, 1], torch.randperm(sum(counts) + 2), 0
+    parts = ops.keys_of(kv), kv[:, 1]
     tables, context = torch.full((len(lengths), max(*counts, width, 1)), -1, dtype=torch.int32), []
     for slot, (n, count) in enumerate(zip(lengths, counts, strict=True)):
         gone = passed[slot] // block_size if passed else 0
@@ -42,7 +46,8 @@ def paged(
         used += count
         context.append(torch.randn(n, 2, kv_heads, head_dim).to(dtype))
         for i in range(gone * block_size, n):
-            kv[int(tables[slot, i // block_size]), :, :, i % block_size] = context[slot][i]
+            for part, heads in zip(parts, context[slot][i], strict=True):
+                part[int(tables[slot, i // block_size]), :, i % block_size] = heads
     return Paged(kv, tables, context)
 
 

@@ -67,32 +67,27 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 
 @pytest.fixture(scope="module")
 def compiled_ops():
-    return cpu.compile_scores(reference)
+    return cpu.compile_ops(reference)
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("lengths", [(700,), (300, 299), (1, 800), (100, 1, 160, 95, 96, 97, 40)], ids=str)
-@pytest.mark.parametrize("size", [16, 64])
-def test_compiled_attention_is_the_plain_one(compiled_ops, dtype, lengths, size):
+@pytest.mark.parametrize("tokens", [1, 2, cpu.MANY, 3 * cpu.MANY + 1])
+def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
     torch.manual_seed(0)
-    blocks, rows = [-(-length // size) for length in lengths], len(lengths)
-    pool = torch.randn(sum(blocks), 3, 2, 2, size, 32, dtype=dtype)
-    tables = torch.zeros(rows, max(blocks), dtype=torch.int32)
-    for row, own in enumerate(torch.randperm(sum(blocks)).int().split(blocks)):
-        tables[row, : len(own)] = own
-    q, args = (
-        torch.randn(rows, 8, 32, dtype=dtype)[:, :4],
-        (tables, torch.arange(rows).int(), torch.tensor(lengths).int()),
-    )
-    for layer in range(3):
-        kv = pool[:, layer]
-        for window in (0, 250):
-            got, want = (
-                ops.attention_decode(q, kv, ops.plan_decode(kv, *args, 4, window), 0.2)
-                for ops in (compiled_ops, reference)
-            )
-            torch.testing.assert_close(got, want, atol=1e-5 if dtype == torch.float32 else 0.03, rtol=0)
+    x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # once rounded
+    for residual in (None, torch.randn(tokens, 96).to(dtype)):
+        sums = [None if residual is None else residual.clone() for _ in range(2)]
+        got, want = (
+            ops.rms_norm(x, weight, 1e-5, total) for ops, total in zip((compiled_ops, reference), sums, strict=True)
+        )
+        torch.testing.assert_close(got, want, **close)
+        assert residual is None or torch.equal(*sums)
+    for activation in ("silu", "gelu"):
+        got, want = (ops.act_mul(gate_up, activation) for ops in (compiled_ops, reference))
+        torch.testing.assert_close(got, want, **close)
+        assert got.shape == want.shape and got.is_contiguous()
 
 
 @needs_compiler
