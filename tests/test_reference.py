@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,18 @@ def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> N
         with monkeypatch.context() as patch:
             patch.setattr(reference, "SPAN_TOKENS", 45)
             torch.testing.assert_close(oracles.decode(reference, *args), want)
+
+
+def test_attention_decode_reads_keys_beyond_32_bits() -> None:
+    """The last of three blocks of a place each is 2^31 places into the pool, of which little is in memory."""
+    memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    kv = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)[:, :64].view(3, 2, 1, 1, 32)
+    paged, order = oracles.paged(reference, [3], 1, 32, 1, torch.bfloat16), [2, 0, 1]
+    kv[order] = paged.kv[paged.tables[0].long()]
+    q = torch.randn(1, 2, 32, dtype=torch.bfloat16)
+    got = oracles.decode(reference, q, kv, ints(*order)[None], ints(0), ints(3), 0.2, 0)
+    args = q, paged.context[0], 0.2, 0
+    oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
 @some
