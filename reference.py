@@ -145,8 +145,8 @@ class Span(NamedTuple):
     """r rows of similar length in a `DecodePlan`; W places hold the longest, N of all r H W have a key to attend."""
 
     queries: torch.Tensor  # [n] int64: which of all B H queries meets each of the blocks that a row's head attends to
-    keys: torch.Tensor  # [n D] int32: where in the layer their keys' elements are, in units of block_size
-    key_bags: torch.Tensor  # [r H W / block_size] int32: where in these each block of each row's head begins
+    keys: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
+    key_bags: torch.Tensor  # [r H W / block_size], as `keys`: where in these each block of each row's head begins
     hidden: torch.Tensor  # [r, 1, W] bool: places without a key
     attended: torch.Tensor  # [N] int64: places in [r, H, W] with one
     values: torch.Tensor  # [N] int64: where in the layer their values are, in units of D

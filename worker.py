@@ -259,6 +259,10 @@ class Worker:
 
         Returns the seconds that a token of a prefill takes once they are.
         """
+        if self.config.compile:  # first, so that its time is known apart
+            begun = time.perf_counter()
+            self.compile()
+            self.compile_seconds = time.perf_counter() - begun
         count, length = self.warm_up_prompts()
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
@@ -270,10 +274,6 @@ class Worker:
             seconds = time.perf_counter() - begun
             self.run(StepPlan(1, rows=[(0, 1)])).result()
         self.run(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
-        if self.config.compile:
-            begun = time.perf_counter()
-            self.compile()
-            self.compile_seconds = time.perf_counter() - begun
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
             self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
         if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
