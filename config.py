@@ -129,8 +129,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
-        "on a CPU: compile what is between the products of prompts, and keep a second copy of the weights for one "
-        "sequence at a time",
+        "on a CPU: compile what is between the products, and keep a second copy of the weights for one sequence at "
+        "a time",
     )
     threads: int | None = option(
         None,

@@ -245,7 +245,9 @@ class EngineCore:
         """What was started, how much fits and what took how long, in five lines; on a GPU also where memory goes."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
-        compiled = f", norms and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
+        compiled = (
+            f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
+        )
         return (
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"

@@ -318,11 +318,15 @@ class Worker:
 
     def compile(self) -> None:
         """Call what `cpu.compile_ops` compiles."""
-        config, layer = self.model_config, self.model.layers[0]
-        x = torch.zeros(cpu.MANY, config.hidden_size, dtype=self.dtype)
-        self.ops.rms_norm(x, layer.post_norm, config.rms_norm_eps, torch.zeros_like(x))
-        width = 2 * config.intermediate_size // self.group.size
-        self.ops.act_mul(x.new_zeros(cpu.MANY, width), config.activation)
+        config, model = self.model_config, self.model
+        layer, eps, kv = model.layers[0], config.rms_norm_eps, self.pool[:, 0]
+        for rows in (1, cpu.MANY):
+            x, nowhere = torch.zeros(rows, config.hidden_size, dtype=self.dtype), torch.full((rows,), -1)
+            self.ops.rms_norm(x, layer.post_norm, eps, torch.zeros_like(x))
+            self.ops.act_mul(x.new_zeros(rows, 2 * config.intermediate_size // self.group.size), config.activation)
+            qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
+            norms, rotation = (layer.q_norm, layer.k_norm, eps), model.rotations[nowhere]
+            self.ops.qk_norm_rope_store(qkv, *norms, rotation, nowhere, kv, model.interleaved)
 
     @torch.inference_mode()
     def time_swap(self) -> float:

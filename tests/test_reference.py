@@ -202,6 +202,17 @@ def test_attention_prefill(
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("limit", [("QUERIES", 7), ("MAX_SCORES", 4 * 90 * 5)])
+def test_attention_prefill_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int, limit: tuple) -> None:
+    paged = oracles.paged(reference, [60, 90], 2, 16, 16, torch.float32)
+    q, more = torch.randn(83, 4, 16), (0.25, window, 5.0, torch.randn(4))
+    args = (q, paged.kv, paged.tables, ints(0, 1), ints(60, 90), ints(0, 23, 83), 60, *more)
+    want = reference.attention_prefill(*args)
+    monkeypatch.setattr(reference, *limit)
+    torch.testing.assert_close(reference.attention_prefill(*args), want)
+
+
 def test_uniform_is_philox() -> None:
     seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 987654321987654321])
     for position in (0, 1, 2, 4095, 2**20, 2**31 - 1):
@@ -258,6 +269,13 @@ def test_sample_of_rows_without_temperature_or_finite_logits() -> None:
     assert reference.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
     assert reference.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
+    long = torch.randn(6, 16 * reference.PART + 300).bfloat16()  # whose index is looked for in a part of it
+    peaks = [(0, 9), (1023, 1024), (5000, 16000), (16384, 16600), (16683, 16683), (16383, 16384)]
+    for row, places in zip(long, peaks, strict=True):
+        row[list(places)] = 9.0
+    state6 = [values[:1].expand(6) for values in state]
+    assert reference.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
+    assert reference.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [0] * 6
     tiny = torch.tensor([1e-30, 1e-45])
     assert reference.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
 
