@@ -22,7 +22,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes
 SMALL = 1 << 26  # bytes of weights; so small a model's steps are milliseconds, in which one core does most of the work
 PANEL = 256  # outputs; 64 to 512 were tried
-MANY = 64  # tokens of a step, from which on compiled norms and activations pay
+MANY = 64  # tokens of a step, from which on compiled code has threads
 
 
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
