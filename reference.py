@@ -17,8 +17,8 @@ import torch.nn.functional as F
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
 SPAN_TOKENS = 1 << 13  # of context that attention_decode works on at a time: 0.5 MB of scores at 16 heads
-QUERIES = 128  # of a row that attention_prefill works on at a time, unless that makes
-MAX_SCORES = 1 << 24  # of them: 64 MB
+QUERIES = 128  # of a row that attention_prefill takes at a time: 64 and 256 are slower at 512 tokens
+MAX_SCORES = 1 << 24  # of these, 64 MB: in a long context it takes fewer
 PART = 1 << 10  # of a row of logits, in which the index of the largest one is looked for
 TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row, 15x faster than a sort of 152k
 
@@ -288,19 +288,20 @@ def attention_prefill(
         # What is stale in the last block is left out: it may be NaN.
         k, v = (x.transpose(0, 1)[:, table].flatten(1, 2)[:, : length - passed] for x in (keys_of(kv), kv[:, 1]))
         grouped, new = (x[tokens].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (q, out))
-        for start in range(0, n, size := max(1, min(QUERIES, MAX_SCORES // (heads * length)))):
-            some = slice(start, min(start + size, n))
-            low, high = length - n + some.start, length - n + some.stop  # of their positions
-            nearest = max(passed, low + 1 - window) if window else passed
-            position, key = (
-                torch.arange(low, high, device=q.device)[:, None],
-                torch.arange(nearest, high, device=q.device),
-            )
-            hidden = (key > position) | (key <= position - window) if window else key > position
-            kept = slice(nearest - passed, high - passed)
-            scores = grouped[:, :, some].flatten(1, 2) @ k[:, kept].mT
+        before = length - n - passed  # keys ahead of the row's first query
+        size = max(1, min(QUERIES, MAX_SCORES // (heads * length)))
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            low, high = (
+                max(0, before + start + 1 - window) if window else 0,
+                before + stop,
+            )  # keys that any of these sees
+            query = torch.arange(before + start, high, device=q.device)[:, None]
+            key = torch.arange(low, high, device=q.device)
+            hidden = (key > query) | (key <= query - window) if window else key > query
+            scores = grouped[:, :, start:stop].flatten(1, 2) @ k[:, low:high].mT
             p = _softmax(scores.view(kv_heads, -1, *hidden.shape).float(), hidden, scale, soft_cap, sink).to(q.dtype)
-            new[:, :, some] = (p.flatten(1, 2) @ v[:, kept]).view(kv_heads, -1, some.stop - some.start, head_dim)
+            new[:, :, start:stop] = (p.flatten(1, 2) @ v[:, low:high]).view(kv_heads, -1, stop - start, head_dim)
     return out
 
 
