@@ -74,7 +74,7 @@ def compiled_ops():
 @pytest.mark.parametrize("tokens", [1, 2, cpu.MANY - 1, cpu.MANY, 3 * cpu.MANY + 1])
 def test_compiled_ops_are_the_plain_ones(compiled_ops, tokens):
     torch.manual_seed(0)
-    close = {"atol": 1e-6, "rtol": 2**-6}  # once rounded; the compiled norm's sum with the residual is not, before it
+    close = {"atol": 1e-6, "rtol": 2**-7}  # once rounded
     x, weight, gate_up, residual = (
         torch.randn(*shape).bfloat16() for shape in ((tokens, 96), (96,), (tokens, 66), (tokens, 96))
     )
