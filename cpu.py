@@ -142,35 +142,36 @@ class Compiled:
 
     Args:
         function: of settings, which become constants, and of contiguous tensors.
-        batched: so many of these, the first ones, have a row for each token of a step.
-        many: there are so many rows that threads pay; starting them for a few takes longer than the work.
+        batched: so many of these, the first ones, have a row for each token of a step. For MANY rows it is compiled
+            again, with threads: starting them for a few takes longer than the work.
     """
 
-    def __init__(self, function: Callable, batched: int, many: bool):
-        self.function, self.batched, self.many = function, batched, many
+    def __init__(self, function: Callable, batched: int):
+        self.function, self.batched = function, batched
         self.made: dict[tuple, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {}
 
     def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor]:
         first = tensors[0]
         assert all(tensor.is_contiguous() for tensor in tensors)
-        key = (settings, first.dtype, first.shape[1:], len(tensors))
+        many = len(first) >= MANY
+        key = (many, settings, first.dtype, first.shape[1:], len(tensors))
         if key not in self.made:
-            self.made[key] = self.make(settings, tensors)
+            self.made[key] = self.make(many, settings, tensors)
         return self.made[key](list(tensors))
 
-    def make(self, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
-        """Compile it for these settings."""
+    def make(self, many: bool, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+        """Compile it for these settings and for few rows, or for MANY."""
         from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
 
         class Body(torch.nn.Module):
             def forward(body, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
                 return self.function(*settings, *tensors)
 
-        rows = MANY if self.many else MANY // 8  # an example: of 0 or 1 it would make a special case
+        rows = MANY if many else MANY // 8  # an example: of 0 or 1 it would make a special case
         batched, rest = tensors[: self.batched], tensors[self.batched :]
         dynamic = ({0: torch.export.Dim.DYNAMIC},) * len(batched) + (None,) * len(rest)
         # Sums are rounded where torch's operators round them, so that both round alike; it costs no time.
-        options = {"cpp.threads": torch.get_num_threads() if self.many else 1, "emulate_precision_casts": True}
+        options = {"cpp.threads": torch.get_num_threads() if many else 1, "emulate_precision_casts": True}
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -227,25 +228,22 @@ def compile_ops(ops: ModuleType) -> ModuleType:
 
         return [turned(*args) for args in zip_longest(x[:, :-kv_heads].tensor_split((-kv_heads,), dim=1), weights)]
 
-    norms, activations, ropes = (
-        [Compiled(function, batched, many) for many in (False, True)]
-        for function, batched in ((norm, 2), (activate, 1), (rope, 2))
-    )
+    norms, activations, ropes = Compiled(norm, 2), Compiled(activate, 1), Compiled(rope, 2)
 
     def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
         if residual is None:
             return ops.rms_norm(x, weight, eps)
-        return norms[len(x) >= MANY]((eps,), x, residual, weight)[0]
+        return norms((eps,), x, residual, weight)[0]
 
     def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-        return activations[len(x) >= MANY]((activation,), x)[0]
+        return activations((activation,), x)[0]
 
     def qk_norm_rope_store(
         qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False
     ):
         kv_heads, head_dim = kv.shape[2::2]
         x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
-        q, k = ropes[len(x) >= MANY]((eps, kv_heads, interleaved), x, rotation, *weights)
+        q, k = ropes((eps, kv_heads, interleaved), x, rotation, *weights)
         ops._store(k, x[:, -kv_heads:], slot_mapping, kv)
         return q
 
