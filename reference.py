@@ -292,10 +292,8 @@ def attention_prefill(
         size = max(1, min(QUERIES, MAX_SCORES // (heads * length)))
         for start in range(0, n, size):
             stop = min(start + size, n)
-            low, high = (
-                max(0, before + start + 1 - window) if window else 0,
-                before + stop,
-            )  # keys that any of these sees
+            low = max(0, before + start + 1 - window) if window else 0  # the first key that any of these sees
+            high = before + stop
             query = torch.arange(before + start, high, device=q.device)[:, None]
             key = torch.arange(low, high, device=q.device)
             hidden = (key > query) | (key <= query - window) if window else key > query
