@@ -71,20 +71,23 @@ def compiled_ops():
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, cpu.MANY - 1, cpu.MANY, 3 * cpu.MANY + 1])
-def test_compiled_ops_are_the_plain_ones(compiled_ops, tokens):
+def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
     torch.manual_seed(0)
-    close = {"atol": 1e-6, "rtol": 2**-7}  # once rounded
-    x, weight, gate_up, residual = (
-        torch.randn(*shape).bfloat16() for shape in ((tokens, 96), (96,), (tokens, 66), (tokens, 96))
-    )
-    for total in (None, residual):
-        sums = [None if total is None else total.clone() for _ in range(2)]
-        got, want = (ops.rms_norm(x, weight, 1e-5, h) for ops, h in zip((compiled_ops, reference), sums, strict=True))
+    x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # once rounded
+    for residual in (None, torch.randn(tokens, 96).to(dtype)):
+        sums = [None if residual is None else residual.clone() for _ in range(2)]
+        got, want = (
+            ops.rms_norm(x, weight, 1e-5, total) for ops, total in zip((compiled_ops, reference), sums, strict=True)
+        )
         torch.testing.assert_close(got, want, **close)
-        assert total is None or torch.equal(*sums)
-    got, want = (ops.act_mul(gate_up, "silu") for ops in (compiled_ops, reference))
-    torch.testing.assert_close(got, want, **close)
+        assert residual is None or torch.equal(*sums)
+    for activation in ("silu", "gelu"):
+        got, want = (ops.act_mul(gate_up, activation) for ops in (compiled_ops, reference))
+        torch.testing.assert_close(got, want, **close)
+        assert got.shape == want.shape and got.is_contiguous()
 
 
 @needs_compiler
