@@ -166,7 +166,7 @@ def overload_figures(model: str, repeats: int) -> Figures:
         options: dict[str, Any] = {
             "model": model, "dtype": "float32", "device": "cpu", "block_size": size, "num_gpu_blocks_override": blocks,
             "max_model_len": 512, "max_num_batched_tokens": 512, "preemption_mode": mode,
-            "schedule_conservativeness": reserve,
+            "schedule_conservativeness": reserve, "swap_space": 4.0,
         }  # fmt: skip
         core = EngineCore(EngineConfig(**options))
         runs: dict[int, list[dict[str, float]]] = {capacity: [], len(work): []}

@@ -84,9 +84,10 @@ class EngineConfig:
     preemption_mode: Literal["auto", "recompute", "swap"] = option(
         "auto", "a preempted request computes its tokens again, or its KV blocks wait in host memory; auto: the cheaper"
     )
-    swap_space: float = option(
-        4.0,
-        "GiB of host memory for swapped KV blocks and for cached prefixes that the device has no room for",
+    swap_space: float | None = option(
+        None,
+        "GiB of host memory for swapped KV blocks and for cached prefixes that the device has no room for; default: 4, "
+        "or on a CPU, where it is the same memory, none unless preemption_mode is swap",
         0.0,
         2.0**20,
     )
@@ -129,8 +130,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
-        "on a CPU: compile what is between the products, and keep a second copy of the weights for one sequence at "
-        "a time",
+        "on a CPU: compile what is between the products, and keep a second copy of the weights, compressed without "
+        "loss, for one sequence at a time",
     )
     threads: int | None = option(
         None,

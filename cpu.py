@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,9 @@ KEEP = 1 << 30  # bytes
 SMALL = 1 << 26  # bytes of weights; so small a model's steps are milliseconds, in which one core does most of the work
 PANEL = 256  # outputs; 64 to 512 were tried
 MANY = 64  # tokens of a step, from which on compiled code has threads
+LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
+RARE = 1 / 64  # of an output's inputs: with more elements of unusual size a weight is not compressed
+UP = 2.0**64  # times a compressed weight's inputs, for its elements are read as 2^-126 to 2^-111
 
 
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
@@ -119,8 +123,140 @@ def bags(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, rows[::inputs].contiguous()
 
 
-def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PackedLinear | PanelLinear:
-    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two copies.
+class CompressedLinear:
+    """A bfloat16 weight [out, in] in 12 bits an element, without loss, for rows that come one by one.
+
+    One row's product takes as long as its weight is read, and these are three quarters of the bytes. Elements differ by
+    few powers of two (in DFloat11, Zhang et al., 2025, Huffman codes make use of it): nearly all of a matrix have one
+    of 15 exponents in a row, for which four bits do instead of eight. So six of eight elements lie in three words as
+    they are, but for four bits of each, and in these 24 lie the other two; shifts and masks make floats of all eight.
+    The few elements of other exponents are listed by output.
+
+    Args:
+        weight: plain.
+        several: what multiplies several rows.
+
+    Raises:
+        ValueError: it is not bfloat16, its inputs are no multiple of 8, or too many of an output's are on the list.
+    """
+
+    def __init__(self, weight: torch.Tensor, several: PackedLinear):
+        (self.outputs, inputs), self.several = weight.shape, several
+        if weight.dtype != torch.bfloat16 or inputs % 8:
+            raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
+        weight = F.pad(weight, (0, 0, 0, -self.outputs % LANES))
+        parts = weight.split(max(1, (1 << 22) // (LANES * inputs)) * LANES)  # the integers of all take much memory
+        counts = sum((part.view(torch.int16) >> 7 & 255).flatten().bincount(minlength=256) for part in parts)
+        # The exponents of numbers that are normal, and not so large that the scale is none.
+        low = int(counts[1:190].unfold(0, 15, 1).sum(1).argmax())
+        self.scale = torch.tensor(2.0**low / UP)
+        words, listed = [], []
+        for i, part in enumerate(parts):
+            packed, other = compress(part, low)
+            row, column = other.nonzero(as_tuple=True)
+            words.append(packed)
+            listed.append((row + i * len(parts[0]), column.int(), other[row, column]))
+        self.words = torch.cat(words)
+        row, column, other = (torch.cat(x) for x in zip(*listed, strict=True))
+        each = row.bincount(minlength=len(weight))
+        most = max(1, int(each.max()))
+        if most > max(4, RARE * inputs):
+            raise ValueError(f"{most} elements of an output are listed; {RARE * inputs:.0f} may be")
+        at = row // LANES, torch.arange(len(row)) - (each.cumsum(0) - each)[row], row % LANES
+        self.places = torch.zeros(len(self.words), most, LANES, dtype=torch.int32)
+        self.others = torch.zeros(self.places.shape, dtype=weight.dtype)
+        self.places[at], self.others[at] = column, other
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out]."""
+        if len(x) != 1:
+            return self.several(x, bias)
+        x = x.float().mul_(UP).view(-1, 8)
+        y = product()([x, self.words, self.scale, self.places, self.others])[0][:, : self.outputs]
+        return y if bias is None else y + bias
+
+
+def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and what of the weight is not in them.
+
+    Those are in it whose exponents are from low + 1 to low + 15; the others are read as 0.
+    """
+    bits = weight.view(torch.int16).int()
+    exponent = (bits >> 7 & 255) - low
+    inside = (exponent > 0) & (exponent < 16)
+
+    def lanes(x: torch.Tensor) -> torch.Tensor:  # [8, out / LANES, in / 8, LANES]
+        return torch.where(inside, x, 0).view(-1, LANES, weight.shape[1] // 8, 8).permute(3, 0, 2, 1)
+
+    sign, exponent, fraction = lanes(bits >> 15 & 1), lanes(exponent), lanes(bits & 127)
+    short = sign << 15 | exponent << 7 | fraction
+    a, b, c = (short[i] << 16 | short[i + 1] for i in (0, 2, 4))
+    a |= exponent[6] << 27 | fraction[6] >> 3 << 11
+    b |= sign[6] << 30 | (fraction[6] & 7) << 27 | sign[7] << 14 | (fraction[7] & 7) << 11
+    c |= exponent[7] << 27 | fraction[7] >> 3 << 11
+    return torch.stack((a, b, c), dim=2), torch.where(inside, 0, weight)
+
+
+def multiply(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, places: torch.Tensor, others: torch.Tensor
+) -> torch.Tensor:
+    """x W^T / UP, [1, out] bfloat16, of x [in / 8, 8] float32 and what a `CompressedLinear` has; to be compiled."""
+    a, b, c = words.unbind(2)
+    short, exponent, high, low, sign = -0x78010000, 0x07800000, 0x00780000, 0x00070000, -0x80000000
+    bits = [half & short for word in (a, b, c) for half in (word, word << 16)]
+    bits.append(a >> 4 & exponent | a << 8 & high | b >> 11 & low | b << 1 & sign)
+    bits.append(c >> 4 & exponent | c << 8 & high | b << 5 & low | b << 17 & sign)
+    first, *rest = (word.view(torch.float32) * x[:, i, None] for i, word in enumerate(bits))
+    listed = x.flatten()[places.long()] / UP * others
+    return (sum(rest, first).sum(1) * scale + listed.sum(1)).view(1, -1).bfloat16()
+
+
+@functools.cache
+def product() -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """`multiply`, compiled for weights of any shape."""
+    inputs, panels, most = 128, 64, 2  # an example, for which threads are worth while
+    words, places = torch.empty(panels, inputs, 3, LANES).int(), torch.empty(panels, most, LANES).int()
+    like = torch.empty(inputs, 8), words, torch.empty(()), places, places.bfloat16()
+    # All of it in one loop: by default a sum of so many terms is written to memory on the way.
+    limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
+    options = dict.fromkeys(limits, 1000) | {"cpp.enable_floating_point_contract_flag": "fast"}
+    return compile_ahead(multiply, like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
+
+
+def compile_ahead(
+    function: Callable,
+    like: Sequence[torch.Tensor],
+    dynamic: Sequence[Sequence[int]],
+    threads: int,
+    options: dict[str, Any],
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """`function` of tensors as C++, by AOTInductor: a call takes 4 us.
+
+    torch.compile looks at its guards for 40, or for 200 once a product's weights have passed through the caches. This
+    looks at nothing: it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions.
+    """
+    from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
+
+    class Body(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+            return function(*tensors)
+
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        warnings.catch_warnings(action="ignore"),  # of torch about itself
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        like = tuple(torch.empty_like(tensor) for tensor in like)
+        shapes = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in dynamic)
+        program = torch.export.export(Body(), like, dynamic_shapes=(shapes,))
+        path = f"{folder}/it.pt2"
+        aoti_compile_and_package(program, package_path=path, inductor_configs=options | {"cpp.threads": threads})
+        return aoti_load_package(path).loader.run
+
+
+def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PackedLinear | PanelLinear | CompressedLinear:
+    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two, one of them compressed.
 
     Where this CPU or torch has no packed product, a plain weight takes its place, and serves one row as well.
     """
@@ -130,15 +266,18 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PackedLinear | Panel
         packed = PackedLinear(weight)
     except (RuntimeError, AttributeError):
         return weight
-    return PanelLinear(weight, packed) if rows == "both" else packed
+    if rows == "several":
+        return packed
+    try:
+        return CompressedLinear(weight, packed)
+    except ValueError:
+        return PanelLinear(weight, packed)
 
 
 class Compiled:
     """`function` of settings and tensors, as C++ that is compiled when it first meets these settings.
 
-    That is done ahead of time, by AOTInductor: a call takes 4 us, where torch.compile looks at its guards for 40, or
-    for 200 once a product's weights have passed through the caches. So the code looks at nothing: sizes and types of
-    all tensors must follow from the settings, from how many there are, and from the first one's row.
+    Sizes and types of all tensors must follow from the settings, from how many there are, and from the first one's row.
 
     Args:
         function: of settings, which become constants, and of contiguous tensors.
@@ -161,27 +300,14 @@ class Compiled:
 
     def make(self, many: bool, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
         """Compile it for these settings and for few rows, or for MANY."""
-        from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
-
-        class Body(torch.nn.Module):
-            def forward(body, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-                return self.function(*settings, *tensors)
-
         rows = MANY if many else MANY // 8  # an example: of 0 or 1 it would make a special case
         batched, rest = tensors[: self.batched], tensors[self.batched :]
-        dynamic = ({0: torch.export.Dim.DYNAMIC},) * len(batched) + (None,) * len(rest)
+        like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + list(rest)
+        dynamic = ((0,),) * len(batched) + ((),) * len(rest)
         # Sums are rounded where torch's operators round them, so that both round alike; it costs no time.
-        options = {"cpp.threads": torch.get_num_threads() if many else 1, "emulate_precision_casts": True}
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            warnings.catch_warnings(action="ignore"),  # of torch about itself
-            tempfile.TemporaryDirectory() as folder,
-        ):
-            like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + [torch.empty_like(t) for t in rest]
-            program = torch.export.export(Body(), tuple(like), dynamic_shapes=(dynamic,))
-            path = aoti_compile_and_package(program, package_path=f"{folder}/it.pt2", inductor_configs=options)
-            return aoti_load_package(path).loader.run
+        options = {"emulate_precision_casts": True}
+        threads = torch.get_num_threads() if many else 1
+        return compile_ahead(functools.partial(self.function, *settings), like, dynamic, threads, options)
 
 
 def compile_ops(ops: ModuleType) -> ModuleType:

@@ -21,15 +21,20 @@ from worker import pick_dtype
 ROOT = Path(__file__).parent.parent
 
 
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 48), (96, 64), (256, 32), (515, 257)], ids=str)
-@pytest.mark.parametrize("rows", ["one", "several", "both"])
+@pytest.mark.parametrize("rows", ["one", "several", pytest.param("both", marks=needs_compiler)])
 def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape, dtype=dtype), torch.randn(shape[0], dtype=dtype)
     packed = cpu.pack(weight, rows)
     if dtype != torch.float16 or rows == "one":  # not every CPU multiplies it
-        assert isinstance(packed, cpu.PackedLinear if rows == "several" else cpu.PanelLinear), "this machine has oneDNN"
+        short = rows == "both" and dtype == torch.bfloat16 and shape[1] % 8 == 0
+        kind = cpu.PackedLinear if rows == "several" else cpu.CompressedLinear if short else cpu.PanelLinear
+        assert isinstance(packed, kind), "this machine has oneDNN"
     for count in (1, 2, 33):
         x = torch.randn(count, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
         for b in (None, bias):
@@ -62,7 +67,39 @@ def test_one_sequence_at_a_time_gives_the_same_tokens_and_has_no_second_copy():
     assert isinstance(several.core.executor.worker.model.head, cpu.PackedLinear)
 
 
-needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+@needs_compiler
+@pytest.mark.parametrize("shape", [(16, 8), (37, 64), (40_000, 128)], ids=str)  # the last one in two parts
+@pytest.mark.parametrize("size", [1e-30, 0.02, 1e16])
+def test_a_compressed_weight_loses_nothing(shape, size):
+    torch.manual_seed(0)
+    weight = size * torch.randn(shape)
+    for value in (3e38, -1e-40, 7.0, 0.0, -(2.0**-20)):
+        weight[torch.randint(0, shape[0], (3,)), torch.randint(0, shape[1], (3,))] = value
+    weight = weight.bfloat16()
+    short = cpu.CompressedLinear(weight, None)
+    assert short.words.nbytes == -(-shape[0] // cpu.LANES) * cpu.LANES * shape[1] * 12 / 8
+    for i in range(shape[1]):
+        assert torch.equal(short(torch.eye(shape[1], dtype=weight.dtype)[i : i + 1])[0], weight[:, i])
+
+
+def test_a_weight_of_many_sizes_is_not_compressed():
+    weight = torch.logspace(-30, 30, 96 * 64).bfloat16().view(96, 64)
+    with pytest.raises(ValueError, match="of an output are listed; "):
+        cpu.CompressedLinear(weight.T.contiguous(), None)
+    packed = cpu.pack(weight.T.contiguous(), "both")
+    assert isinstance(packed, cpu.PanelLinear) and packed.several
+
+
+@needs_compiler
+def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_more(monkeypatch):
+    llm = LLM("demo", dtype="bfloat16", compile=True, max_num_seqs=2)
+    monkeypatch.delattr(cpu, "compile_ahead")
+    layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
+    assert all(isinstance(weight, cpu.CompressedLinear) for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    for some in (questions, questions[:1]):
+        chats = [[{"role": "user", "content": question}] for question in some]
+        answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
+        assert [answer.outputs[0].text for answer in answers] == ["81", "42"][: len(some)]
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +154,7 @@ def test_compiled_steps_give_the_same_tokens_and_compile_nothing_more(monkeypatc
     params = [SamplingParams(temperature=0.8, seed=3, max_tokens=20 + i, ignore_eos=True) for i in range(len(prompts))]
     plain, compiled = (LLM("demo", dtype="float32", compile=compile) for compile in (False, True))
     assert compiled.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
-    monkeypatch.delattr(cpu.Compiled, "make")
+    monkeypatch.delattr(cpu, "compile_ahead")
     for some in (slice(0, 8), slice(3, 5), slice(0, 1)):
         wanted, got = (
             [o.outputs[0].token_ids for o in llm.generate(prompts[some], params[some])] for llm in (plain, compiled)

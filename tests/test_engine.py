@@ -71,7 +71,7 @@ FEW = {"num_gpu_blocks_override": 256, "block_size": 4, "schedule_conservativene
         {"max_num_batched_tokens": 32, "max_num_seqs": 32},
         FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
         FEW | {"preemption_mode": "swap", "swap_space": 0.01},
-        FEW | {"enable_prefix_caching": False},
+        FEW | {"enable_prefix_caching": False, "swap_space": 0.01},
         {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5},
         {"block_size": 7, "max_num_seqs": 5},
     ],
@@ -99,7 +99,7 @@ def test_same_answers_as_one_of_four(make_llm, work, answers, caching):
 
 def test_prefixes_come_back_from_host_memory(make_llm, work, answers):
     """The second round finds in host memory what the first one had to drop from a small pool."""
-    llm = make_llm(num_gpu_blocks_override=80, block_size=16, preemption_mode="recompute")
+    llm = make_llm(num_gpu_blocks_override=80, block_size=16, preemption_mode="recompute", swap_space=0.1)
     for _ in range(2):
         assert tokens(llm.generate(*work, use_tqdm=False)) == answers
     assert llm.core.metrics()["host_cache_hits_total"] > 1000

@@ -97,6 +97,8 @@ def test_steps_in_which_no_row_asks_pay_nothing(make, monkeypatch):
         ({"preemption_mode": "recompute", "enable_prefix_caching": False}, 0),
         ({"preemption_mode": "auto", "swap_space": 0.0}, 0),
         ({"preemption_mode": "auto", "swap_space": 1.0}, 250),  # a quarter of the memory that is free
+        ({"preemption_mode": "auto", "swap_space": None}, 0),  # on a CPU it would be the same memory
+        ({"preemption_mode": "swap", "swap_space": None}, 250),
     ],
 )  # fmt: skip
 def test_host_pool_is_there_where_it_is_of_use(make, monkeypatch, fields, blocks):
