@@ -219,9 +219,9 @@ def latency_figures(
         generate, core = manta(model, batch, length, new_tokens, options)
         engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
         results: dict[str, Figures] = {name: [] for name in engines}
-        warm, reads = prompts_of(batch, 8), []
-        for run in engines.values():
-            run(warm, 4)
+        warm, reads = prompts_of(batch, length), []
+        for run in engines.values():  # as long as a turn: in a virtual machine, memory that is new is slow for seconds
+            run(warm, new_tokens)
         for _ in range(repeats):
             prompts = prompts_of(batch, length)
             for name, run in engines.items():

@@ -149,7 +149,7 @@ class CompressedLinear:
         counts = sum((part.view(torch.int16) >> 7 & 255).flatten().bincount(minlength=256) for part in parts)
         # The exponents of numbers that are normal, and not so large that the scale is none.
         low = int(counts[1:190].unfold(0, 15, 1).sum(1).argmax())
-        self.scale = torch.tensor(2.0**low / UP)
+        self.up, self.scale = torch.tensor([UP]), torch.tensor(2.0**low / UP)  # float32, and so is bfloat16 times [1]
         words, listed = [], []
         for i, part in enumerate(parts):
             packed, other = compress(part, low)
@@ -171,8 +171,9 @@ class CompressedLinear:
         """x [T, in] W^T + bias, [T, out]."""
         if len(x) != 1:
             return self.several(x, bias)
-        x = x.float().mul_(UP).view(-1, 8)
-        y = product()([x, self.words, self.scale, self.places, self.others])[0][:, : self.outputs]
+        y = product()([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
+        if y.shape[1] > self.outputs:
+            y = y[:, : self.outputs]
         return y if bias is None else y + bias
 
 
