@@ -171,7 +171,8 @@ class CompressedLinear:
         """x [T, in] W^T + bias, [T, out]."""
         if len(x) != 1:
             return self.several(x, bias)
-        y = product()([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
+        multiplied = compiled_multiply(torch.get_num_threads())
+        y = multiplied([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
         if y.shape[1] > self.outputs:
             y = y[:, : self.outputs]
         return y if bias is None else y + bias
@@ -180,7 +181,15 @@ class CompressedLinear:
 def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and what of the weight is not in them.
 
-    Those are in it whose exponents are from low + 1 to low + 15; the others are read as 0.
+    In them are elements with exponents from low + 1 to low + 15, less low; others are read as 0. Of eight in a row:
+
+        bit    31     30 to 27       26 to 23    22 to 16    15     14 to 11           10 to 7     6 to 0
+        a      sign   exponent of    exponent    fraction    sign   upper fraction     exponent    fraction
+               of 0   6              of 0        of 0        of 1   of 6               of 1        of 1
+        b      of 2   sign, lower    of 2        of 2        of 3   sign, lower        of 3        of 3
+                      fraction of 6                                 fraction of 7
+        c      of 4   exponent of    of 4        of 4        of 5   upper fraction     of 5        of 5
+                      7                                             of 7
     """
     bits = weight.view(torch.int16).int()
     exponent = (bits >> 7 & 255) - low
@@ -213,15 +222,15 @@ def multiply(
 
 
 @functools.cache
-def product() -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """`multiply`, compiled for weights of any shape."""
+def compiled_multiply(threads: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """`multiply` as C++, for weights of any shape."""
     inputs, panels, most = 128, 64, 2  # an example, for which threads are worth while
     words, places = torch.empty(panels, inputs, 3, LANES).int(), torch.empty(panels, most, LANES).int()
     like = torch.empty(inputs, 8), words, torch.empty(()), places, places.bfloat16()
     # All of it in one loop: by default a sum of so many terms is written to memory on the way.
     limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
     options = dict.fromkeys(limits, 1000) | {"cpp.enable_floating_point_contract_flag": "fast"}
-    return compile_ahead(multiply, like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
+    return compile_ahead(multiply, like, ((0,), (0, 1), (), (0, 1), (0, 1)), threads, options)
 
 
 def compile_ahead(

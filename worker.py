@@ -328,12 +328,12 @@ class Worker:
         layer, eps, kv = model.layers[0], config.rms_norm_eps, self.pool[:, 0]
         for rows in (1, cpu.MANY):
             x, nowhere = torch.zeros(rows, config.hidden_size, dtype=self.dtype), torch.full((rows,), -1)
-            model.logits(x[:1])
             self.ops.rms_norm(x, layer.post_norm, eps, torch.zeros_like(x))
             self.ops.act_mul(x.new_zeros(rows, 2 * config.intermediate_size // self.group.size), config.activation)
             qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
             norms, rotation = (layer.q_norm, layer.k_norm, eps), model.rotations[nowhere]
             self.ops.qk_norm_rope_store(qkv, *norms, rotation, nowhere, kv, model.interleaved)
+        model.logits(x[:1])
 
     @torch.inference_mode()
     def time_swap(self) -> float:
