@@ -336,7 +336,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="auto")
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
-        command.add_argument("--compile", action="store_true", help="what is between Manta's products, on a CPU")
+        command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")

@@ -268,7 +268,8 @@ def compile_ahead(
 def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PackedLinear | PanelLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two, one of them compressed.
 
-    Where this CPU or torch has no packed product, a plain weight takes its place, and serves one row as well.
+    Where this CPU or torch has no packed product, a plain weight takes its place, and serves one row as well. What
+    cannot be compressed, as float32, lies in panels.
     """
     if rows == "one":
         return PanelLinear(weight)
