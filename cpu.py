@@ -101,16 +101,17 @@ class PanelLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
-        if self.several and len(x) > 1:
+        rows = x.shape[0]
+        if self.several and rows > 1:
             return self.several(x, bias)
         count, _, width = self.panels.shape
-        if len(x) == 1:
+        if rows == 1:
             weights = x.expand(count, -1).reshape(-1)
             y = torch.embedding_bag(self.table, self.ids, self.begins, per_sample_weights=weights)[0]
         else:
-            y = x.new_empty(len(x), count, width)  # a result that lies by panels would have to be copied
+            y = x.new_empty(rows, count, width)  # a result that lies by panels would have to be copied
             torch.bmm(x.expand(count, -1, -1), self.panels, out=y.transpose(0, 1))
-        y = y.view(len(x), -1)
+        y = y.view(rows, -1)
         if count * width > self.outputs:
             y = y[:, : self.outputs].contiguous()
         return y if bias is None else y + bias
@@ -169,7 +170,7 @@ class CompressedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
-        if len(x) != 1:
+        if x.shape[0] != 1:
             return self.several(x, bias)
         multiplied = compiled_multiply(torch.get_num_threads())
         y = multiplied([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]

@@ -259,7 +259,7 @@ class Transformer:
         n, parts = batch.num_decodes, []
         if n > 0:
             parts.append(self.ops.attention_decode(q[:n], kv, self.step.plans[window], self.scale))
-        if n < len(q):
+        if n < q.shape[0]:
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
             parts.append(self.ops.attention_prefill(q[n:], kv, *rows, self.scale, window))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)

@@ -32,9 +32,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     Returns:
         y [T, H] in x's dtype, rounded once from float32.
     """
-    h, size = x if residual is None else residual.add_(x), x.shape[-1]
-    # The variance of (h, -h) is h's mean square, and layer_norm is one operator where the formula is eight.
-    return F.layer_norm(torch.stack((h, -h), dim=1), (2, size), weight.expand(2, size), None, eps)[:, 0]
+    h = (x if residual is None else residual.add_(x)).float()
+    return torch.mul(h * _rms_scale(h, eps), weight, out=torch.empty_like(x))
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -73,26 +72,28 @@ def qk_norm_rope_store(
         q [T, H, D] in qkv's dtype.
     """
     _, _, kv_heads, _, head_dim = kv.shape
-    x = qkv.view(len(qkv), -1, head_dim)
+    x = qkv.view(qkv.shape[0], -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
     assert (q_weight is None) == (k_weight is None)
-    # q and k as one: in a small step the operators' number is what takes time.
-    qk = x[:, :-kv_heads].to(torch.float32, copy=True)
+    # q and k as one: in a small step the calls' number is what takes time. (So `split_with_sizes` and `shape[0]` here
+    # and there: `split` and `len` of a tensor are functions in Python.)
+    old, v = x.split_with_sizes((heads + kv_heads, kv_heads), 1)
+    qk = old.float()
     if q_weight is not None and k_weight is not None:
-        _rms_scale(qk, eps)
-        qk[:, :heads].mul_(q_weight)
-        qk[:, heads:].mul_(k_weight)
+        qk.mul_(_rms_scale(qk, eps))
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
+        q.mul_(q_weight)
+        k.mul_(k_weight)
     cos, sin = rotation.unsqueeze(2).unbind(1)
-    turning = qk[..., : rotation.shape[2]]
+    turning = qk.narrow(2, 0, rotation.shape[2])
     if interleaved:
         partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         partner = turning.roll(rotation.shape[2] // 2, -1)
     turning.mul_(cos).addcmul_(partner, sin)
-    x[:, :-kv_heads].copy_(qk)
-    k, v = x[:, heads:].split(kv_heads, dim=1)
+    q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
     _store(k, v, slot_mapping, kv)
-    return x[:, :heads]
+    return q
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -103,7 +104,7 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     gate = gate.float()
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return torch.mul(gate, up, out=x.new_empty(up.shape))
+    return gate.mul_(up).to(x.dtype)
 
 
 def linear(
@@ -148,6 +149,7 @@ class DecodePlan(NamedTuple):
     """Which parts of a layer each query token attends to: here the tokens of a row are rows of one token each."""
 
     spans: list[Span]
+    extent: int  # of a layer of the pool, in elements: from its first block's begin to its last one's end
     order: torch.Tensor | None  # [B] int64: where in the spans, one after the other, each row is; None: in their order
 
 
@@ -201,11 +203,12 @@ def plan_decode(
                 key_bags=(elements.cumsum(0) - elements).to(element.dtype),
                 hidden=~shown[:, None],
                 attended=attended,
-                values=(values[:, None] + kv_head[:, None] * size).flatten()[attended],
+                values=(values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()[attended],
                 value_bags=lengths.cumsum(0) - lengths,
             )
         )
-    return DecodePlan(spans, torch.cat(groups).argsort() if len(groups) > 1 else None)
+    extent = kv.stride(0) * (len(kv) - 1) + kv[0].numel()
+    return DecodePlan(spans, extent, torch.cat(groups).argsort() if len(groups) > 1 else None)
 
 
 def attention_decode(
@@ -229,13 +232,15 @@ def attention_decode(
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
     _, heads, dim = q.shape
-    keys, values = _as_rows(kv[:, 0], kv.shape[3]), _as_rows(kv[:, 1], dim)
+    size = kv.shape[3]
+    keys = kv.as_strided((plan.extent // size, size), (size, 1))
+    values = kv.as_strided((plan.extent // dim, dim), (dim, 1))
     queries, parts = q.flatten(0, 1), []
     for span in plan.spans:
         # A sum of a table's rows by weights is what embedding_bag computes, and it fetches rows ahead: no key or value
         # is copied. A quarter of the time of SDPA over gathered K and V.
         weights = queries.index_select(0, span.queries).view(-1)
-        scores, *_ = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)
+        scores = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)[0]
         rows, _, width = span.hidden.shape
         scores = scores.view(rows, heads, width).float()
         p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q.dtype)
@@ -553,25 +558,25 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
 
 def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
     """Write k and v [T, KV, D] to where `slot_mapping` says, see `qk_norm_rope_store`."""
-    keys, values, block_size = keys_of(kv), kv[:, 1], kv.shape[3]
-    if len(k) == 1:  # plain numbers: 43 us where tensors of one take 66, of 1,300 a layer of Qwen3-0.6B
-        where = int(slot_mapping)
-        if where >= 0:
-            at = where // block_size, slice(None), where % block_size
-            keys[at], values[at] = k[0], v[0]
+    kv_heads, block_size = kv.shape[2:4]
+    if k.shape[0] == 1:  # plain numbers: 15 us where tensors of one take 66, of 1,300 a layer of Qwen3-0.6B
+        block, place = divmod(int(slot_mapping), block_size)
+        if block >= 0:
+            keys, values = kv[block].unbind()
+            keys.view(kv_heads, -1, block_size)[..., place] = k[0]  # as `keys_of` says
+            values[:, place] = v[0]
         return
     if (slot_mapping < 0).any():
         stored = slot_mapping >= 0
         k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
-    block, place = slot_mapping // block_size, slot_mapping % block_size
-    keys[block, :, place] = k
-    values[block, :, place] = v
+    blocks, places = slot_mapping // block_size, slot_mapping % block_size
+    keys_of(kv)[blocks, :, places] = k
+    kv[blocks, 1, :, places] = v
 
 
 def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
-    """h *= rsqrt(mean(h^2) + eps), for h [.., size] float32. In two thirds of F.rms_norm's time."""
-    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
-    return h.mul_(torch.full_like(norm, eps).addcmul_(norm, norm, value=1 / h.shape[-1]).rsqrt_())
+    """rsqrt(mean(h^2) + eps) [.., 1] for h [.., size] float32. The first operator alone reads h."""
+    return torch.linalg.vector_norm(h, dim=-1, keepdim=True).square_().div_(h.shape[-1]).add_(eps).rsqrt_()
 
 
 def _softmax(
@@ -583,12 +588,6 @@ def _softmax(
         scale = soft_cap
     p = scores.masked_fill_(hidden, -math.inf).mul_(scale).softmax(-1)
     return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
-
-
-def _as_rows(x: torch.Tensor, width: int) -> torch.Tensor:
-    """The memory from the first block of x [num_blocks, ..] to its last, and what is between, as rows [.., width]."""
-    count = (x.stride(0) * (len(x) - 1) + x.numel() // len(x)) // width
-    return x.as_strided((count, width), (width, 1))
 
 
 def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
