@@ -327,8 +327,9 @@ def compile_ops(ops: ModuleType) -> ModuleType:
 
     It passes over the data once or twice, where torch's operators are up to 20, and for few rows calling these is most
     of their time. Eager and compiled, at 1, 32 and 512 tokens of Qwen3-0.6B's shape, in us, on two cores of an AMD EPYC
-    (Zen 5): rms_norm 8 and 4, 46 and 13, 663 and 94; RoPE with its norms, and storing, 41 and 18, 243 and 143, 1,546
-    and 855; act_mul 9 and 4, 67 and 41, 974 and 379. In a step, where products empty the caches, both are slower.
+    (Zen 5): rms_norm 13 and 4, 29 and 14, 196 and 104; RoPE with its norms, and storing, 34 and 17, 119 and 108, 2,081
+    and 1,249; act_mul 8 and 4, 39 and 39, 764 and 326. In a step, where products empty the caches, both are slower: at
+    one token 34 and 14, 63 and 30, 24 and 13.
 
     Raises:
         ValueError: there is no C++ compiler.

@@ -559,7 +559,7 @@ def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor)
 def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
     """Write k and v [T, KV, D] to where `slot_mapping` says, see `qk_norm_rope_store`."""
     kv_heads, block_size = kv.shape[2:4]
-    if k.shape[0] == 1:  # plain numbers: 15 us where tensors of one take 66, of 1,300 a layer of Qwen3-0.6B
+    if k.shape[0] == 1:  # plain numbers: 11 us where tensors of one take 23, of 1,300 a layer of Qwen3-0.6B
         block, place = divmod(int(slot_mapping), block_size)
         if block >= 0:
             keys, values = kv[block].unbind()
