@@ -27,6 +27,7 @@ class StepShape(NamedTuple):
     samples: int  # rows that sample
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
+    greedy: bool = False  # whether one row samples, and of its logits only the largest is wanted
 
 
 class Writes:
@@ -72,8 +73,9 @@ class BatchState:
     plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `to_compute` is
     on the host, so that the worker can tell which rows sample without asking the device: how many of a slot's known
     tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use there alone; `adjusted` mirrors
-    `kinds`. Counting each slot's tokens takes 4 bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with
-    or without penalties, so that nothing is allocated once requests come; on a CPU memory is taken as it is used.
+    `kinds`, and `greedy` is 1 where of a slot's logits only the largest is wanted. Counting each slot's tokens takes 4
+    bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or without penalties, so that nothing is
+    allocated once requests come; on a CPU memory is taken as it is used.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
@@ -124,7 +126,7 @@ class BatchState:
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.to_compute, self.num_logprobs, self.adjusted = (np.zeros(slots, dtype=np.int32) for _ in range(3))
+        self.to_compute, self.num_logprobs, self.adjusted, self.greedy = np.zeros((4, slots), dtype=np.int32)
         self.num_blocks = [0] * slots
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: its stop_bits that are not 0
         self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
@@ -145,6 +147,7 @@ class BatchState:
             self._grow(slot, row.blocks)
             self._enter_stops(row)
             kinds[slot] = self._enter_adjustments(row)
+            self.greedy[slot] = row.temperature == 0 and row.num_logprobs < 0 and not kinds[slot]
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
         for slot, kind in kinds.items():

@@ -8,6 +8,7 @@ a padding row, which changes nothing. The pool of keys and values is [num_blocks
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -573,7 +574,14 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
 
 def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
     """rsqrt(mean(h^2) + eps) [.., 1] for h [.., size] float32. The first operator alone reads h."""
-    return torch.linalg.vector_norm(h, dim=-1, keepdim=True).square_().div_(h.shape[-1]).add_(eps).rsqrt_()
+    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps, h.device), norm, norm, value=1 / h.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    """A tensor [] float32; for operators that take no plain number there."""
+    return torch.tensor(value, device=device)
 
 
 def _softmax(

@@ -81,6 +81,7 @@ class Worker:
         if self.device == "cpu":
             small = self.num_parameters * self.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, sharers)
+        self.greedy_head: cpu.GreedyHead | None = None
         self.pack()
         phases = ["weights"]
         marks.append(time.perf_counter())
@@ -161,6 +162,8 @@ class Worker:
             self.model.pack(lambda weight: cpu.pack(weight, rows))
             if self.config.load_format != "dummy":
                 map_embedding(self.model, self.config.model)
+            if self.model_config.tie_word_embeddings and self.group.size == 1:
+                self.greedy_head = cpu.greedy_head(self.model.embedding)
 
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
@@ -423,7 +426,8 @@ class Worker:
             graph, news = self.graphs[shape]
             graph.replay()
         else:
-            logits, news = self.forward(shape, plan)
+            with cpu.without_onednn() if self.device == "cpu" and shape.tokens == 1 else contextlib.nullcontext():
+                logits, news = self.forward(shape, plan)
         self.mark("results")
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
         if len(rows.asked):
@@ -440,6 +444,8 @@ class Worker:
         state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         samples = state.advance(rows)
         shape = self.shape_of(rows[:, 1], samples)
+        if self.greedy_head and shape.samples == 1:
+            shape = shape._replace(greedy=bool(state.greedy[rows[samples, 0]]))
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
         asked = np.flatnonzero(samples & (wanted >= 0))
@@ -497,9 +503,12 @@ class Worker:
         logits, ids = hidden.new_empty(0, self.model_config.vocab_size), slots.new_empty(0, dtype=torch.int64)
         if shape.samples:
             self.mark("logits")
-            logits = self.model.logits(hidden)
-            self.mark("sample")
-            ids = state.sample(ops, logits, sampling, adjust)
+            found = self.greedy_head(hidden) if self.greedy_head and shape.greedy else None
+            if found is None:
+                logits = self.model.logits(hidden)
+                self.mark("sample")
+                found = state.sample(ops, logits, sampling, adjust)
+            ids = found
         self.mark("post_update")
         news = ops.post_update(
             state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],

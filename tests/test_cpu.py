@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -14,12 +16,14 @@ import torch.nn.functional as F
 
 import cpu
 import reference
+from batch_state import BatchState
 from engine import LLM, SamplingParams
 from model import linear
+from plan import NewRow, StepPlan
 from worker import pick_dtype
 
 ROOT = Path(__file__).parent.parent
-
+CHAT = [{"role": "user", "content": "What is 23 + 58?"}]
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
@@ -33,21 +37,39 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
     packed = cpu.pack(weight, rows)
     if dtype != torch.float16 or rows == "one":  # not every CPU multiplies it
         short = rows == "both" and dtype == torch.bfloat16 and shape[1] % 8 == 0
-        kind = cpu.PackedLinear if rows == "several" else cpu.CompressedLinear if short else cpu.PanelLinear
+        plain = rows == "one" and dtype != torch.float32
+        kind = cpu.PlainLinear if plain else cpu.CompressedLinear if short else cpu.PackedLinear
         assert isinstance(packed, kind), "this machine has oneDNN"
     for count in (1, 2, 33):
         x = torch.randn(count, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
         for b in (None, bias):
             wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
-            got = linear(x, packed, b)
-            assert got.dtype == dtype and got.is_contiguous()
-            torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
+            for context in (contextlib.nullcontext, cpu.without_onednn)[: 1 + (count == 1)]:
+                with context():
+                    got = linear(x, packed, b)
+                assert got.dtype == dtype and got.is_contiguous()
+                torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
 
 
+@needs_compiler
 def test_several_rows_go_to_the_layout_for_several(monkeypatch):
     monkeypatch.setattr(cpu.PackedLinear, "__call__", lambda self, x, bias=None: "packed")
-    both = cpu.pack(torch.randn(4, 4), "both")
-    assert both(torch.randn(2, 4)) == "packed" and both(torch.randn(1, 4)).shape == (1, 4)
+    both, x = cpu.pack(torch.randn(4, 8).bfloat16(), "both"), torch.randn(2, 8).bfloat16()
+    assert both(x) == "packed" and both(x[:1]).shape == (1, 4)
+
+
+def test_onednn_is_disabled_for_steps_of_one_token_and_back_after_them(monkeypatch):
+    llm, met, product = LLM("demo", dtype="bfloat16", max_num_seqs=1), set(), cpu.PlainLinear.__call__
+
+    def watched(self, x, bias=None):
+        met.add((len(x) == 1, torch.backends.mkldnn.enabled))
+        return product(self, x, bias)
+
+    monkeypatch.setattr(cpu.PlainLinear, "__call__", watched)
+    assert torch.backends.mkldnn.enabled
+    llm.generate("What is 23 + 58?", SamplingParams(temperature=0.5, max_tokens=4, ignore_eos=True))
+    assert torch.backends.mkldnn.enabled
+    assert {(True, False), (False, True)} <= met and (False, False) not in met  # and a prompt's last row by the head
 
 
 @pytest.mark.parametrize("rows", ["several", "both"])
@@ -57,14 +79,93 @@ def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch, rows):
     assert cpu.pack(weight, rows) is weight
 
 
-def test_one_sequence_at_a_time_gives_the_same_tokens_and_has_no_second_copy():
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    one, several = (LLM("demo", dtype="float32", max_num_seqs=count) for count in (1, 2))
-    answer, wanted = (llm.generate("What is 23 + 58?", params)[0].outputs[0].token_ids for llm in (one, several))
-    assert answer == wanted
-    head = one.core.executor.worker.model.head
-    assert isinstance(head, cpu.PanelLinear) and head.several is None
-    assert isinstance(several.core.executor.worker.model.head, cpu.PackedLinear)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
+    one, several = (LLM("demo", dtype=dtype, max_num_seqs=count) for count in (1, 2))
+    answers = [llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0] for llm in (one, several)]
+    assert [answer.text for answer in answers] == ["81", "81"]
+    layer, packed = (llm.core.executor.worker.model.layers[0].o for llm in (one, several))
+    assert isinstance(layer, cpu.PackedLinear if dtype == "float32" else cpu.PlainLinear)
+    assert isinstance(packed, cpu.PackedLinear)
+
+
+@pytest.mark.parametrize("outputs", [1, 300, 3 * cpu.PANEL])
+def test_a_greedy_head_finds_the_largest_output(outputs):
+    torch.manual_seed(0)
+    weight = (torch.randn(96) + torch.randn(outputs, 96) / 20).bfloat16()
+    weight[:: cpu.PANEL] = 4.0  # so that bytes are coarse
+    weight[outputs // 3] = weight[-1]  # two that are equal
+    head = cpu.GreedyHead(weight)
+    missed = 0
+    for size in (1e-20, 1.0, 1e10):
+        for i in range(200):
+            x = size * torch.randn(1, 96).bfloat16()
+            if i % 4 == 0:
+                x = -size * weight.float().mean(0, keepdim=True).bfloat16()  # all outputs are below zero
+            logits = F.linear(x, weight)[0]
+            largest = (logits == logits.max()).nonzero()[0]
+            assert head(x).tolist() == largest.tolist()
+            lines = torch.ops.quantized.embedding_bag_byte_unpack(head.table).view(-1, 96, cpu.PANEL)
+            missed += int((x.float() @ lines).flatten()[:outputs].argmax()) != largest
+    assert missed > 10 or outputs == 1, "bytes alone find it, so that this shows nothing"
+
+
+def test_a_greedy_head_says_so_where_it_cannot_tell():
+    head = cpu.GreedyHead(torch.ones(cpu.CLOSE, 32).bfloat16())
+    assert head(torch.ones(1, 32).bfloat16()) is None
+    head = cpu.GreedyHead(torch.ones(cpu.CLOSE - 1, 32).bfloat16())
+    assert head(torch.ones(1, 32).bfloat16()).tolist() == [0]
+    assert head(torch.full((1, 32), float("nan")).bfloat16()) is None
+
+
+def test_a_greedy_head_knows_that_logits_are_rounded():
+    head = cpu.GreedyHead(torch.tensor([[256.0, 0.0], [256.0, 1.0]]).bfloat16())
+    assert head(torch.ones(1, 2).bfloat16()).tolist() == [0]  # 257 is 256 in bfloat16
+
+
+def test_a_greedy_head_is_for_large_weights_in_bfloat16(monkeypatch):
+    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16()) is None
+    monkeypatch.setattr(cpu, "SMALL", 64 * 32 * 2)
+    assert cpu.greedy_head(torch.zeros(64, 32)) is None
+    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16())
+    monkeypatch.setattr(cpu.GreedyHead, "__init__", lambda self, weight: torch.ops.quantized.no_such_operator(weight))
+    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16()) is None
+
+
+@pytest.mark.parametrize(
+    "params, found",
+    [
+        ({}, True),
+        ({"temperature": 0.7}, False),
+        ({"presence_penalty": 0.1}, False),
+        ({"logit_bias": {5: 1.0}}, False),
+    ],
+    ids=str,
+)
+def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, found):
+    monkeypatch.setattr(cpu, "SMALL", 0)
+    llm, calls, call = LLM("demo", dtype="bfloat16", max_num_seqs=2), [], cpu.GreedyHead.__call__
+    monkeypatch.setattr(cpu.GreedyHead, "__call__", lambda self, x: calls.append(len(x)) or call(self, x))
+    if found:
+        monkeypatch.setattr(llm.core.executor.worker.model, "logits", None)
+    answer = llm.chat(CHAT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params))[0].outputs[0]
+    assert answer.text == "81" or params.get("temperature")
+    assert set(calls) == ({1} if found else set())
+
+
+def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
+    state = BatchState(2, 64, 4, 16, 1000, "cpu")
+    row = NewRow(0, [5, 6], 0, [0], 0.0, 0, 1.0, 0.0, 0)
+    state.enter(StepPlan(0, new=[row, dataclasses.replace(row, slot=1, num_logprobs=0)]))
+    assert state.greedy.tolist() == [1, 0]
+
+
+def test_where_too_many_outputs_are_close_all_logits_are_computed(monkeypatch):
+    monkeypatch.setattr(cpu, "SMALL", 0)
+    monkeypatch.setattr(cpu, "CLOSE", 1)  # no output can be the only one
+    llm = LLM("demo", dtype="bfloat16", max_num_seqs=2)
+    assert llm.core.executor.worker.greedy_head
+    assert llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text == "81"
 
 
 @needs_compiler
@@ -87,7 +188,7 @@ def test_a_weight_of_many_sizes_is_not_compressed():
     with pytest.raises(ValueError, match="of an output are listed; "):
         cpu.CompressedLinear(weight.T.contiguous(), None)
     packed = cpu.pack(weight.T.contiguous(), "both")
-    assert isinstance(packed, cpu.PanelLinear) and packed.several
+    assert isinstance(packed, cpu.PackedLinear)
 
 
 @needs_compiler
