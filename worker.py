@@ -152,18 +152,24 @@ class Worker:
     def pack(self) -> None:
         """Give the model's matrices the products that this device is fast with, or batch_invariant is true of.
 
-        On a CPU the embeddings' own table is of no more use then but for lookups, and those can do with the file.
+        On a CPU the embeddings' own table is of no more use then but for lookups, and those can do with the file; so can
+        a tied head that is plain, and a `GreedyHead`.
         """
-        ops = self.ops
+        ops, model = self.ops, self.model
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
-            self.model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
+            model.pack(lambda weight: lambda x, bias: ops.linear(x, weight, bias))
         elif self.device == "cpu":
             rows = "both" if self.config.compile else "one" if self.config.max_num_seqs == 1 else "several"
-            self.model.pack(lambda weight: cpu.pack(weight, rows))
+            model.pack(lambda weight: cpu.pack(weight, rows))
+            tied = self.model_config.tie_word_embeddings and self.group.size == 1
+            if tied and rows != "several":
+                self.greedy_head = cpu.greedy_head(model.embedding)
             if self.config.load_format != "dummy":
-                map_embedding(self.model, self.config.model)
-            if self.model_config.tie_word_embeddings and self.group.size == 1:
-                self.greedy_head = cpu.greedy_head(self.model.embedding)
+                map_embedding(model, self.config.model)
+            if self.greedy_head:
+                self.greedy_head.weight = model.embedding
+            if tied and isinstance(model.head, cpu.PlainLinear):
+                model.head = cpu.PlainLinear(model.embedding)
 
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
