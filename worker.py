@@ -152,8 +152,8 @@ class Worker:
     def pack(self) -> None:
         """Give the model's matrices the products that this device is fast with, or batch_invariant is true of.
 
-        On a CPU the embeddings' own table is of no more use then but for lookups, and those can do with the file; so can
-        a tied head that is plain, and a `GreedyHead`.
+        On a CPU the embeddings' own table is of no more use then but for lookups, a tied head that is plain, and a
+        `GreedyHead`, and for these the mapped file does.
         """
         ops, model = self.ops, self.model
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
