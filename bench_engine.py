@@ -205,7 +205,8 @@ def latency_figures(
 
     Manta, like llama.cpp's context, is made anew for each shape. Decode is what follows the first tokens of all. A step
     reads all weights that multiply, and the KV of the context: "GB/s" is that, and "of memory" is its share of what
-    `read_bandwidth` finds in the same round, for a machine that is shared changes its speed.
+    `read_bandwidth` finds in the same round, for a machine that is shared changes its speed. Weights are counted whole
+    where fewer bytes do, as for one greedy sequence.
     """
     config, rng = ModelConfig.from_folder(model), random.Random(0)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # a lookup, no product
