@@ -162,7 +162,7 @@ class Worker:
             rows = "both" if self.config.compile else "one" if self.config.max_num_seqs == 1 else "several"
             model.pack(lambda weight: cpu.pack(weight, rows))
             tied = self.model_config.tie_word_embeddings and self.group.size == 1
-            if tied and rows != "several":
+            if tied and rows != "several":  # made of the copy: read whole, the file's pages would stay resident
                 self.greedy_head = cpu.greedy_head(model.embedding)
             if self.config.load_format != "dummy":
                 map_embedding(model, self.config.model)
