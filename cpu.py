@@ -8,11 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -272,8 +274,10 @@ def compile_ahead(
 
     torch.compile looks at its guards for 40, or for 200 once a product's weights have passed through the caches. This
     looks at nothing: it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions.
+    What is made stays in torch's folder for compiled code, TORCHINDUCTOR_CACHE_DIR, for the next start.
     """
     from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     class Body(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
@@ -283,14 +287,22 @@ def compile_ahead(
         torch.inference_mode(False),
         torch.no_grad(),
         warnings.catch_warnings(action="ignore"),  # of torch about itself
-        tempfile.TemporaryDirectory() as folder,
     ):
         like = tuple(torch.empty_like(tensor) for tensor in like)
         shapes = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in dynamic)
         program = torch.export.export(Body(), like, dynamic_shapes=(shapes,))
-        path = f"{folder}/it.pt2"
-        aoti_compile_and_package(program, package_path=path, inductor_configs=options | {"cpp.threads": threads})
-        return aoti_load_package(path).loader.run
+        assert not program.constants  # else their values would have to be in the name, too
+        options = options | {"cpp.threads": threads}
+        code = str(program.graph), [(tensor.dtype, tensor.shape) for tensor in like], dynamic, sorted(options.items())
+        machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
+        name = hashlib.sha256(repr((code, machine)).encode()).hexdigest()
+        path = Path(cache_dir(), "manta", f"{name}.pt2")
+        if not path.exists():
+            path.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # so that it appears whole
+                made = aoti_compile_and_package(program, package_path=f"{folder}/it.pt2", inductor_configs=options)
+                os.replace(made, path)
+        return aoti_load_package(str(path)).loader.run
 
 
 def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PlainLinear | PackedLinear | CompressedLinear:

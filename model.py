@@ -65,7 +65,7 @@ class Step:
     """What attention needs beside its layer's weights, while a step runs."""
 
     batch: Batch
-    pool: torch.Tensor
+    pool: tuple[torch.Tensor, ...]  # layer by layer
     rotation: torch.Tensor  # [T, 2, dim] of `rope_table`
     plans: dict[int, Any]  # of `plan_decode`, by window
 
@@ -208,8 +208,9 @@ class Transformer:
         """
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
-        plans = {w: self.ops.plan_decode(pool[:, 0], *rows, self.num_heads, w) for w in windows}
-        self.step = Step(batch, pool, self.rotations[batch.positions], plans)
+        layers = pool.unbind(1)
+        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
+        self.step = Step(batch, layers, self.rotations[batch.positions], plans)
         residual = self.embed(batch.input_ids)
         if len(residual) <= self.fused_rows:
             return self.run_fused(residual)
@@ -252,16 +253,17 @@ class Transformer:
         The heads are this rank's. The rows of one token go by their plan, then come the longer rows.
         """
         assert self.step
-        batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[:, i]
+        batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[i]
         norms = layer.q_norm, layer.k_norm, self.config.rms_norm_eps
         rotation = self.step.rotation
         q = self.ops.qk_norm_rope_store(qkv, *norms, rotation, batch.slot_mapping, kv, self.interleaved)
         n, parts = batch.num_decodes, []
+        few, rest = q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
-            parts.append(self.ops.attention_decode(q[:n], kv, self.step.plans[window], self.scale))
+            parts.append(self.ops.attention_decode(few, kv, self.step.plans[window], self.scale))
         if n < q.shape[0]:
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(q[n:], kv, *rows, self.scale, window))
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, self.scale, window))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

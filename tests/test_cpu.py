@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -204,6 +205,27 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
         chats = [[{"role": "user", "content": question}] for question in some]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
         assert [answer.outputs[0].text for answer in answers] == ["81", "42"][: len(some)]
+
+
+@needs_compiler
+def test_what_is_compiled_is_kept_for_the_next_start(monkeypatch, tmp_path):
+    def scaled(factor, x):
+        return x * factor
+
+    def compiled(factor, width, threads=1):
+        like = [torch.empty(8, width)]
+        return cpu.compile_ahead(functools.partial(scaled, factor), like, ((0,),), threads, {})
+
+    monkeypatch.setattr("torch._inductor.runtime.cache_dir_utils.cache_dir", lambda: str(tmp_path))
+    x = torch.randn(3, 4)
+    assert torch.equal(compiled(2.0, 4)([x])[0], 2 * x)
+    compilers = []
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, **options: compilers.append(options))
+    assert torch.equal(compiled(2.0, 4)([x])[0], 2 * x) and not compilers
+    for changed in ((3.0, 4), (2.0, 5), (2.0, 4, 2)):  # which are other code
+        with pytest.raises(TypeError):  # as that compiler makes nothing
+            compiled(*changed)
+    assert len(compilers) == 3 and len(list(tmp_path.glob("manta/*"))) == 1
 
 
 @pytest.fixture(scope="module")
