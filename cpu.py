@@ -24,7 +24,7 @@ import torch.nn.functional as F
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes
 SMALL = 1 << 26  # bytes of weights; so small a model's steps are milliseconds, in which one core does most of the work
-PANEL = 256  # outputs of a head whose bytes lie together; 128 to 1,024 were tried
+PANEL = 256  # outputs of which a weight, or its bytes, lie together; 64 to 1,024 were tried
 MANY = 64  # tokens of a step, from which on compiled code has threads
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # of an output's inputs: with more elements of unusual size a weight is not compressed
@@ -62,26 +62,6 @@ def has_bfloat16() -> bool:
     return any(check() for check in checks if check)
 
 
-def without_onednn() -> contextlib.AbstractContextManager[None]:
-    """While one row is multiplied: torch's own loop reads a plain weight in bfloat16 faster than oneDNN's product.
-
-    34 GB/s where oneDNN has 26 and a loop in C 35, or in faster minutes 37, 29 and 53 (two cores of an AMD EPYC of
-    Zen 5). It holds for all of the process; what is multiplied elsewhere meanwhile is not wrong, only slower.
-    """
-    return torch.backends.mkldnn.flags(enabled=False, deterministic=None, allow_tf32=None, fp32_precision=None)
-
-
-class PlainLinear:
-    """A weight [out, in] as it is: for one row `without_onednn`; several are multiplied by a copy made in each call."""
-
-    def __init__(self, weight: torch.Tensor):
-        self.turned = weight.t()  # `F.linear` does this in each call, 4 of 160 us of a product of 4 MB
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, in] W^T + bias, [T, out]."""
-        return torch.mm(x, self.turned) if bias is None else torch.addmm(bias, x, self.turned)
-
-
 class PackedLinear:
     """A weight [out, in] in the blocked layout that oneDNN's matrix product reads, made once.
 
@@ -98,6 +78,49 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
+
+
+class PanelLinear:
+    """A weight [out, in] as panels of PANEL outputs, each of which lies as [in, PANEL]: for rows that come one by one.
+
+    One row's product is then what embedding_bag computes, a sum of a table's rows by weights, and it fetches rows
+    ahead. Two cores of an AMD EPYC (Zen 4) read 31 GB/s so, or 40 in their other state, in which `sum` reads 52 and not
+    33; by torch's own loop over a plain weight 28 in both, by oneDNN's product 22 or 26. (Zen 5: 31 or 40, 34 or 37, 26
+    or 29.) Several rows are multiplied by bmm, at half to nine tenths of oneDNN's speed.
+
+    Args:
+        weight: plain.
+    """
+
+    def __init__(self, weight: torch.Tensor):
+        self.outputs = len(weight)
+        width = min(PANEL, self.outputs)
+        if self.outputs % width:
+            weight = F.pad(weight, (0, 0, 0, -self.outputs % width))
+        self.panels = weight.view(-1, width, weight.shape[1]).transpose(1, 2).contiguous()
+        self.table = self.panels.view(-1, width)
+        self.ids, self.begins = bags(*self.panels.shape[:2])
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, in] W^T + bias, [T, out]."""
+        rows, (count, _, width) = x.shape[0], self.panels.shape
+        if rows == 1:
+            weights = x.expand(count, -1).reshape(-1)
+            y = torch.embedding_bag(self.table, self.ids, self.begins, per_sample_weights=weights)[0]
+        else:
+            y = x.new_empty(rows, count, width)  # a result that lies by panels would have to be copied
+            torch.bmm(x.expand(count, -1, -1), self.panels, out=y.transpose(0, 1))
+        y = y.view(rows, -1)
+        if count * width > self.outputs:
+            y = y[:, : self.outputs].contiguous()
+        return y if bias is None else y + bias
+
+
+@functools.cache
+def bags(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows [panels * inputs] of each panel, and where in these each begins [panels]; for weights of one shape."""
+    rows = torch.arange(panels * inputs, dtype=torch.int32)
+    return rows, rows[::inputs].contiguous()
 
 
 class CompressedLinear:
@@ -169,10 +192,8 @@ class GreedyHead:
     """
 
     def __init__(self, weight: torch.Tensor):
-        self.weight, inputs = weight, weight.shape[1]
-        panels = -(-len(weight) // PANEL)
-        self.ids = torch.arange(panels * inputs, dtype=torch.int32)  # of the table's lines: all of them
-        self.begins = self.ids[::inputs].contiguous()  # of each panel
+        self.weight = weight
+        self.ids, self.begins = bags(-(-len(weight) // PANEL), weight.shape[1])
         tables, errors = [], []
         for part in weight.split(PANEL):
             filled = part[torch.arange(PANEL).clamp(max=len(part) - 1)]  # the last panel: with outputs that it has
@@ -180,7 +201,7 @@ class GreedyHead:
             tables.append(torch.ops.quantized.embedding_bag_byte_prepack(lines))  # bytes, scale and least of each line
             read = torch.ops.quantized.embedding_bag_byte_unpack(tables[-1])
             # A sum of n float32 is off by n / 2^24 of its terms' sizes; a byte has two, of 3 times the line's largest.
-            rounding = lines.abs().amax(dim=1).norm() * (2 * inputs * 3 / 2**24)
+            rounding = lines.abs().amax(dim=1).norm() * (2 * weight.shape[1] * 3 / 2**24)
             errors.append((read - lines).norm(dim=0).max() + rounding)
         self.table, self.errors = torch.cat(tables), torch.stack(errors)
 
@@ -305,14 +326,14 @@ def compile_ahead(
         return aoti_load_package(str(path)).loader.run
 
 
-def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PlainLinear | PackedLinear | CompressedLinear:
+def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two, one of them compressed.
 
-    In float32 one row's is that for several, which is read no slower than a plain one. Where this CPU or torch has no
-    packed product, a plain weight takes its place. What cannot be compressed is packed alone.
+    Where this CPU or torch has no packed product, a plain weight takes its place. What cannot be compressed is packed
+    alone.
     """
-    if rows == "one" and weight.dtype != torch.float32:
-        return PlainLinear(weight)
+    if rows == "one":
+        return PanelLinear(weight)
     try:
         packed = PackedLinear(weight)
     except (RuntimeError, AttributeError):

@@ -152,8 +152,8 @@ class Worker:
     def pack(self) -> None:
         """Give the model's matrices the products that this device is fast with, or batch_invariant is true of.
 
-        On a CPU the embeddings' own table is of no more use then but for lookups, a tied head that is plain, and a
-        `GreedyHead`, and for these the mapped file does.
+        On a CPU the embeddings' own table is of no more use then but for lookups and a `GreedyHead`, and for these the
+        mapped file does.
         """
         ops, model = self.ops, self.model
         if self.config.batch_invariant and ops.__name__ == "kernels":  # the library's round by the number of rows
@@ -161,15 +161,13 @@ class Worker:
         elif self.device == "cpu":
             rows = "both" if self.config.compile else "one" if self.config.max_num_seqs == 1 else "several"
             model.pack(lambda weight: cpu.pack(weight, rows))
-            tied = self.model_config.tie_word_embeddings and self.group.size == 1
-            if tied and rows != "several":  # made of the copy: read whole, the file's pages would stay resident
+            if self.model_config.tie_word_embeddings and self.group.size == 1 and rows != "several":
+                # Of the copy: read whole, the file's pages would stay resident.
                 self.greedy_head = cpu.greedy_head(model.embedding)
             if self.config.load_format != "dummy":
                 map_embedding(model, self.config.model)
             if self.greedy_head:
                 self.greedy_head.weight = model.embedding
-            if tied and isinstance(model.head, cpu.PlainLinear):
-                model.head = cpu.PlainLinear(model.embedding)
 
     def block_shape(self) -> tuple[int, ...]:
         """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
@@ -432,8 +430,7 @@ class Worker:
             graph, news = self.graphs[shape]
             graph.replay()
         else:
-            with cpu.without_onednn() if self.device == "cpu" and shape.tokens == 1 else contextlib.nullcontext():
-                logits, news = self.forward(shape, plan)
+            logits, news = self.forward(shape, plan)
         self.mark("results")
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
         if len(rows.asked):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -39,18 +38,15 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
     packed = cpu.pack(weight, rows)
     if dtype != torch.float16 or rows == "one":  # not every CPU multiplies it
         short = rows == "both" and dtype == torch.bfloat16 and shape[1] % 8 == 0
-        plain = rows == "one" and dtype != torch.float32
-        kind = cpu.PlainLinear if plain else cpu.CompressedLinear if short else cpu.PackedLinear
+        kind = cpu.PanelLinear if rows == "one" else cpu.CompressedLinear if short else cpu.PackedLinear
         assert isinstance(packed, kind), "this machine has oneDNN"
     for count in (1, 2, 33):
         x = torch.randn(count, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
         for b in (None, bias):
             wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
-            for context in (contextlib.nullcontext, cpu.without_onednn)[: 1 + (count == 1)]:
-                with context():
-                    got = linear(x, packed, b)
-                assert got.dtype == dtype and got.is_contiguous()
-                torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
+            got = linear(x, packed, b)
+            assert got.dtype == dtype and got.is_contiguous()
+            torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
 
 
 @needs_compiler
@@ -58,20 +54,6 @@ def test_several_rows_go_to_the_layout_for_several(monkeypatch):
     monkeypatch.setattr(cpu.PackedLinear, "__call__", lambda self, x, bias=None: "packed")
     both, x = cpu.pack(torch.randn(4, 8).bfloat16(), "both"), torch.randn(2, 8).bfloat16()
     assert both(x) == "packed" and both(x[:1]).shape == (1, 4)
-
-
-def test_onednn_is_disabled_for_steps_of_one_token_and_back_after_them(monkeypatch):
-    llm, met, product = LLM("demo", dtype="bfloat16", max_num_seqs=1), set(), cpu.PlainLinear.__call__
-
-    def watched(self, x, bias=None):
-        met.add((len(x) == 1, torch.backends.mkldnn.enabled))
-        return product(self, x, bias)
-
-    monkeypatch.setattr(cpu.PlainLinear, "__call__", watched)
-    assert torch.backends.mkldnn.enabled
-    llm.generate("What is 23 + 58?", SamplingParams(temperature=0.5, max_tokens=4, ignore_eos=True))
-    assert torch.backends.mkldnn.enabled
-    assert {(True, False), (False, True)} <= met and (False, False) not in met  # and a prompt's last row by the head
 
 
 @pytest.mark.parametrize("rows", ["several", "both"])
@@ -86,11 +68,8 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     one, several = (LLM("demo", dtype=dtype, max_num_seqs=count) for count in (1, 2))
     answers = [llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0] for llm in (one, several)]
     assert [answer.text for answer in answers] == ["81", "81"]
-    model, packed = (llm.core.executor.worker.model for llm in (one, several))
-    assert isinstance(model.layers[0].o, cpu.PackedLinear if dtype == "float32" else cpu.PlainLinear)
-    assert isinstance(packed.layers[0].o, cpu.PackedLinear)
-    if dtype == "bfloat16":  # the head is the table that embeddings are looked up in, not a copy
-        assert model.head.turned.data_ptr() == model.embedding.data_ptr()
+    panels, packed = (llm.core.executor.worker.model.layers[0].o for llm in (one, several))
+    assert isinstance(panels, cpu.PanelLinear) and isinstance(packed, cpu.PackedLinear)
 
 
 @pytest.mark.parametrize("outputs", [1, 300, 3 * cpu.PANEL])
