@@ -385,9 +385,9 @@ def compile_ops(ops: ModuleType) -> ModuleType:
 
     It passes over the data once or twice, where torch's operators are up to 20, and for few rows calling these is most
     of their time. Eager and compiled, at 1, 32 and 512 tokens of Qwen3-0.6B's shape, in us, on two cores of an AMD EPYC
-    (Zen 5): rms_norm 13 and 4, 29 and 14, 196 and 104; RoPE with its norms, and storing, 34 and 17, 119 and 108, 2,081
-    and 1,249; act_mul 8 and 4, 39 and 39, 764 and 326. In a step, where products empty the caches, both are slower: at
-    one token 34 and 14, 63 and 30, 24 and 13.
+    (Zen 4): rms_norm 19 and 7, 32 and 23, 253 and 179; RoPE with its norms, and storing, 63 and 28, 422 and 351, 2,352
+    and 1,222; act_mul 15 and 8, 73 and 79, 1,726 and 716. In a step, where products empty the caches, both are slower:
+    at one token 66 and 34, 187 and 120, 59 and 42.
 
     Raises:
         ValueError: there is no C++ compiler.
