@@ -596,8 +596,8 @@ def _softmax(
     if soft_cap:
         scores.mul_(scale / soft_cap).tanh_()
         scale = soft_cap
-    scale_, lowest = _constants(scores.device, scale, -math.inf)
-    p = scores.masked_fill_(hidden, lowest).mul_(scale_).softmax(-1)
+    factor, lowest = _constants(scores.device, scale, -math.inf)
+    p = scores.masked_fill_(hidden, lowest).mul_(factor).softmax(-1)
     return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
 
 
