@@ -69,7 +69,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` and batch `state` may lie on the meta device."""
-    c, dtype, heads, max_model_len = model.config, model.norm.dtype, model.num_kv_heads, len(model.rotations)
+    c, dtype, heads, max_model_len = model.config, model.embedding.dtype, model.num_kv_heads, len(model.rotations)
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
@@ -104,7 +104,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
 
     Rows are `max_num_seqs`, or as many as the tokens. The letters are those of shapes: T, R, H, Q, KV, I, V.
     """
-    c, group, item = model.config, model.group.size, model.norm.itemsize
+    c, group, item = model.config, model.group.size, model.embedding.itemsize
     t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
     q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
     # Of each token id, position and slot, and its row of RoPE's table; of each row five integers and, for each kind of
@@ -186,7 +186,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         ValueError: see `fit_pool`; the lines that show why come before.
     """
     parameters = sum(math.prod(part.shape) for part in model.parameters().values())
-    max_model_len, rows, name = len(model.rotations), config.max_num_seqs, str(model.norm.dtype).removeprefix("torch.")
+    max_model_len, rows = len(model.rotations), config.max_num_seqs
+    name = str(model.embedding.dtype).removeprefix("torch.")
 
     def line(what: str, size: int, remark: str = "") -> str:
         return f"  {what:<20}{size / MIB:>12,.1f} MiB  {remark}".rstrip()

@@ -136,13 +136,16 @@ def linear(
 
 
 class Span(NamedTuple):
-    """r rows of similar length in a `DecodePlan`; W places hold the longest, N of all r H W have a key to attend."""
+    """r rows of similar length in a `DecodePlan`: W places hold the longest, N of all r H W have a key to attend."""
 
     queries: torch.Tensor  # [n] int64: which of all B H queries meets each of the blocks that a row's head attends to
     keys: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
     key_bags: torch.Tensor  # [r H W / block_size], as `keys`: where in these each block of each row's head begins
-    hidden: torch.Tensor  # [r, 1, W] bool: places without a key
-    attended: torch.Tensor  # [N] int64: places in [r, H, W] with one
+    width: int  # W
+    begin: int  # from this place on one of the rows has a key
+    end: int  # and up to that one. Where not all of them have all of these keys:
+    hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without
+    attended: torch.Tensor | None  # [N] int64: places in [r, H, end - begin] with one
     values: torch.Tensor  # [N] int64: where in the layer their values are, in units of D
     value_bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
 
@@ -189,10 +192,16 @@ def plan_decode(
         column = first[rows, None] + torch.arange(most, device=kv.device)
         table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
         table = torch.where(held, table, 0).long() * kv.stride(0)  # elements to each block
-        position = first[rows, None] * size + torch.arange(most * size, device=kv.device)
-        shown = (position >= begins[rows, None]) & (position < ends[rows, None])
-        attended = shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
-        values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)
+        low, high = (bounds[rows, None] - first[rows, None] * size for bounds in (begins, ends))
+        begin, end = int(low.min()), max(1, int(high.max()))
+        place = torch.arange(begin, end, device=kv.device)
+        shown = (place >= low) & (place < high)
+        values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)[:, begin:end]
+        values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()
+        hidden = attended = None
+        if not shown.all():
+            hidden, attended = ~shown[:, None], shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
+            values = values[attended]
         lengths = shown.sum(1).repeat_interleave(num_heads)
         met = held[:, None].expand(-1, num_heads, -1)  # [r, H, blocks]
         queries = rows[:, None] * num_heads + torch.arange(num_heads, device=kv.device)
@@ -203,9 +212,12 @@ def plan_decode(
                 queries=queries[:, :, None].expand_as(met)[met],
                 keys=(keys[met].to(element.dtype)[:, None] + element).flatten(),
                 key_bags=(elements.cumsum(0) - elements).to(element.dtype),
-                hidden=~shown[:, None],
+                width=most * size,
+                begin=begin,
+                end=end,
+                hidden=hidden,
                 attended=attended,
-                values=(values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()[attended],
+                values=values,
                 value_bags=lengths.cumsum(0) - lengths,
             )
         )
@@ -243,10 +255,10 @@ def attention_decode(
         # is copied. A quarter of the time of SDPA over gathered K and V.
         weights = queries.index_select(0, span.queries).view(-1)
         scores = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)[0]
-        rows, _, width = span.hidden.shape
-        scores = scores.view(rows, heads, width).float()
-        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q)
-        p = p.view(-1).index_select(0, span.attended)
+        scores = scores.view(-1, heads, span.width).narrow(2, span.begin, span.end - span.begin).float()
+        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q).view(-1)
+        if span.attended is not None:
+            p = p.index_select(0, span.attended)
         parts.append(torch.embedding_bag(values, span.values, span.value_bags, per_sample_weights=p)[0])
     out = parts[0] if len(parts) == 1 else torch.cat(parts)
     return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
@@ -562,7 +574,7 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
     """Write k and v [T, KV, D] to where `slot_mapping` says, see `qk_norm_rope_store`."""
     _, _, kv_heads, size, dim = kv.shape
     if k.shape[0] == 1:  # by two views made in a call each: 18 us where indices take 36, of 1,300 a layer of Qwen3-0.6B
-        at, offset = divmod(int(slot_mapping), size)
+        at, offset = divmod(int(slot_mapping.item()), size)
         if at >= 0:
             keys = kv.storage_offset() + at * kv.stride(0)  # where the block's begin, which lie as in `keys_of`
             kv.as_strided((1, kv_heads, dim), (0, size * dim, size), keys + offset).copy_(k)
@@ -590,14 +602,16 @@ def _constants(device: torch.device, *values: float) -> list[torch.Tensor]:
 
 
 def _softmax(
-    scores: torch.Tensor, hidden: torch.Tensor, scale: float, soft_cap: float, sinks: torch.Tensor | None
+    scores: torch.Tensor, hidden: torch.Tensor | None, scale: float, soft_cap: float, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """softmax(scale * scores [.., n] float32) without what is hidden; changes `scores`. See `attention_decode`."""
     if soft_cap:
         scores.mul_(scale / soft_cap).tanh_()
         scale = soft_cap
     factor, lowest = _constants(scores.device, scale, -math.inf)
-    p = scores.masked_fill_(hidden, lowest).mul_(factor).softmax(-1)
+    if hidden is not None:
+        scores.masked_fill_(hidden, lowest)
+    p = scores.mul_(factor).softmax(-1)
     return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
 
 
@@ -607,6 +621,8 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
     So what is padded to a group's longest row at most doubles, and a group's scores stay in the cache. One group is in
     the order of the rows.
     """
+    if len(counts) == 1:
+        return [torch.zeros(1, dtype=torch.int64, device=counts.device)]
     order = counts.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
     total = longest = 0

@@ -161,6 +161,7 @@ class Worker:
         elif self.device == "cpu":
             rows = "both" if self.config.compile else "one" if self.config.max_num_seqs == 1 else "several"
             model.pack(lambda weight: cpu.pack(weight, rows))
+            model.widen_norms()
             if self.model_config.tie_word_embeddings and self.group.size == 1 and rows != "several":
                 # Of the copy: read whole, the file's pages would stay resident.
                 self.greedy_head = cpu.greedy_head(model.embedding)
@@ -258,7 +259,7 @@ class Worker:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.run(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=new))
-        logits = self.model.logits(self.model.norm.repeat(config.max_num_seqs, 1))
+        logits = self.model.logits(self.model.embedding[:1].repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = self.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
@@ -288,7 +289,7 @@ class Worker:
             self.run(StepPlan(1, rows=[(0, 1)])).result()
         self.run(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
         if self.ops.__name__ == "kernels":  # the head's product for many rows may be another specialization
-            self.model.logits(self.model.norm.repeat(self.config.max_num_seqs, 1))
+            self.model.logits(self.model.embedding[:1].repeat(self.config.max_num_seqs, 1))
         if self.device == "cuda" and not (self.config.enforce_eager or self.config.sanitize_kv):
             self.capture()
         return seconds / (count * length)
@@ -316,7 +317,7 @@ class Worker:
                     shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
                     logits, news = twin.forward(shape._replace(adjusted=adjusted))
                     ops.logprobs(logits, news[0].long(), int(adjusted))
-            twin.model.logits(twin.model.norm.repeat(config.max_num_seqs, 1))
+            twin.model.logits(twin.model.embedding[:1].repeat(config.max_num_seqs, 1))
             ops.copy_blocks(twin.pool, pairs)
             ops.swap_blocks(twin.pool, twin.host_pool, pairs)
 
