@@ -127,9 +127,9 @@ def bags(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """x [n, inputs] as panels have it: the even inputs, then the odd ones, unless there is one more of these.
+    """x [n, inputs] as panels have it: the even inputs, then the odd ones, or as it is where there is a middle one.
 
-    Memory is read faster from two places at once: with panels in bfloat16 1 to 6%, in float32 20.
+    Two places in memory are read faster than one: panels in bfloat16 up to 6%, in float32 20.
     """
     return x.unflatten(1, (-1, 2 - x.shape[1] % 2)).mT.flatten(1)
 
