@@ -141,10 +141,9 @@ class Span(NamedTuple):
     queries: torch.Tensor  # [n] int64: which of all B H queries meets each of the blocks that a row's head attends to
     keys: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
     key_bags: torch.Tensor  # [r H W / block_size], as `keys`: where in these each block of each row's head begins
-    width: int  # W
-    begin: int  # from this place on one of the rows has a key
-    end: int  # and up to that one. Where not all of them have all of these keys:
-    hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without
+    begin: int  # the first place in which any of the rows has a key
+    end: int  # one beyond the last such place; the next two are None where all rows have all keys in between
+    hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without a key
     attended: torch.Tensor | None  # [N] int64: places in [r, H, end - begin] with one
     values: torch.Tensor  # [N] int64: where in the layer their values are, in units of D
     value_bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
@@ -212,7 +211,6 @@ def plan_decode(
                 queries=queries[:, :, None].expand_as(met)[met],
                 keys=(keys[met].to(element.dtype)[:, None] + element).flatten(),
                 key_bags=(elements.cumsum(0) - elements).to(element.dtype),
-                width=most * size,
                 begin=begin,
                 end=end,
                 hidden=hidden,
@@ -255,7 +253,8 @@ def attention_decode(
         # is copied. A quarter of the time of SDPA over gathered K and V.
         weights = queries.index_select(0, span.queries).view(-1)
         scores = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)[0]
-        scores = scores.view(-1, heads, span.width).narrow(2, span.begin, span.end - span.begin).float()
+        rows = span.value_bags.shape[0] // heads
+        scores = scores.view(rows, heads, -1).narrow(2, span.begin, span.end - span.begin).float()
         p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q).view(-1)
         if span.attended is not None:
             p = p.index_select(0, span.attended)
