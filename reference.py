@@ -620,8 +620,6 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
     So what is padded to a group's longest row at most doubles, and a group's scores stay in the cache. One group is in
     the order of the rows.
     """
-    if len(counts) == 1:
-        return [torch.zeros(1, dtype=torch.int64, device=counts.device)]
     order = counts.argsort(descending=True, stable=True)
     groups: list[list[int]] = []
     total = longest = 0
