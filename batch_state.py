@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from config import MAX_LOGIT_BIAS
+from cpu import DirectWrites
 from plan import NewRow, StepPlan
 
 NO_ID = 2**31 - 1
@@ -27,7 +28,6 @@ class StepShape(NamedTuple):
     samples: int  # rows that sample
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
-    greedy: bool = False  # whether one row samples, and of its logits only the largest is wanted
 
 
 class Writes:
@@ -47,35 +47,15 @@ class Writes:
         del self.places[:], self.values[:]
 
 
-class DirectWrites(Writes):
-    """The same where the batch state lies in the host's memory: it is changed at once, and nothing is left to bring.
-
-    So a step with changes takes 0.1 ms less, most of it torch's operators, of 10 us each with cold caches.
-
-    Args:
-        words: of the batch state.
-    """
-
-    def __init__(self, words: torch.Tensor):
-        super().__init__()
-        self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
-
-    def add(self, at: int, values: array | np.ndarray) -> None:
-        """Write `values`, of 4 bytes each, from word `at` on."""
-        data = memoryview(values).cast("B")  # type: ignore[arg-type]
-        self.bytes[4 * at : 4 * at + len(data)] = data
-
-
 class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, and of the rows of a step.
 
     But for the token counts all of it is one tensor of 4-byte words, so that one copy and one kernel bring all that a
     plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `to_compute` is
     on the host, so that the worker can tell which rows sample without asking the device: how many of a slot's known
-    tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use there alone; `adjusted` mirrors
-    `kinds`, and `greedy` is 1 where of a slot's logits only the largest is wanted. Counting each slot's tokens takes 4
-    bytes a token of the vocabulary (156 MB for 256 slots of Qwen3), with or without penalties, so that nothing is
-    allocated once requests come; on a CPU memory is taken as it is used.
+    tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use on the host alone, and
+    `adjusted` mirrors `kinds`. The count of each slot's tokens takes 4 bytes a token of the vocabulary, with or without
+    penalties, so that nothing is allocated once requests come. On a CPU the system gives that memory as it is used.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
@@ -126,7 +106,7 @@ class BatchState:
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.to_compute, self.num_logprobs, self.adjusted, self.greedy = np.zeros((4, slots), dtype=np.int32)
+        self.to_compute, self.num_logprobs, self.adjusted = np.zeros((3, slots), dtype=np.int32)
         self.num_blocks = [0] * slots
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: its stop_bits that are not 0
         self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
@@ -147,7 +127,6 @@ class BatchState:
             self._grow(slot, row.blocks)
             self._enter_stops(row)
             kinds[slot] = self._enter_adjustments(row)
-            self.greedy[slot] = row.temperature == 0 and row.num_logprobs < 0 and not kinds[slot]
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
         for slot, kind in kinds.items():

@@ -60,8 +60,8 @@ class EngineConfig:
         "auto", "of weights, activations and KV cache; auto is the checkpoint's own, on a CPU the fastest that holds it"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
-    backend: Literal["auto", "triton", "torch"] = option(
-        "auto", "kernels.py or reference.py; auto is triton on cuda, torch on cpu"
+    backend: Literal["auto", "triton", "cpu", "reference"] = option(
+        "auto", "kernels.py, cpu_ops.py or reference.py; auto is triton on cuda, cpu on cpu"
     )
     max_model_len: int | None = option(
         None, "tokens of a prompt and its output together (default: what the model allows)", 2, 2**24

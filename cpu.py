@@ -9,25 +9,27 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
+EMBEDDING = "model.embed_tokens.weight"  # in checkpoints
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes
-SMALL = 1 << 26  # bytes of weights; so small a model's steps are milliseconds, in which one core does most of the work
-PANEL = 256  # bytes of an input's weights that lie together; 64 to 2,048 were tried
-MANY = 64  # tokens of a step, from which on compiled code has threads
+SMALL = 1 << 26  # bytes of weights; in so small a model's steps one core does most of the work
+PANEL = 256  # bytes of an input's weights that lie together
+PROMPT = 256  # rows from which on panels are laid side by side
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
-RARE = 1 / 64  # of an output's inputs: with more elements of unusual size a weight is not compressed
+RARE = 1 / 64  # of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
 UP = 2.0**64  # times a compressed weight's inputs, for its elements are read as 2^-126 to 2^-111
 
@@ -35,13 +37,12 @@ UP = 2.0**64  # times a compressed weight's inputs, for its elements are read as
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads, and let malloc keep its memory.
 
-    None is one a core that this process may run on, or with `spare` one less: two threads that wait for each other at
-    every product lose more to a third than the second brings; 64 streams of the demo on two cores got 10 to 30% more.
-    `ranks` processes share the cores.
+    None stands for one thread for each core that this process may run on, or with `spare` for one less. In a small
+    model two threads wait for each other at every product, and lose more to a third process than the second thread
+    brings. `ranks` processes share the cores.
 
-    By default glibc maps every large tensor afresh and unmaps it after use, so that each of a step's intermediates is
-    zeroed by the kernel, page by page: gathering the keys and values of 32 contexts of 200 tokens took 13.5 ms of which
-    11.6 were page faults (two cores of an AMD EPYC, torch 2.13).
+    By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
+    intermediates page by page, which can take longer than computing them.
     """
     torch.set_num_threads(threads or max(1, (len(os.sched_getaffinity(0)) - spare) // ranks))
     with contextlib.suppress(OSError, AttributeError):  # not glibc
@@ -51,7 +52,7 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
 
 
 def release() -> None:
-    """Give the system back what malloc has free, which `settle` lets it keep: what loading and warming up left."""
+    """Give the system back what loading and warming up have left free, which `settle` lets malloc keep."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -62,10 +63,47 @@ def has_bfloat16() -> bool:
     return any(check() for check in checks if check)
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that take memory only as they are touched, page by page. torch would touch all of them now."""
+    size = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+
+
+@functools.cache
+def fuses_attention(dtype: torch.dtype) -> bool:
+    """Whether torch's fused attention is faster than a product of queries and keys, a softmax and another product.
+
+    In bfloat16 it has fast products only with AMX. A CPU that has just AVX-512's is better off with matrix products.
+    """
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return dtype != torch.bfloat16 or not has_bfloat16() or bool(amx and amx())
+
+
+class DirectWrites:
+    """The batch state's `Writes` where its memory is the host's: it is changed at once, and nothing is left to bring.
+
+    Args:
+        words: of the batch state, [N] int32.
+    """
+
+    places = values = ()
+
+    def __init__(self, words: torch.Tensor):
+        self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
+
+    def add(self, at: int, values: Any) -> None:
+        """Write `values`, an array of 4 bytes each, from word `at` on."""
+        data = memoryview(values).cast("B")
+        self.bytes[4 * at : 4 * at + len(data)] = data
+
+    def clear(self) -> None:
+        """Nothing is left to forget."""
+
+
 class PackedLinear:
     """A weight [out, in] in the blocked layout that oneDNN's matrix product reads, made once.
 
-    `F.linear` reorders a plain weight in every call: for one token that is 1.4 times the bytes and the time.
+    `F.linear` reorders a plain weight in every call, which for a few tokens takes longer than the product.
 
     Raises:
         RuntimeError, AttributeError: this torch or CPU has no such product; the operators are private ones.
@@ -81,12 +119,12 @@ class PackedLinear:
 
 
 class PanelLinear:
-    """A weight [out, in] as panels, tables of PANEL bytes an input for some outputs: for rows that come one by one.
+    """A weight [out, in] as panels, tables with PANEL bytes for each input: for rows that come one by one.
 
-    One row's product is then what embedding_bag computes, a sum of a table's rows by weights, and it fetches rows
-    ahead. Two cores of an AMD EPYC (Zen 4) read 32 GB/s so, or 43 in their other state, in which `sum` reads 62 and not
-    34; by torch's own loop over a plain weight 28 in both, by oneDNN's product 22 or 26. Several rows are multiplied by
-    bmm, at half to nine tenths of oneDNN's speed.
+    The product of one row is then what embedding_bag computes, a sum of a table's rows by weights. embedding_bag
+    fetches rows ahead, and so reads memory faster than a matrix product does. Several rows are multiplied panel by
+    panel. For the rows of a PROMPT the panels are laid side by side first, because one large product then saves more
+    than that copy costs.
 
     Args:
         weight: plain.
@@ -99,14 +137,16 @@ class PanelLinear:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % width))
         self.panels = halves(weight).view(-1, width, weight.shape[1]).mT.contiguous()
         self.table = self.panels.view(-1, width)
-        self.ids, self.begins = bags(*self.panels.shape[:2])
+        self.rows, self.offsets = panel_rows(*self.panels.shape[:2])
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
         rows, (count, _, width) = x.shape[0], self.panels.shape
         if rows == 1:
             weights = x.expand(count, -1).reshape(-1)
-            y = torch.embedding_bag(self.table, self.ids, self.begins, per_sample_weights=weights)[0]
+            y = torch.embedding_bag(self.table, self.rows, self.offsets, per_sample_weights=weights)[0]
+        elif rows >= PROMPT:
+            y = halves(x) @ self.panels.transpose(0, 1).flatten(1)
         else:
             y = x.new_empty(rows, count, width)  # a result that lies by panels would have to be copied
             torch.bmm(halves(x).expand(count, -1, -1), self.panels, out=y.transpose(0, 1))
@@ -117,19 +157,19 @@ class PanelLinear:
 
 
 @functools.cache
-def bags(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The row of each input, panel by panel [panels * inputs], and where in these each panel begins [panels].
+def panel_rows(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For embedding_bag: the row of each input, panel by panel [panels * inputs], and where each panel begins [panels].
 
-    Panels are read from the begin and from the middle in turn, see `halves`.
+    A panel is read from its begin and from its middle in turn; see `halves`.
     """
     rows = torch.arange(panels * inputs, dtype=torch.int32).view(panels, inputs)
     return rows.view(panels, 2 - inputs % 2, -1).mT.flatten(), rows[:, 0].contiguous()
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """x [n, inputs] as panels have it: the even inputs, then the odd ones, or as it is where there is a middle one.
+    """x [n, inputs] as panels have it: the even inputs, then the odd ones; as it is where their number is odd.
 
-    Two places in memory are read faster than one: panels in bfloat16 up to 6%, in float32 20.
+    So a panel is read from two places in turn, and memory answers two places faster than one.
     """
     return x.unflatten(1, (-1, 2 - x.shape[1] % 2)).mT.flatten(1)
 
@@ -145,13 +185,13 @@ class CompressedLinear:
 
     Args:
         weight: plain.
-        several: what multiplies several rows.
+        several: what multiplies several rows; it is called with them and `bias=`.
 
     Raises:
         ValueError: it is not bfloat16, its inputs are no multiple of 8, or too many of an output's are on the list.
     """
 
-    def __init__(self, weight: torch.Tensor, several: PackedLinear):
+    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor]):
         (self.outputs, inputs), self.several = weight.shape, several
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
@@ -181,7 +221,7 @@ class CompressedLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
         if x.shape[0] != 1:
-            return self.several(x, bias)
+            return self.several(x, bias=bias)
         multiplied = compiled_multiply(torch.get_num_threads())
         y = multiplied([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
         if y.shape[1] > self.outputs:
@@ -195,8 +235,7 @@ class GreedyHead:
     They need no other logit, and a step of one row takes as long as weights are read, of which a head is a quarter in a
     small model. Rounded to bytes it gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and Schwarz), the
     largest is one of those with y_i + |x| e_i >= max(y - |x| e), where e is the largest error of the output's panel.
-    These, 1 to 30 of 151,936 if all is Gaussian, are computed from the weight as it is: 5.7 ms where the whole head in
-    bfloat16 took 10.2, for Qwen3-0.6B on two cores of an AMD EPYC (Zen 5).
+    These few are computed from the weight as it is.
 
     Args:
         weight: [out, in] bfloat16, plain. It stays in use, but just a few rows of it: it may be a mapped file.
@@ -204,7 +243,7 @@ class GreedyHead:
 
     def __init__(self, weight: torch.Tensor):
         self.weight = weight
-        self.ids, self.begins = bags(-(-len(weight) // PANEL), weight.shape[1])
+        self.rows, self.offsets = panel_rows(-(-len(weight) // PANEL), weight.shape[1])
         tables, errors = [], []
         for part in weight.split(PANEL):
             filled = part[torch.arange(PANEL).clamp(max=len(part) - 1)]  # the last panel: with outputs that it has
@@ -216,11 +255,23 @@ class GreedyHead:
             errors.append((read - lines).norm(dim=0).max() + rounding)
         self.table, self.errors = torch.cat(tables), torch.stack(errors)
 
+    def find(self, hidden: torch.Tensor, state: Any, slots: torch.Tensor) -> torch.Tensor | None:
+        """The token [1] of a single greedy row that wants nothing but its token; None where its logits are needed.
+
+        Args:
+            hidden: [R, in]. state: the `BatchState`. slots: [R] int32.
+        """
+        if len(slots) != 1 or (slot := int(slots)) < 0:
+            return None
+        if state.temperature[slot] > 0 or state.kinds[slot] or state.num_logprobs[slot] >= 0:
+            return None
+        return self(hidden)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """The id [1] of the largest output of x [1, in], the first among equals; None where CLOSE or more are close."""
-        weights = x.float().expand(len(self.begins), -1).reshape(-1)
+        weights = x.float().expand(len(self.offsets), -1).reshape(-1)
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self.table, self.ids, self.begins, per_sample_weights=weights
+            self.table, self.rows, self.offsets, per_sample_weights=weights
         )
         error = torch.linalg.vector_norm(x, dtype=torch.float64) * self.errors  # whose squares are never 0
         least = (y.amax(dim=1) - error).max()
@@ -302,10 +353,10 @@ def compile_ahead(
     threads: int,
     options: dict[str, Any],
 ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """`function` of tensors as C++, by AOTInductor: a call takes 4 us.
+    """`function` of tensors as C++, by AOTInductor.
 
-    torch.compile looks at its guards for 40, or for 200 once a product's weights have passed through the caches. This
-    looks at nothing: it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions.
+    torch.compile checks its guards in every call, which takes longer than the work on a few rows. This checks nothing:
+    it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions.
     What is made stays in torch's folder for compiled code, TORCHINDUCTOR_CACHE_DIR, for the next start.
     """
     from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
@@ -337,124 +388,63 @@ def compile_ahead(
         return aoti_load_package(str(path)).loader.run
 
 
-def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:
-    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two, one of them compressed.
+def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
+    """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
-    Where this CPU or torch has no packed product, a plain weight takes its place. What cannot be compressed is packed
-    alone.
+    After that the embeddings' own table is of use for lookups alone, and these are served from the mapped file.
+
+    Args:
+        model: a `Transformer` with its weights.
+        rows: what `pack` wants to know.
+        files: the checkpoint's safetensors; none where weights are made up.
+    """
+    tied = isinstance(model.head, torch.Tensor) and model.head is model.embedding
+    model.pack(lambda weight: pack(weight, rows))
+    for owner in (model, *model.layers):  # a norm multiplies in float32, and would convert its weight in each call
+        for name, weight in list(vars(owner).items()):
+            if name.endswith("norm") and weight is not None:
+                setattr(owner, name, weight.float())
+    head = None
+    if tied and model.group.size == 1 and rows != "several":
+        # Built from the copy, because reading the whole mapped file would keep its pages in memory.
+        head = greedy_head(model.embedding)
+    map_embedding(model, files)
+    if head:
+        head.weight = model.embedding
+    return head
+
+
+def map_embedding(model: Any, files: list[str]) -> None:
+    """Let a model look embeddings up in the mapped checkpoint, not in a copy.
+
+    So the system holds those rows that are used, in its own cache, and not the whole table. It is done only where the
+    model has a head of its own by now, and where the checkpoint has its dtype and the whole table.
+    """
+    if model.head is model.embedding or model.group.size > 1:
+        return
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            if EMBEDDING in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                table = file.get_tensor(EMBEDDING)
+                if table.dtype == model.embedding.dtype:
+                    model.embedding = table
+
+
+def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:
+    """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
+
+    A plain weight takes the place of a packed one where this CPU or torch has no product for it. Of "both" the layout
+    for one row is a compressed one, and it is left out where the weight cannot be compressed.
     """
     if rows == "one":
         return PanelLinear(weight)
+    several: torch.Tensor | PackedLinear
     try:
-        packed = PackedLinear(weight)
+        several = PackedLinear(weight)
     except (RuntimeError, AttributeError):
-        return weight
+        several = weight
     with contextlib.suppress(ValueError):
         if rows == "both":
-            return CompressedLinear(weight, packed)
-    return packed
-
-
-class Compiled:
-    """`function` of settings and tensors, as C++ that is compiled when it first meets these settings.
-
-    Sizes and types of all tensors must follow from the settings, from how many there are, and from the first one's row.
-
-    Args:
-        function: of settings, which become constants, and of contiguous tensors.
-        batched: so many of these, the first ones, have a row for each token of a step. For MANY rows it is compiled
-            again, with threads: starting them for a few takes longer than the work.
-    """
-
-    def __init__(self, function: Callable, batched: int):
-        self.function, self.batched = function, batched
-        self.made: dict[tuple, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {}
-
-    def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        first = tensors[0]
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        many = len(first) >= MANY
-        key = (many, settings, first.dtype, first.shape[1:], len(tensors))
-        if key not in self.made:
-            self.made[key] = self.make(many, settings, tensors)
-        return self.made[key](list(tensors))
-
-    def make(self, many: bool, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
-        """Compile it for these settings and for few rows, or for MANY."""
-        rows = MANY if many else MANY // 8  # an example: of 0 or 1 it would make a special case
-        batched, rest = tensors[: self.batched], tensors[self.batched :]
-        like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + list(rest)
-        dynamic = ((0,),) * len(batched) + ((),) * len(rest)
-        # Sums are rounded where torch's operators round them, so that both round alike; it costs no time.
-        options = {"emulate_precision_casts": True}
-        threads = torch.get_num_threads() if many else 1
-        return compile_ahead(functools.partial(self.function, *settings), like, dynamic, threads, options)
-
-
-def compile_ops(ops: ModuleType) -> ModuleType:
-    """`ops` of reference.py with compiled C++ for what is between a layer's products and its attention.
-
-    It passes over the data once or twice, where torch's operators are up to 20, and for few rows calling these is most
-    of their time. Eager and compiled, at 1, 32 and 512 tokens of Qwen3-0.6B's shape, in us, on two cores of an AMD EPYC
-    (Zen 4): rms_norm 19 and 7, 32 and 23, 253 and 179; RoPE with its norms, and storing, 63 and 28, 422 and 351, 2,352
-    and 1,222; act_mul 15 and 8, 73 and 79, 1,726 and 716. In a step, where products empty the caches, both are slower:
-    at one token 66 and 34, 187 and 120, 59 and 42.
-
-    Raises:
-        ValueError: there is no C++ compiler.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none") from None
-
-    # Norms and RoPE are formulas again: what `ops` does so that operators are few becomes slow loops.
-    def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-    def norm(eps: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return scaled(residual.add_(x).float(), weight, eps).to(x.dtype)
-
-    def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
-        return ops.act_mul(x, activation)
-
-    def rope(
-        eps: float, kv_heads: int, interleaved: bool, x: torch.Tensor, rotation: torch.Tensor, *weights: torch.Tensor
-    ) -> list[torch.Tensor]:
-        halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
-        size = rotation.shape[2]
-        cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
-
-        def turned(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-            y = x.float() if weight is None else scaled(x.float(), weight, eps)
-            pairs = y[..., :size].unflatten(-1, halves)
-            pairs = pairs * cos + pairs.flip(dim) * sin
-            return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1).to(x.dtype)
-
-        return [turned(*args) for args in zip_longest(x[:, :-kv_heads].tensor_split((-kv_heads,), dim=1), weights)]
-
-    norms, activations, ropes = Compiled(norm, 2), Compiled(activate, 1), Compiled(rope, 2)
-
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
-        if residual is None:
-            return ops.rms_norm(x, weight, eps)
-        return norms((eps,), x, residual, weight)[0]
-
-    def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-        return activations((activation,), x)[0]
-
-    def qk_norm_rope_store(
-        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False
-    ):
-        kv_heads, head_dim = kv.shape[2::2]
-        x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
-        q, k = ropes((eps, kv_heads, interleaved), x, rotation, *weights)
-        ops._store(k, x[:, -kv_heads:], slot_mapping, kv)
-        return q
-
-    helped = ModuleType(ops.__name__, ops.__doc__)
-    vars(helped).update(vars(ops), rms_norm=rms_norm, act_mul=act_mul, qk_norm_rope_store=qk_norm_rope_store)
-    return helped
+            plain = functools.partial(F.linear, weight=weight)
+            return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain)
+    return several

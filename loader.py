@@ -21,7 +21,6 @@ from tqdm import tqdm
 from model import Part, Transformer
 
 IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
-EMBEDDING = "model.embed_tokens.weight"
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; 32 MiB take 0.6 ms over PCIe 5, a call 0.01
 
@@ -34,8 +33,7 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
     Of each tensor only what this rank takes is read, and nothing before all files have been found to be right.
 
     Args:
-        staged: through a `Stage`; by default to a GPU. To a CPU a second copy would only cost: 0.12 s, not 0.05, for
-            540 MB that the system holds already, on two cores of an AMD EPYC.
+        staged: through a `Stage`; by default to a GPU. To a CPU the second copy would only cost time.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
@@ -85,22 +83,6 @@ def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     return found
-
-
-def map_embedding(model: Transformer, folder: str) -> None:
-    """Let a model in the host's memory look embeddings up in the mapped file, not in a copy.
-
-    So the system holds those rows that are used, in its own cache, and not the table: of Qwen3-0.6B a quarter of the
-    weights. Only where the model has a head of its own by now, and the file its dtype and the whole table.
-    """
-    if model.head is model.embedding or model.group.size > 1:
-        return
-    for path in checkpoint_files(folder):
-        with safe_open(path, framework="pt") as file:
-            if EMBEDDING in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                table = file.get_tensor(EMBEDDING)
-                if table.dtype == model.embedding.dtype:
-                    model.embedding = table
 
 
 def read_ahead(path: str) -> None:

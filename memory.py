@@ -7,6 +7,7 @@ with what was measured they decide at start how large the KV pool is; the tests 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
@@ -81,10 +82,15 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logits=logits,
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
-        graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and not config.enforce_eager else 0,
+        graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.size > 1) if cuda else 0,
         block=c.num_layers * 2 * heads * config.block_size * c.head_dim * dtype.itemsize,
     )
+
+
+def captures_graphs(config: EngineConfig) -> bool:
+    """Whether decode steps on a GPU are CUDA graphs. `reference.py` asks the device for numbers, so it has none."""
+    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv)
 
 
 def count_bytes(owners: Iterable[object]) -> int:
@@ -121,7 +127,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h))
     # Products of our own at few rows add up float32 parts of at most 2^15 columns, for 64 rows.
-    parts = 4 * 64 * 2**15 if config.batch_invariant or model.fused_rows else 0
+    parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * 2 * h + layer
     # Several ranks' logits are shares, a list of all shares, all side by side, and these without the columns by which
     # the vocabulary was made to divide. Then, those of rows that ask for log-probabilities are copied.
@@ -213,6 +219,15 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     at_length = count // blocks_per_seq(config, length)
     yield f"requests at the full length of {length:,} that fit: {at_length:,}, of max_num_seqs {rows:,}"
     yield f"tokens that each of {rows:,} requests may have for all to fit: {min(tokens // rows, length):,}"
+
+
+def available_bytes() -> int:
+    """Bytes of this machine's memory that can be had without swapping, what files are cached in among them."""
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # another system, or an old kernel
 
 
 def gpu_bytes() -> int:

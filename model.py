@@ -39,10 +39,6 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False),
     "Qwen3ForCausalLM": Family(qk_norm=True),
 }
-# Up to how many tokens a layer's fused products (`Transformer.run_fused`) took less time than the library's with the
-# norms, the activation and the sums between them: by device and the sizes of `fused_rows`, with the date of the
-# measurement. None has been made on a GPU yet, so nothing is fused.
-FUSED_ROWS: dict[tuple[str, int, int, int, int], int] = {}
 
 
 @dataclass(slots=True)
@@ -164,7 +160,6 @@ class Transformer:
         self.head: Weight = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
         self.interleaved = family.interleaved
         self.rotations = rope_table(config, max_model_len, self.interleaved).to(device)
-        self.fused_rows = fused_rows(self.layers[0], device) if group.size == 1 and dtype != torch.float16 else 0
         self.scale = config.head_dim**-0.5
         self.step: Step | None = None
 
@@ -211,23 +206,8 @@ class Transformer:
         layers = pool.unbind(1)
         plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
         self.step = Step(batch, layers, self.rotations[batch.positions], plans)
-        residual = self.embed(batch.input_ids)
-        if len(residual) <= self.fused_rows:
-            return self.run_fused(residual)
-        return self.run(residual)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden] of ids [T]: each is zero on all ranks but the one that holds it, and then summed."""
-        if self.group.size == 1:
-            return F.embedding(ids, self.embedding)
-        local = ids - self.group.rank * len(self.embedding)
-        elsewhere = (local < 0) | (local >= len(self.embedding))
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
-        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
-
-    def run(self, residual: torch.Tensor) -> torch.Tensor:
-        """The layers and the last norm, over embeddings [T, hidden], which are changed."""
         ops, eps, activation, add_up = self.ops, self.config.rms_norm_eps, self.config.activation, self.group.all_reduce
+        residual = self.embed(batch.input_ids)
         x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
             x = add_up(linear(self.attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
@@ -237,15 +217,14 @@ class Transformer:
             x = ops.rms_norm(x, following, eps, residual)
         return x
 
-    def run_fused(self, residual: torch.Tensor) -> torch.Tensor:
-        """`run` with norms, activation and sums inside the products: three launches and their bytes fewer a layer."""
-        ops, eps, activation = self.ops, self.config.rms_norm_eps, self.config.activation
-        for i, layer in enumerate(self.layers):
-            x = self.attend(ops.linear(residual, layer.qkv, layer.qkv_bias, layer.input_norm, eps), i)
-            ops.linear(x, layer.o, layer.o_bias, residual=residual)
-            x = ops.linear(residual, layer.gate_up, None, layer.post_norm, eps, activation)
-            ops.linear(x, layer.down, residual=residual)
-        return ops.rms_norm(residual, self.norm, eps)
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, hidden] of ids [T]: each is zero on all ranks but the one that holds it, and then summed."""
+        if self.group.size == 1:
+            return F.embedding(ids, self.embedding)
+        local = ids - self.group.rank * len(self.embedding)
+        elsewhere = (local < 0) | (local >= len(self.embedding))
+        x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
+        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
         """Layer i's attention [T, heads * dim] over the paged context, which gets this step's keys and values first.
@@ -277,18 +256,6 @@ class Transformer:
                 setattr(layer, name, pack(getattr(layer, name)))
         assert isinstance(self.head, torch.Tensor)
         self.head = pack(self.head)
-        self.fused_rows = 0  # what is packed has a product of its own
-
-    def widen_norms(self) -> None:
-        """Keep the norms' weights in float32, in which they are multiplied.
-
-        Else `reference` converts them in each call: 2 of the 32 us of a norm of one token.
-        """
-        for layer in self.layers:
-            layer.input_norm, layer.post_norm = layer.input_norm.float(), layer.post_norm.float()
-            if layer.q_norm is not None and layer.k_norm is not None:
-                layer.q_norm, layer.k_norm = layer.q_norm.float(), layer.k_norm.float()
-        self.norm = self.norm.float()
 
 
 def check_division(config: ModelConfig, size: int) -> None:
@@ -305,12 +272,6 @@ def check_division(config: ModelConfig, size: int) -> None:
             f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {config.num_kv_heads}, "
             "or be a multiple of it"
         )
-
-
-def fused_rows(layer: Layer, device: str) -> int:
-    """What FUSED_ROWS says of the device, qkv's outputs, the hidden size, o's inputs and down's inputs, or 0."""
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    return FUSED_ROWS.get((name, *layer.qkv.shape, layer.o.shape[1], layer.down.shape[1]), 0)
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

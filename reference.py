@@ -1,14 +1,17 @@
-"""Every op of `kernels.py` in plain torch: the specification, the CPU path and the oracle of the tests.
+"""The specification: every op in the shortest correct torch. `kernels.py` and `cpu_ops.py` must give what these give.
+
+Each op is a function with the same name and signature in all three files. The tests hold this one against formulas in
+float64, and the other two against the same formulas and against this one. It is written to be read, not to be fast;
+`--backend reference` runs the whole engine on it.
 
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
-sequence, H query heads, KV key/value heads, D head_dim, V vocabulary. A slot is a row of the batch state and -1 marks
-a padding row, which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and
-`kv` is one layer of it: pool[:, layer]; `keys_of` says how keys lie in their block.
+sequence, H query heads, KV key/value heads, D head_dim, V vocabulary. A slot is a row of the batch state. The slot -1
+marks a padding row, which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size,
+D], and `kv` is one layer of it: pool[:, layer].
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -17,11 +20,6 @@ import torch.nn.functional as F
 
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
-SPAN_TOKENS = 1 << 13  # of context that attention_decode works on at a time: 0.5 MB of scores at 16 heads
-QUERIES = 128  # of a row that attention_prefill takes at a time: 64 and 256 are slower at 512 tokens
-MAX_SCORES = 1 << 24  # of these, 64 MB: in a long context it takes fewer
-PART = 1 << 10  # of a row of logits, in which the index of the largest one is looked for
-TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row, 15x faster than a sort of 152k
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -34,17 +32,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         y [T, H] in x's dtype, rounded once from float32.
     """
     h = (x if residual is None else residual.add_(x)).float()
-    return (h * _rms_scale(h, eps)).mul_(weight.float()).to(x)
+    return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
     """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
 
-    How a block's keys lie is each module's own matter. Here those of a head lie turned, [D, block_size]: a query's
-    scores are then a sum of rows, like its output over the values, and `attention_decode` copies neither.
+    Another backend may lay the keys of a block out in another order; this function is where it says so.
     """
-    num_blocks, _, kv_heads, block_size, head_dim = kv.shape
-    return kv[:, 0].view(num_blocks, kv_heads, head_dim, block_size).mT
+    return kv[:, 0]
 
 
 def qk_norm_rope_store(
@@ -63,39 +59,36 @@ def qk_norm_rope_store(
     Interleaved, a pair is not x[i] and x[i + r/2] but x[2i] and x[2i + 1]: the columns of `rotation` are in that order.
 
     Args:
-        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
+        qkv: [T, (H + 2 KV) D], of no use afterwards, because a backend may turn q in place.
         q_weight, k_weight: [D], or both None: no norm.
-        rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
+        rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin). r <= D; elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
 
     Returns:
         q [T, H, D] in qkv's dtype.
     """
-    _, _, kv_heads, _, head_dim = kv.shape
-    x = qkv.view(qkv.shape[0], -1, head_dim)
-    heads = x.shape[1] - 2 * kv_heads
-    assert (q_weight is None) == (k_weight is None)
-    # q and k as one: in a small step the calls' number is what takes time. (So `split_with_sizes` and `shape[0]` here
-    # and there: `split` and `len` of a tensor are functions in Python.)
-    old, v = x.split_with_sizes((heads + kv_heads, kv_heads), 1)
-    qk = old.float()
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    x = qkv.view(len(qkv), -1, head_dim)
+    q, k, v = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    q, k = q.float(), k.float()
     if q_weight is not None and k_weight is not None:
-        qk.mul_(_rms_scale(qk, eps))
-        q, k = qk.split_with_sizes((heads, kv_heads), 1)
-        q.mul_(q_weight.float())
-        k.mul_(k_weight.float())
-    cos, sin = rotation.split_with_sizes((1, 1), 1)
-    size = rotation.shape[2]
-    turning = qk if size == head_dim else qk.narrow(2, 0, size)
-    if interleaved:
-        partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        partner = torch.cat(turning.split_with_sizes((size // 2, size // 2), 2)[::-1], 2)
-    turning.mul_(cos).addcmul_(partner, sin)
-    q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
-    _store(k, v, slot_mapping, kv)
+        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
+    q, k = (_rope(part, rotation, interleaved).to(qkv.dtype) for part in (q, k))
+    stored = slot_mapping >= 0
+    block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
+    kv[block, 0, :, place], kv[block, 1, :, place] = k[stored], v[stored]
     return q
+
+
+def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x [T, heads, D] float32 with the first r elements of each head rotated; see `qk_norm_rope_store`."""
+    size = rotation.shape[2]
+    turned, rest = x[..., :size], x[..., size:]
+    # The element that each one is paired with: its neighbour, or the one half a head away.
+    partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else turned.roll(size // 2, -1)
+    cos, sin = rotation[:, None].unbind(2)
+    return torch.cat((turned * cos + partner * sin, rest), -1)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -103,58 +96,23 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
     silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
     """
-    half = x.shape[1] // 2
-    gate, up = x.float().split_with_sizes((half, half), 1)
+    gate, up = x.float().chunk(2, dim=1)
     gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate.mul_(up).to(x)
+    return (gate * up).to(x.dtype)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
-
-    Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
-        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is.
-        activation: "silu" or "gelu": weight is (gate | up).
-        residual: [T, N], not with an activation.
-
-    Returns:
-        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
-    """
-    y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
-    if activation:
-        y = act_mul(y, activation)
-    return y if residual is None else residual.add_(y)
-
-
-class Span(NamedTuple):
-    """r rows of similar length in a `DecodePlan`: W places hold the longest, N of all r H W have a key to attend."""
-
-    queries: torch.Tensor  # [n] int64: which of all B H queries meets each of the blocks that a row's head attends to
-    keys: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
-    key_bags: torch.Tensor  # [r H W / block_size], as `keys`: where in these each block of each row's head begins
-    begin: int  # the first place in which any of the rows has a key
-    end: int  # one beyond the last such place; the next two are None where all rows have all keys in between
-    hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without a key
-    attended: torch.Tensor | None  # [N] int64: places in [r, H, end - begin] with one
-    values: torch.Tensor  # [N] int64: where in the layer their values are, in units of D
-    value_bags: torch.Tensor  # [r H] int64: where in these the head of each row begins
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias, for x [T, K], weight [N, K] and bias [N]; y [T, N] in x's dtype."""
+    return F.linear(x, weight, bias)
 
 
 class DecodePlan(NamedTuple):
-    """Which parts of a layer each query token attends to: here the tokens of a row are rows of one token each."""
+    """What `attention_decode` attends to."""
 
-    spans: list[Span]
-    extent: int  # of a layer of the pool, in elements: from its first block's begin to its last one's end
-    order: torch.Tensor | None  # [B] int64: where in the spans, one after the other, each row is; None: in their order
+    block_tables: torch.Tensor  # [S, M] int32
+    slots: torch.Tensor  # [B] int32
+    seq_lens: torch.Tensor  # [B] int32
+    window: int
 
 
 def plan_decode(
@@ -168,59 +126,15 @@ def plan_decode(
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
+    The specification derives nothing. A fast backend makes its list of work here.
+
     Args:
         kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
         seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
-        window: 0 for all keys, else only the last `window` of them: blocks before these are not looked at.
+        window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
+            a row's first token are not looked at, because they may have been given back.
     """
-    kv_heads, size, dim = kv.shape[2:]
-    if tokens > 1:
-        seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
-        slots = slots.repeat_interleave(tokens)
-    ends = torch.where(slots >= 0, seq_lens, 0).long()
-    begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
-    first = begins // size
-    counts = (ends + size - 1) // size - first  # blocks
-    kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
-    # Where an element of all keys is, from its head's first on: half the bytes to read in each layer, if they suffice.
-    element = torch.arange(dim, device=kv.device, dtype=torch.int32 if kv.stride(0) * len(kv) < 2**31 * size else None)
-    groups, spans = _groups(counts, SPAN_TOKENS // size), []
-    for rows in groups:
-        most = max(1, int(counts[rows].max()))
-        held = torch.arange(most, device=kv.device) < counts[rows, None]
-        column = first[rows, None] + torch.arange(most, device=kv.device)
-        table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
-        table = torch.where(held, table, 0).long() * kv.stride(0)  # elements to each block
-        low, high = (bounds[rows, None] - first[rows, None] * size for bounds in (begins, ends))
-        begin, end = int(low.min()), max(1, int(high.max()))
-        place = torch.arange(begin, end, device=kv.device)
-        shown = (place >= low) & (place < high)
-        values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)[:, begin:end]
-        values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()
-        hidden = attended = None
-        if not shown.all():
-            hidden, attended = ~shown[:, None], shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
-            values = values[attended]
-        lengths = shown.sum(1).repeat_interleave(num_heads)
-        met = held[:, None].expand(-1, num_heads, -1)  # [r, H, blocks]
-        queries = rows[:, None] * num_heads + torch.arange(num_heads, device=kv.device)
-        keys = (table // size)[:, None] + kv_head[:, None] * dim
-        elements = met.flatten() * dim
-        spans.append(
-            Span(
-                queries=queries[:, :, None].expand_as(met)[met],
-                keys=(keys[met].to(element.dtype)[:, None] + element).flatten(),
-                key_bags=(elements.cumsum(0) - elements).to(element.dtype),
-                begin=begin,
-                end=end,
-                hidden=hidden,
-                attended=attended,
-                values=values,
-                value_bags=lengths.cumsum(0) - lengths,
-            )
-        )
-    extent = kv.stride(0) * (len(kv) - 1) + kv[0].numel()
-    return DecodePlan(spans, extent, torch.cat(groups).argsort() if len(groups) > 1 else None)
+    return DecodePlan(block_tables, slots, seq_lens, window)
 
 
 def attention_decode(
@@ -243,24 +157,13 @@ def attention_decode(
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    _, heads, dim = q.shape
-    size = kv.shape[3]
-    keys = kv.as_strided((plan.extent // size, size), (size, 1))
-    values = kv.as_strided((plan.extent // dim, dim), (dim, 1))
-    queries, parts = q.flatten(0, 1), []
-    for span in plan.spans:
-        # A sum of a table's rows by weights is what embedding_bag computes, and it fetches rows ahead: no key or value
-        # is copied. A quarter of the time of SDPA over gathered K and V.
-        weights = queries.index_select(0, span.queries).view(-1)
-        scores = torch.embedding_bag(keys, span.keys, span.key_bags, per_sample_weights=weights)[0]
-        rows = span.value_bags.shape[0] // heads
-        scores = scores.view(rows, heads, -1).narrow(2, span.begin, span.end - span.begin).float()
-        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q).view(-1)
-        if span.attended is not None:
-            p = p.index_select(0, span.attended)
-        parts.append(torch.embedding_bag(values, span.values, span.value_bags, per_sample_weights=p)[0])
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
+    rows = q.unflatten(0, (len(plan.slots), -1))
+    out = torch.zeros_like(rows)
+    for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.seq_lens.tolist(), strict=True)):
+        if slot >= 0:
+            table = plan.block_tables[slot]
+            out[row] = _attend(rows[row], kv, table, length, scale, plan.window, soft_cap, sinks)
+    return out.flatten(0, 1)
 
 
 def attention_prefill(
@@ -290,35 +193,40 @@ def attention_prefill(
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
-    heads, (kv_heads, block_size, head_dim) = q.shape[1], kv.shape[2:]
-    sink = None if sinks is None else sinks.view(kv_heads, -1, 1, 1)
-    out = torch.zeros_like(q)
-    starts = query_starts.tolist()
-    for b, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
-        tokens = slice(starts[b], starts[b + 1])
-        n = tokens.stop - tokens.start
-        if slot < 0 or n == 0:
-            continue
-        begin = max(0, length - (n - 1) - window) if window else 0  # where the window of the row's first token begins
-        first = begin // block_size  # the window may have passed the blocks before it, and these were given back
-        table = block_tables[slot, first : -(-length // block_size)].long()
-        passed = first * block_size
-        # What is stale in the last block is left out: it may be NaN.
-        k, v = (x.transpose(0, 1)[:, table].flatten(1, 2)[:, : length - passed] for x in (keys_of(kv), kv[:, 1]))
-        grouped, new = (x[tokens].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for x in (q, out))
-        before = length - n - passed  # keys ahead of the row's first query
-        size = max(1, min(QUERIES, MAX_SCORES // (heads * length)))
-        for start in range(0, n, size):
-            stop = min(start + size, n)
-            low = max(0, before + start + 1 - window) if window else 0  # the first key that any of these sees
-            high = before + stop
-            query = torch.arange(before + start, high, device=q.device)[:, None]
-            key = torch.arange(low, high, device=q.device)
-            hidden = (key > query) | (key <= query - window) if window else key > query
-            scores = grouped[:, :, start:stop].flatten(1, 2) @ k[:, low:high].mT
-            p = _softmax(scores.view(kv_heads, -1, *hidden.shape).float(), hidden, scale, soft_cap, sink).to(q.dtype)
-            new[:, :, start:stop] = (p.flatten(1, 2) @ v[:, low:high]).view(kv_heads, -1, stop - start, head_dim)
+    out, starts = torch.zeros_like(q), query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        tokens = slice(starts[row], starts[row + 1])
+        if slot >= 0:
+            out[tokens] = _attend(q[tokens], kv, block_tables[slot], length, scale, window, soft_cap, sinks)
     return out
+
+
+def _attend(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    table: torch.Tensor,
+    length: int,
+    scale: float,
+    window: int,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention [n, H, D] of q [n, H, D], the last n of `length` tokens whose keys and values `table` [M] finds."""
+    (n, heads, _), (kv_heads, block_size) = q.shape, kv.shape[2:4]
+    first = max(0, length - n + 1 - window) if window else 0  # the first key that any of the tokens sees
+    query = torch.arange(length - n, length, device=q.device)[:, None]
+    key = torch.arange(first, length, device=q.device)
+    context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2, KV, D]
+    k, v = context.float().repeat_interleave(heads // kv_heads, dim=2).unbind(1)
+    scores = scale * torch.einsum("nhd,lhd->hnl", q.float(), k)
+    if soft_cap:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    hidden = (key > query) | (key <= query - window) if window else key > query
+    scores = scores.masked_fill(hidden, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
+    p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
+    return torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
 
 
 class Adjust(NamedTuple):
@@ -328,12 +236,27 @@ class Adjust(NamedTuple):
     prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
     """
 
-    kinds: torch.Tensor  # [S] int32, what of this the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    kinds: torch.Tensor  # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
     penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
     biases: torch.Tensor  # [S, 1024] float32
     bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+
+    def apply(self, x: torch.Tensor, slot: int) -> None:
+        """Adjust the logits x [V] float32 of a row in place, as `slot` says."""
+        kinds = int(self.kinds[slot])
+        if kinds & 4:
+            bits = torch.arange(32, dtype=torch.int32, device=x.device)
+            x.masked_fill_((self.bitmask[slot][:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
+        if kinds & 2:
+            given = self.bias_ids[slot] < len(x)
+            x[self.bias_ids[slot][given].long()] += self.biases[slot][given]
+        if kinds & 1:
+            (repetition, frequency, presence), counts = self.penalties[slot], self.token_counts[slot]
+            x.copy_(torch.where(counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
+            times = counts >> 1
+            x.sub_(times * frequency).sub_((times > 0) * presence)
 
 
 def sample(
@@ -363,30 +286,47 @@ def sample(
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
     """
-    slot = slots.long().clamp(min=0)
+    slot, vocab = slots.long().clamp(min=0), logits.shape[1]
+    x = logits.to(torch.float32, copy=True)
     if adjust is not None:
-        logits = logits.to(torch.float32, copy=True)
         for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
-            _adjust(logits[row], Adjust(*(state[slot[row]] for state in adjust)))
-    heat = temperature[slot]
-    if not heat.any():
-        return _likeliest_one(logits).masked_fill(slots < 0, 0)
-    # The clamps keep x - peak a number where a logit is infinite, and when every one is -inf.
-    x = logits.float().clamp(max=FLOAT_MAX)
-    peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
-    warm = torch.where(heat > 0, heat, 1.0)
-    mass = (x - peak).div_(warm[:, None]).exp_()
-    floor = peak[:, 0] + warm * min_p[slot].log()
-    filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
-    rows = filtered.nonzero()[:, 0]
-    if len(rows):
-        pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
-        floor[rows] = torch.maximum(floor[rows], pivots)
-    reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
-    goal = _uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
-    ids = torch.searchsorted(reached, goal, right=True)[:, 0]
-    ids = torch.where(heat > 0, ids, _likeliest_one(logits))
-    return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
+            adjust.apply(x[row], int(slot[row]))
+    greedy, heat = x.argmax(-1), temperature[slot][:, None]
+    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
+    x = x.clamp(max=FLOAT_MAX)
+    peak, warm = x.amax(-1, keepdim=True).clamp(min=-FLOAT_MAX), torch.where(heat > 0, heat, 1.0)
+    mass = ((x - peak) / warm).exp()
+    ordered, order = x.sort(-1, descending=True)
+    k, p = top_k[slot].long()[:, None], top_p[slot][:, None]
+    k = torch.where((k > 0) & (k < vocab), k, vocab)
+    t_k = ordered.gather(1, k - 1)
+    reached = mass.masked_fill(x < t_k, 0).gather(1, order).cumsum(-1, dtype=torch.float64)
+    nucleus = torch.searchsorted(reached, p * reached[:, -1:]).clamp(max=vocab - 1)
+    t_p = torch.where(p < 1, ordered.gather(1, nucleus), -math.inf)
+    t_m = peak + warm * min_p[slot].log()[:, None]
+    reached = mass.masked_fill(x < t_k.maximum(t_p).maximum(t_m), 0).cumsum(-1, dtype=torch.float64)
+    u = uniform(seeds[slot], num_known[slot]).double()[:, None]
+    drawn = torch.searchsorted(reached, u * reached[:, -1:], right=True)[:, 0]
+    ids = torch.where(heat[:, 0] > 0, drawn, greedy)
+    return ids.masked_fill((slots < 0) | (ids >= vocab), 0)
+
+
+def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1), float32: bit for bit tl.rand(seed, position) for seeds [R] int64 and positions [R] int32.
+
+    Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3") in int64: a product of 32-bit numbers
+    may wrap around to a negative one, but its 64 bits are right.
+    """
+    k0, k1 = seeds & MASK32, (seeds >> 32) & MASK32
+    c0 = positions.long() & MASK32
+    c1 = c2 = c3 = torch.zeros_like(c0)
+    for _ in range(10):
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((b >> 32) & MASK32) ^ c1 ^ k0, b & MASK32, ((a >> 32) & MASK32) ^ c3 ^ k1, a & MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
+    signed = torch.where(c0 > MASK32 >> 1, c0 - (1 << 32), c0)
+    folded = torch.where(signed < 0, -signed - 1, signed)
+    return folded.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=folded.device)
 
 
 def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -401,75 +341,10 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
         without a finite logit has -inf everywhere.
     """
     x = logits.float().clamp(max=FLOAT_MAX)
-    lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
-    at = torch.cat((ids[:, None], _likeliest(x, k)), dim=1) if k else ids[:, None]
-    values = x.gather(1, at) - lse
-    return values[:, 0], at[:, 1:], values[:, 1:]
-
-
-def _adjust(x: torch.Tensor, adjust: Adjust) -> None:
-    """Adjust the logits x [V] float32 of a row in place, by what `adjust` has for its slot."""
-    kinds = int(adjust.kinds)
-    if kinds & 4:
-        bits = torch.arange(32, dtype=torch.int32, device=x.device)
-        x.masked_fill_((adjust.bitmask[:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
-    if kinds & 2:
-        given = adjust.bias_ids < len(x)
-        x[adjust.bias_ids[given].long()] += adjust.biases[given]
-    if kinds & 1:
-        repetition, frequency, presence = adjust.penalties
-        x.copy_(torch.where(adjust.token_counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
-        times = adjust.token_counts >> 1
-        x.sub_(times * frequency).sub_((times > 0) * presence)
-
-
-def _likeliest(x: torch.Tensor, k: int) -> torch.Tensor:
-    """ids [R, k] of the k largest of x [R, V] float32, the lowest id first among equals.
-
-    topk leaves open which of two equals comes first, so it is given integers, ordered by x and then by the id, and the
-    id is -key mod V.
-    """
-    vocab = x.shape[1]
-    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
-    order ^= (order >> 31) & 0x7FFFFFFF
-    keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
-    return -keys.topk(k).values % vocab
-
-
-def _likeliest_one(x: torch.Tensor) -> torch.Tensor:
-    """Index [R] of each row's largest; the first among equals.
-
-    A value is found faster than its index, so that is looked for in the one part of a long row that has the value: over
-    32 x 152k in bfloat16 that takes 0.8 ms, where `max` takes 2.8 and `argmax` 10.
-    """
-    size = x.shape[1]
-    if size < 16 * PART:
-        return x.max(dim=-1).indices
-    whole = size // PART * PART
-    tops = x[:, :whole].unflatten(1, (-1, PART)).amax(dim=-1)
-    if whole < size:
-        tops = torch.cat((tops, x[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
-    begin = tops.max(dim=-1, keepdim=True).indices * PART
-    ids = (begin + torch.arange(PART, device=x.device)).clamp(max=size - 1)
-    return ids.gather(1, x.gather(1, ids).max(dim=-1, keepdim=True).indices)[:, 0]
-
-
-def _uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Numbers in [0, 1), float32: bit for bit tl.rand(seed, position) for seeds [R] int64 and positions [R] int32.
-
-    Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3") in int64: a product of 32-bit numbers
-    may wrap the sign, but its 64 bits are right.
-    """
-    k0, k1 = seeds & MASK32, (seeds >> 32) & MASK32
-    c0 = positions.long() & MASK32
-    c1 = c2 = c3 = torch.zeros_like(c0)
-    for _ in range(10):
-        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = ((b >> 32) & MASK32) ^ c1 ^ k0, b & MASK32, ((a >> 32) & MASK32) ^ c3 ^ k1, a & MASK32
-        k0, k1 = (k0 + 0x9E3779B9) & MASK32, (k1 + 0xBB67AE85) & MASK32
-    signed = torch.where(c0 > MASK32 >> 1, c0 - (1 << 32), c0)
-    folded = torch.where(signed < 0, -signed - 1, signed)
-    return folded.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=folded.device)
+    lse = x.logsumexp(-1, keepdim=True).clamp(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
+    top_ids = x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    values = x.gather(1, torch.cat((ids[:, None], top_ids), 1)) - lse
+    return values[:, 0], top_ids, values[:, 1:]
 
 
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
@@ -565,88 +440,9 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
-    """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks."""
-    target[pairs[:, 1]] = source[pairs[:, 0]]
+    """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks.
 
-
-def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
-    """Write k and v [T, KV, D] to where `slot_mapping` says, see `qk_norm_rope_store`."""
-    _, _, kv_heads, size, dim = kv.shape
-    if k.shape[0] == 1:  # by two views made in a call each: 18 us where indices take 36, of 1,300 a layer of Qwen3-0.6B
-        at, offset = divmod(int(slot_mapping.item()), size)
-        if at >= 0:
-            keys = kv.storage_offset() + at * kv.stride(0)  # where the block's begin, which lie as in `keys_of`
-            kv.as_strided((1, kv_heads, dim), (0, size * dim, size), keys + offset).copy_(k)
-            kv.as_strided((1, kv_heads, dim), (0, size * dim, 1), keys + kv.stride(1) + offset * dim).copy_(v)
-        return
-    if (slot_mapping < 0).any():
-        stored = slot_mapping >= 0
-        slot_mapping, k, v = slot_mapping[stored], k[stored], v[stored]
-    block, place = slot_mapping // size, slot_mapping % size
-    keys_of(kv)[block, :, place] = k
-    kv[block, 1, :, place] = v
-
-
-def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
-    """rsqrt(mean(h^2) + eps) [.., 1] for h [.., size] float32. The first operator alone reads h."""
-    root, least = _constants(h.device, h.shape[-1] ** -0.5, eps)
-    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True).mul_(root)
-    return torch.addcmul(least, norm, norm).rsqrt_()
-
-
-@functools.cache
-def _constants(device: torch.device, *values: float) -> list[torch.Tensor]:
-    """Tensors [] float32: with a plain number, an operator in a small step takes up to four times as long."""
-    return [torch.tensor(value, device=device) for value in values]
-
-
-def _softmax(
-    scores: torch.Tensor, hidden: torch.Tensor | None, scale: float, soft_cap: float, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """softmax(scale * scores [.., n] float32) without what is hidden; changes `scores`. See `attention_decode`."""
-    if soft_cap:
-        scores.mul_(scale / soft_cap).tanh_()
-        scale = soft_cap
-    factor, lowest = _constants(scores.device, scale, -math.inf)
-    if hidden is not None:
-        scores.masked_fill_(hidden, lowest)
-    p = scores.mul_(factor).softmax(-1)
-    return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
-
-
-def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
-    """The rows [B] in groups, each of `counts` that differ at most by half and, in all, at most `most` or one row.
-
-    So what is padded to a group's longest row at most doubles, and a group's scores stay in the cache. One group is in
-    the order of the rows.
+    One pool lies on the device, and the other in the host's memory; the pairs may lie on either.
     """
-    order = counts.argsort(descending=True, stable=True)
-    groups: list[list[int]] = []
-    total = longest = 0
-    for row, count in zip(order.tolist(), counts[order].tolist(), strict=True):
-        if not groups or total + count > most or 2 * count < longest:
-            groups.append([])
-            total, longest = 0, count
-        groups[-1].append(row)
-        total += count
-    return [torch.tensor(sorted(group), device=counts.device) for group in groups]
-
-
-def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """max(t_k, t_p) of each row of x [N, V] with mass = exp(x - peak) [N, V]; see `sample`. Returns [N] float32.
-
-    Looks at the TOP_PREFIX largest logits first, and at all of them only where these do not settle every row.
-    """
-    vocab = x.shape[1]
-    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    for width in (min(TOP_PREFIX, vocab), vocab):
-        top, ids = x.topk(width, dim=-1)
-        kth = torch.where(k < vocab, top.gather(1, (k - 1).clamp(max=width - 1)[:, None])[:, 0], -math.inf)
-        total = mass.masked_fill(x < kth[:, None], 0).sum(dim=-1, dtype=torch.float64)
-        reached = mass.gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
-        goal = torch.where(top_p < 1, top_p.double() * total, 0)
-        pivot = torch.searchsorted(reached, goal[:, None])  # the first that reaches it: left, as >= is meant
-        if width == vocab or bool(((k <= width) | (k == vocab)).all() and (pivot < width).all()):
-            break
-    nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
-    return torch.maximum(kth, nucleus)
+    taken, filled = pairs.unbind(1)
+    target[filled.to(target.device)] = source[taken.to(source.device)].to(target.device)

@@ -525,7 +525,7 @@ def main(argv: list[str] | None = None) -> None:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
         if "plan" in flags:
-            from worker import print_plan
+            from startup import print_plan
 
             print_plan(engine_config, model_config, flags.plan)
             return

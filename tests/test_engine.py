@@ -23,8 +23,8 @@ from engine import LLM, EngineCore, SamplingParams
 from engine_process import EngineServer
 from outputs import Choices, Generation
 from scheduler import EngineOutput, NewRow, StepPlan
+from startup import start_worker
 from wire import Add, Codec, read_frames, send_frame
-from worker import Worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
@@ -448,7 +448,7 @@ def logprob(llm):
     config = EngineConfig(
         DEMO, dtype="float32", device="cpu", block_size=64, max_num_seqs=1, num_gpu_blocks_override=16
     )
-    worker = Worker(config, llm.core.model_config)
+    worker = start_worker(config, llm.core.model_config)
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
 

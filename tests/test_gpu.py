@@ -17,7 +17,7 @@ from loader import load_weights
 from model import Transformer
 from parallel import Group
 from scheduler import NewRow, StepPlan
-from worker import Worker
+from startup import Startup, start_worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
@@ -79,7 +79,7 @@ def test_cuda_gives_the_cpus_logprobs():
     found = []
     for device in ("cpu", "cuda"):
         config = EngineConfig(dtype="float32", device=device, num_gpu_blocks_override=64, swap_space=0.1)
-        worker = Worker(config, ModelConfig.from_folder(DEMO))
+        worker = start_worker(config, ModelConfig.from_folder(DEMO))
         new = [NewRow(i, [5 + i, 80, 300], 0, [i], 0.0, 0, 1.0, 0.0, 0, k) for i, k in enumerate((0, -1, 7, 2))]
         found.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(4)], new=new)))
     (cpu, cuda), facts = found, worker.facts()
@@ -106,15 +106,15 @@ def test_256_sequences_of_a_real_shape(tmp_path, llm):
 
 
 def test_a_rehearsal_leaves_warm_up_nothing_to_compile(make_llm, monkeypatch):
-    rehearse = Worker.rehearse
+    rehearse = Startup.rehearse
 
-    def rehearse_and_arm(worker: Worker) -> None:
-        for kernel in worker.guard.kernels.values():
+    def rehearse_and_arm(made: Startup) -> None:
+        for kernel in made.guard.kernels.values():
             kernel.device_caches.clear()  # of the tests before
-        rehearse(worker)
-        worker.guard.armed = True
+        rehearse(made)
+        made.guard.armed = True
 
-    monkeypatch.setattr(Worker, "rehearse", rehearse_and_arm)
+    monkeypatch.setattr(Startup, "rehearse", rehearse_and_arm)
     for fields in ({}, {"batch_invariant": True}, {"dtype": "float32", "block_size": 16}):
         assert make_llm(device="cuda", **fields).core.facts["startup"]["kernels"] > 0
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,19 +21,18 @@ from torch.utils._pytree import tree_leaves
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 
-import cpu
 import memory
 import parallel
 import reference
-import worker as worker_module
+import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig, ModelConfig
 from engine import EngineCore
 from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
 from model import FAMILIES, Transformer
 from parallel import Group
-from scheduler import NewRow, StepPlan
-from worker import Worker, print_plan
+from plan import NewRow, StepPlan
+from startup import Startup, print_plan, start_worker
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {
@@ -107,23 +107,29 @@ def make(folder, monkeypatch):
     kernels._decode_programs.cache_clear()
     for module in (kernels, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
-    monkeypatch.setattr(Worker, "warm_up", lambda self: 1.0)
-    monkeypatch.setattr(cpu, "pack", lambda weight, rows: weight)  # a GPU's products are the plain ones
+    monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(parallel.dist, name, lambda *args: None)
 
-    def make_worker(shape: dict | None = None, size: int = 1, **fields) -> Worker:
+    def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Startup:
         monkeypatch.setattr(Group, "connect", lambda *args: Group(0, size))
         monkeypatch.setattr(Group, "min", lambda self, value: value)
         options = {"model": folder(**shape or {}), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
         options |= {"backend": "triton", "block_size": 16, "swap_space": 0.0, "preemption_mode": "recompute"}
         config = EngineConfig(**options | {"tensor_parallel_size": size} | fields)
-        worker = Worker(config, ModelConfig.from_folder(config.model))
-        worker.guard = None  # without a warm-up every kernel is late
-        return worker
+        made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+        made.guard = made.worker.guard = None  # without a warm-up every kernel is late
+        return made
 
-    yield make_worker
+    yield make_startup
     kernels._decode_programs.cache_clear()
+
+
+def new_row(slot: int, tokens: int, blocks: Iterable[int]) -> NewRow:
+    return NewRow(
+        slot=slot, token_ids=[1] * tokens, num_computed=0, blocks=list(blocks), temperature=0.0, top_k=0, top_p=1.0,
+        min_p=0.0, seed=0,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -168,12 +174,9 @@ WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "hea
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """No more, and in these shapes, where small things count as they do not in a real one, at least two thirds."""
-    worker = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
-    per_seq, plan = worker.blocks_per_seq(), worker.memory
-    new = [
-        NewRow(i, [1] * count, 0, list(range(i * per_seq, (i + 1) * per_seq)), 0.0, 0, 1.0, 0.0, 0)
-        for i, count in enumerate(rows)
-    ]
+    made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
+    per_seq, plan, worker = made.blocks_per_seq(), made.memory, made.worker
+    new = [new_row(i, count, range(i * per_seq, (i + 1) * per_seq)) for i, count in enumerate(rows)]
     before = tensors(worker, worker.state, worker.model, *worker.model.layers)
     with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are still there
         for step in range(2):
@@ -184,10 +187,11 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
 
 
 def test_products_of_our_own_have_room_for_their_parts(make):
-    worker = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
+    made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
+    worker = made.worker
     with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
-        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(0, [1] * 48, 0, [0, 1, 2], 0.0, 0, 1.0, 0.0, 0)]))
-    assert live.peak <= worker.memory.activations
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[new_row(0, 48, [0, 1, 2])]))
+    assert live.peak <= made.memory.activations
 
 
 def test_the_plan_knows_the_kernels_constants():
@@ -201,12 +205,12 @@ def test_the_plan_knows_the_kernels_constants():
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """However many are asked for; the answers do not depend on how many rows go at a time."""
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
-    worker = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
-    assert worker.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
+    made = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
+    assert made.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
     logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
     with LiveBytes(logits, sampled) as live:
         parts = []
-        for part in worker.logprobs(logits, sampled, k):  # on a GPU they leave it at once
+        for part in made.worker.logprobs(logits, sampled, torch.arange(rows), k):  # on a GPU they leave it at once
             parts.append([column.numpy().copy() for column in part])
             del part
     assert live.peak <= MIB
@@ -217,20 +221,20 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 
 def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     """In several rows where one cannot be so long; with torch's count of a CPU in the place of CUDA's."""
-    worker, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
-    forward = worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
-    with LiveBytes(*tensors(worker.model, *worker.model.layers)) as live:
+    made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
+    forward = made.model.forward
+    made.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
+    with LiveBytes(*tensors(made.model, *made.model.layers)) as live:
         fake = SimpleNamespace(
             memory_allocated=lambda: live.now,
             reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),
             max_memory_allocated=lambda: live.peak,
         )
         monkeypatch.setattr(torch, "cuda", fake)
-        took = worker.profile()
+        took = made.profile()
         gc.collect()
         assert live.now == 0 and seen == [36]
-    assert 0.6 * worker.memory.activations < took <= worker.memory.step
+    assert 0.6 * made.memory.activations < took <= made.memory.step
 
 
 def plan_of(**fields) -> MemoryPlan:
@@ -248,9 +252,9 @@ def test_room_is_what_is_left():
 
 def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     """On a GPU, or on what passes for one here: of 1,000 MB 90% may be used, and 120 are, by whomever."""
-    worker = make(max_num_seqs=2, max_num_batched_tokens=8)
+    made = make(max_num_seqs=2, max_num_batched_tokens=8)
     plan = plan_of(weights=70 * 10**6, state=5 * 10**6, activations=30 * 10**6, graphs=10**6, block=10**6)
-    worker.device, worker.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
+    made.device, made.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
     fake = SimpleNamespace(
         memory_allocated=lambda: allocated.pop(0) * 10**6,
         empty_cache=lambda: None,
@@ -259,9 +263,9 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     monkeypatch.setattr(torch, "cuda", fake)
     for peak, step in ((20, 30), (63, 60)):
         allocated[:] = [80, 83]
-        worker.profile = lambda peak=peak: peak * 10**6
-        assert worker.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
-        assert worker.measured == (peak - 3) * 10**6
+        made.profile = lambda peak=peak: peak * 10**6
+        assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
+        assert made.measured == (peak - 3) * 10**6
 
 
 def test_blocks_of_a_pool():
@@ -313,7 +317,7 @@ def test_plan_of_a_gpu_adds_up(capsys, folder):
 
 def test_plan_on_a_cpu_is_what_a_worker_does(capsys, monkeypatch):
     lines = plan_lines(capsys, device="cpu", max_num_seqs=3)
-    worker = Worker(EngineConfig(device="cpu", max_num_seqs=3), ModelConfig.from_folder(DEMO))
+    worker = start_worker(EngineConfig(device="cpu", max_num_seqs=3), ModelConfig.from_folder(DEMO))
     facts = worker.facts()
     assert f"{facts['num_blocks']:,} blocks of 64 =" in lines["KV pool"]
     assert lines["weights"].strip() == f"{facts['memory']['weights'] / MIB:,.1f} MiB"
@@ -349,7 +353,7 @@ def test_the_driver_is_asked_for_the_gpu(monkeypatch):
     ],
 )
 def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, message):
-    monkeypatch.setattr(worker_module, "gpu_bytes", lambda: 0)
+    monkeypatch.setattr(startup, "gpu_bytes", lambda: 0)
     with pytest.raises(ValueError, match=message):
         print_plan(EngineConfig(**fields), ModelConfig.from_folder(DEMO), gib)
 

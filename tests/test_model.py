@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from config import EngineConfig, ModelConfig
 from model import rope_table
 from scheduler import NewRow, StepPlan
+from startup import start_worker
 from worker import Worker
 
 NEW = 64
@@ -99,7 +100,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 def make_worker(folder: Path, **fields) -> Worker:
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", block_size=16, max_num_seqs=8, **fields)
-    return Worker(config, ModelConfig.from_folder(str(folder)))
+    return start_worker(config, ModelConfig.from_folder(str(folder)))
 
 
 def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:

@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
+import startup
 from config import EngineConfig, ModelConfig
 from loader import fill_dummy, load_weights
 from model import FAMILIES, Transformer
 from parallel import Group
 from scheduler import NewRow, StepPlan
+from startup import start_worker
 from worker import Worker
 
 SIZES = (2, 4)
@@ -62,7 +64,9 @@ def checkpoints(tmp_path_factory) -> Path:
 
 def make_worker(folder: Path, rank: int = 0, rendezvous: str = "", **fields) -> Worker:
     options = {"dtype": "float32", "device": "cpu", "block_size": BLOCK_SIZE, "max_num_seqs": 8, "swap_space": 0.01}
-    return Worker(EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)), rank, rendezvous)
+    return start_worker(
+        EngineConfig(str(folder), **options | fields), ModelConfig.from_folder(str(folder)), rank, rendezvous
+    )
 
 
 def answers(worker: Worker) -> dict:
@@ -103,9 +107,8 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
         found[name] = answers(worker) | {"threads": torch.get_num_threads()}
         exchange(worker.group)
         worker.group.close()
-    # Of one block's size and so many of them: ranks with less and less memory that is free.
-    pages = {"SC_PAGE_SIZE": 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size), "SC_AVPHYS_PAGES": 4 * size * (20 - rank)}
-    os.sysconf = lambda name: pages[name]
+    # Ranks with less and less memory that is free, in blocks.
+    startup.available_bytes = lambda: 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size) * 4 * size * (20 - rank)
     fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
     worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
     found["memory"] = worker.facts()

@@ -1,8 +1,11 @@
-"""reference.py against the naive float64 formulas, so that making it fast cannot bend what the kernels are held to."""
+"""reference.py and cpu_ops.py against naive formulas in float64, so that making one fast cannot bend the other.
+
+`ops` in a test's arguments runs it on each of the two modules. What only the fast one has is in test_cpu_ops.py.
+"""
 
 from __future__ import annotations
 
-import mmap
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cpu_ops
 import oracles
 import reference
 
@@ -32,36 +36,39 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(params=[reference, cpu_ops], ids=lambda module: module.__name__)
+def ops(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
 @some
 @given(st.integers(1, 5), st.sampled_from([1, 7, 192]), dtypes, st.booleans())
-def test_rms_norm(tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
+def test_rms_norm(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
     x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(dtype)
     residual = torch.randn(tokens, size).to(dtype) if with_residual else None
     total = x + residual if with_residual else x
     want, before = oracles.rms_norm(total, weight, 1e-5), x.clone()
-    got = reference.rms_norm(x, weight, 1e-5, residual)
+    got = ops.rms_norm(x, weight, 1e-5, residual)
     oracles.check_error(got, want, oracles.rms_norm(total, weight, 1e-5, naive=True))
     assert torch.equal(x, before) and (residual is None or torch.equal(residual, total))
 
 
 @some
 @given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes, st.sampled_from(["silu", "gelu"]))
-def test_act_mul(tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
+def test_act_mul(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
     before, want = x.clone(), oracles.act_mul(x, activation)
-    oracles.check_error(reference.act_mul(x, activation), want, want.to(dtype))
+    oracles.check_error(ops.act_mul(x, activation), want, want.to(dtype))
     assert torch.equal(x, before)
 
 
 @some
-@given(st.sampled_from([1, 5]), st.sampled_from([1, 65]), st.sampled_from([7, 100]), dtypes, oracles.PRODUCTS)
-def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...]) -> None:
-    given = oracles.product(rows, outputs, inputs, dtype, asked)
-    want, naive = (oracles.linear(**given, naive=naive) for naive in (False, True))
-    before = given["x"].clone()
-    got = reference.linear(**given, eps=1e-5)
-    oracles.check_error(got, want, naive)
-    assert torch.equal(given["x"], before) and (given["residual"] is None or got is given["residual"])
+@given(st.sampled_from([1, 5]), st.sampled_from([1, 65]), st.sampled_from([7, 100]), dtypes, st.booleans())
+def test_linear(ops: ModuleType, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight = (torch.randn(rows, inputs) * 3).to(dtype), (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    bias = torch.randn(outputs).to(dtype) if with_bias else torch.zeros(outputs, dtype=dtype)
+    want, naive = (x.to(kind) @ weight.to(kind).T + bias.to(kind) for kind in (torch.float64, dtype))
+    oracles.check_error(ops.linear(x, weight, bias if with_bias else None), want, naive)
 
 
 @some
@@ -74,7 +81,13 @@ def test_linear(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked:
     st.booleans(),
 )
 def test_qk_norm_rope_store(
-    tokens: int, heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, norm: bool, interleaved: bool
+    ops: ModuleType,
+    tokens: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    norm: bool,
+    interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary), block_size = heads, dims, 5
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
@@ -83,7 +96,7 @@ def test_qk_norm_rope_store(
     places = torch.randperm(11)[:tokens] - 1
     pool = torch.full((2, 2, 2, kv_heads, block_size, d), 7.0, dtype=dtype)
     args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    q = reference.qk_norm_rope_store(*args, pool[:, 1], interleaved)
+    q = ops.qk_norm_rope_store(*args, pool[:, 1], interleaved)
     x = qkv.view(tokens, -1, d)
     (q_want, q_naive), (k_want, k_naive) = (
         [
@@ -99,10 +112,10 @@ def test_qk_norm_rope_store(
     for t, place in enumerate(places.tolist()):
         if place >= 0:
             block, i = divmod(place, block_size)
-            k, v = reference.keys_of(pool[:, 1])[block, :, i], pool[block, 1, 1, :, i]
+            k, v = ops.keys_of(pool[:, 1])[block, :, i], pool[block, 1, 1, :, i]
             oracles.check_error(k, k_want[t], k_naive[t])
             assert torch.equal(v, x[t, h + kv_heads :])
-    for stored in (reference.keys_of(pool[:, 1]), pool[:, 1, 1]):
+    for stored in (ops.keys_of(pool[:, 1]), pool[:, 1, 1]):
         assert int((stored != 7).any(-1).any(1).sum()) == int((places >= 0).sum())
 
 
@@ -118,6 +131,7 @@ def test_qk_norm_rope_store(
     st.booleans(),
 )
 def test_attention_decode(
+    ops: ModuleType,
     lengths: list[int],
     shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -129,41 +143,17 @@ def test_attention_decode(
 ) -> None:
     (heads, kv_heads, d), scale, lengths = shape, shape[2] ** -0.5, [n + tokens for n in lengths]
     passed = [max(0, n - (tokens - 1) - window) for n in lengths] if window else None
-    paged = oracles.paged(reference, lengths, kv_heads, d, block_size, dtype, passed=passed)
+    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
     q, options = torch.randn(len(slots) * tokens, heads, d).to(dtype), (window, soft_cap, torch.randn(heads) * 2)
     options = options if with_sinks else (window, soft_cap, None)
-    got = oracles.decode(reference, q, paged.kv, paged.tables, slots, lens, scale, *options)
+    got = oracles.decode(ops, q, paged.kv, paged.tables, slots, lens, scale, *options)
     rows = got.unflatten(0, (-1, tokens))
     assert not rows[-1].any()
     for mine, theirs, slot in zip(rows[:-1], q.unflatten(0, (-1, tokens)), slots.tolist(), strict=False):
         args = (theirs, paged.context[slot], scale, *options)
         oracles.check_error(mine, oracles.attention(*args), oracles.attention(*args, naive=True))
-
-
-def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = [60, 3, 41, 17, 9]
-    paged = oracles.paged(reference, lengths, 2, 16, 16, torch.float32)
-    q, slots = torch.randn(5, 4, 16), ints(*range(5))
-    for window in (0, 26):  # with 26, the third row needs more blocks than the first has left in its table
-        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window)
-        want = oracles.decode(reference, *args)
-        with monkeypatch.context() as patch:
-            patch.setattr(reference, "SPAN_TOKENS", 45)
-            torch.testing.assert_close(oracles.decode(reference, *args), want)
-
-
-def test_attention_decode_reads_keys_beyond_32_bits() -> None:
-    """The last of three blocks of a place each is 2^31 places into the pool, of which little is in memory."""
-    memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
-    kv = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)[:, :64].view(3, 2, 1, 1, 32)
-    paged, order = oracles.paged(reference, [3], 1, 32, 1, torch.bfloat16), [2, 0, 1]
-    kv[order] = paged.kv[paged.tables[0].long()]
-    q = torch.randn(1, 2, 32, dtype=torch.bfloat16)
-    got = oracles.decode(reference, q, kv, ints(*order)[None], ints(0), ints(3), 0.2, 0)
-    args = q, paged.context[0], 0.2, 0
-    oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
 @some
@@ -177,6 +167,7 @@ def test_attention_decode_reads_keys_beyond_32_bits() -> None:
     st.booleans(),
 )
 def test_attention_prefill(
+    ops: ModuleType,
     rows: list[tuple[int, int]],
     shape: tuple[int, int, int],
     dtype: torch.dtype,
@@ -188,12 +179,12 @@ def test_attention_prefill(
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
     passed = [max(0, before + 1 - window) for before, _ in rows] if window else None
-    paged = oracles.paged(reference, lengths, kv_heads, d, block_size, dtype, passed=passed)
+    paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
     most, options = max(*counts, 2), (window, soft_cap, torch.randn(heads) * 2 if with_sinks else None)
-    got = reference.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
+    got = ops.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
         if n:
@@ -202,23 +193,12 @@ def test_attention_prefill(
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
-@pytest.mark.parametrize("window", [0, 9])
-@pytest.mark.parametrize("limit", [("QUERIES", 7), ("MAX_SCORES", 4 * 90 * 5)])
-def test_attention_prefill_in_several_parts(monkeypatch: pytest.MonkeyPatch, window: int, limit: tuple) -> None:
-    paged = oracles.paged(reference, [60, 90], 2, 16, 16, torch.float32)
-    q, more = torch.randn(83, 4, 16), (0.25, window, 5.0, torch.randn(4))
-    args = (q, paged.kv, paged.tables, ints(0, 1), ints(60, 90), ints(0, 23, 83), 60, *more)
-    want = reference.attention_prefill(*args)
-    monkeypatch.setattr(reference, *limit)
-    torch.testing.assert_close(reference.attention_prefill(*args), want)
-
-
-def test_uniform_is_philox() -> None:
+def test_uniform_is_philox(ops: ModuleType) -> None:
     seeds = torch.tensor([0, 1, -1, 2**32, 2**63 - 1, -(2**63), 987654321987654321])
     for position in (0, 1, 2, 4095, 2**20, 2**31 - 1):
-        got = reference._uniform(seeds, torch.full((len(seeds),), position, dtype=torch.int32))
+        got = reference.uniform(seeds, torch.full((len(seeds),), position, dtype=torch.int32))
         assert got.tolist() == [oracles.philox(seed, position) for seed in seeds.tolist()]
-    many = reference._uniform(torch.zeros(10**5).long(), torch.arange(10**5).to(torch.int32))
+    many = reference.uniform(torch.zeros(10**5).long(), torch.arange(10**5).to(torch.int32))
     assert many.min() >= 0 and many.max() < 1 and abs(float(many.mean()) - 0.5) < 0.005
 
 
@@ -231,7 +211,7 @@ def test_uniform_is_philox() -> None:
     st.sampled_from([0.0, 0.0, 0.05, 1.0]),
     st.sampled_from(["normal", "ties", "flat", "mostly -inf"]),
 )
-def test_sample(vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str) -> None:
+def test_sample(ops: ModuleType, vocab: int, heat: float, top_k: int, top_p: float, min_p: float, kind: str) -> None:
     logits = torch.randn(3, vocab) * 4
     if kind == "ties":
         logits = logits.round()
@@ -245,7 +225,7 @@ def test_sample(vocab: int, heat: float, top_k: int, top_p: float, min_p: float,
     heats[2] = 0.0
     seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
     top_ks = torch.full((4,), top_k, dtype=torch.int32)
-    got = reference.sample(logits, ints(3, -1, 2), heats, top_ks, top_ps, min_ps, seeds, known)
+    got = ops.sample(logits, ints(3, -1, 2), heats, top_ks, top_ps, min_ps, seeds, known)
     assert got.dtype == torch.int64 and got[1] == 0 and torch.equal(logits, before)
     assert got[2] == int((logits[2] == logits[2].max()).nonzero()[0])
     allowed, mass = oracles.survivors(logits[0], top_k, float(top_ps[0]), float(min_ps[0]), heat)
@@ -255,58 +235,58 @@ def test_sample(vocab: int, heat: float, top_k: int, top_p: float, min_p: float,
     assert share[drawn] - mass[drawn] / mass[allowed].sum() - 1e-6 <= u <= share[drawn] + 1e-6
 
 
-def test_sample_draws_by_the_probabilities() -> None:
+def test_sample_draws_by_the_probabilities(ops: ModuleType) -> None:
     count, logits = 20000, torch.tensor([0.0, 1.0, -torch.inf, 2.0, 0.5])
     one, seeds = torch.ones(count), torch.arange(count)
     slots, known = torch.arange(count, dtype=torch.int32), torch.full((count,), 7, dtype=torch.int32)
-    got = reference.sample(logits.expand(count, -1), slots, one, known * 0, one, one * 0, seeds, known)
+    got = ops.sample(logits.expand(count, -1), slots, one, known * 0, one, one * 0, seeds, known)
     torch.testing.assert_close(got.bincount(minlength=5) / count, logits.softmax(0), atol=0.01, rtol=0)
 
 
-def test_sample_of_rows_without_temperature_or_finite_logits() -> None:
+def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) -> None:
     state = ints(0, 0), torch.tensor([0.9, 0.9]), torch.zeros(2), torch.zeros(2).long(), ints(5, 5)
     hopeless = torch.full((2, 300), -torch.inf)
-    assert reference.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
+    assert ops.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
-    assert reference.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
-    long = torch.randn(6, 16 * reference.PART + 300).bfloat16()  # whose index is looked for in a part of it
+    assert ops.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
+    long = torch.randn(6, 16 * cpu_ops.PART + 300).bfloat16()  # whose index is looked for in a part of it
     peaks = [(0, 9), (1023, 1024), (5000, 16000), (16384, 16600), (16683, 16683), (16383, 16384)]
     for row, places in zip(long, peaks, strict=True):
         row[list(places)] = 9.0
     state6 = [values[:1].expand(6) for values in state]
-    assert reference.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
-    assert reference.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [0] * 6
+    assert ops.sample(long, ints(*range(6)), torch.zeros(6), *state6).tolist() == [min(p) for p in peaks]
+    assert ops.sample(long.fill_(-torch.inf), ints(*range(6)), torch.zeros(6), *state6).tolist() == [0] * 6
     tiny = torch.tensor([1e-30, 1e-45])
-    assert reference.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
+    assert ops.sample(ties[:1].expand(2, -1) + torch.arange(3), ints(0, 1), tiny, *state).tolist() == [2, 2]
 
 
 @some
 @given(st.sampled_from([1, 2, 50, 257, 3001]), st.sampled_from([0, 1, 5, 128, 10**6]), oracles.LOGITS, dtypes)
-def test_logprobs(vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
+def test_logprobs(ops: ModuleType, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
     logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
     ids, before = torch.randint(0, vocab, (3,)), logits.clone()
-    values, top_ids, top_values = reference.logprobs(logits, ids, k)
+    values, top_ids, top_values = ops.logprobs(logits, ids, k)
     assert torch.equal(logits, before) and top_ids.shape == top_values.shape == (3, k)
     assert (values.dtype, top_ids.dtype, top_values.dtype) == (torch.float32, torch.int64, torch.float32)
     oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
     assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
     for j in range(k):
-        assert torch.equal(reference.logprobs(logits, top_ids[:, j], 0)[0], top_values[:, j])
+        assert torch.equal(ops.logprobs(logits, top_ids[:, j], 0)[0], top_values[:, j])
 
 
-def test_apply_writes() -> None:
+def test_apply_writes(ops: ModuleType) -> None:
     state = ints(*range(10))
     writes = torch.tensor([7, 1, 2, 0, 3, 1, 4, 0, 0])
-    reference.apply_writes(state, torch.cat((writes.view(torch.int32), ints(-1, -2, -3, -4))), 3)
+    ops.apply_writes(state, torch.cat((writes.view(torch.int32), ints(-1, -2, -3, -4))), 3)
     assert state.tolist() == [-4, 1, 2, 3, 4, 5, 6, -2, -3, 9]
 
 
-def test_prepare_inputs_and_post_update() -> None:
+def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
     token_ids = torch.arange(4)[:, None].mul(100).add(torch.arange(20)).to(torch.int32)
     tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
     tables[2, :2] = -1  # given back: a window has passed them
     slots, starts = ints(2, -1, 0, 1), ints(0, 1, 2, 3, 9)
-    ids, positions, places, lens = reference.prepare_inputs(token_ids, computed, tables, slots, starts, 11, 4)
+    ids, positions, places, lens = ops.prepare_inputs(token_ids, computed, tables, slots, starts, 11, 4)
     assert ids.tolist() == [209, 0, 3, 100, 101, 102, 103, 104, 105, 0, 0] and ids.dtype == torch.int64
     assert positions.tolist() == [9, 0, 3, 0, 1, 2, 3, 4, 5, 0, 0] and positions.dtype == torch.int32
     assert places.tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
@@ -315,19 +295,19 @@ def test_prepare_inputs_and_post_update() -> None:
     bits = torch.zeros(4, 3, dtype=torch.int32)
     bits[0, 2], bits[2, 2], bits[1] = 1 << (77 % 32), 1 << (87 % 32), -1
     update = slots, starts, ints(1, 0, 0, -1), torch.tensor([77, 88]), bits
-    assert reference.post_update(token_ids, known, computed, *update).tolist() == [[77, 88], [1, 0]]
+    assert ops.post_update(token_ids, known, computed, *update).tolist() == [[77, 88], [1, 0]]
     assert computed.tolist() == [4, 6, 10, 5] and known.tolist() == [5, 7, 11, 6]
     assert token_ids[2, 10] == 88 and token_ids[0, 4] == 77 and token_ids[1].tolist() == list(range(100, 120))
 
 
-def test_copy_blocks() -> None:
+def test_copy_blocks(ops: ModuleType) -> None:
     pool = torch.randn(6, 3, 2, 2, 4, 8)
     want = pool[[0, 1, 2, 0, 1, 0]]
-    reference.copy_blocks(pool, torch.tensor([[0, 3], [1, 4], [0, 5]]))
+    ops.copy_blocks(pool, torch.tensor([[0, 3], [1, 4], [0, 5]]))
     assert torch.equal(pool, want)
 
 
-def test_swap_blocks() -> None:
+def test_swap_blocks(ops: ModuleType) -> None:
     pool, host = torch.randn(6, 3, 2, 2, 4, 8), torch.zeros(3, 3, 2, 2, 4, 8)
-    reference.swap_blocks(pool, host, torch.tensor([[5, 0], [1, 2]]))
+    ops.swap_blocks(pool, host, torch.tensor([[5, 0], [1, 2]]))
     assert torch.equal(host[0], pool[5]) and torch.equal(host[2], pool[1]) and not host[1].any()

@@ -1,0 +1,576 @@
+"""The ops as a CPU runs them: `reference.py`'s names and signatures, in torch as fast as a CPU goes.
+
+In a small step the number of calls is what takes time, so an op here makes few and cheap ones. That is why
+`split_with_sizes` and `shape[0]` stand where `split` and `len` would do: these two are functions in Python. A plain
+number as an operand costs more than a tensor that is kept (`_constants`).
+
+Attention is a sum of a table's rows by weights, which is what `embedding_bag` computes: it fetches rows ahead, and no
+key or value is copied. The ops that are not listed here are the specification's own, which are fast enough.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from cpu import compile_ahead, fuses_attention
+from reference import (
+    FLOAT_MAX,
+    Adjust,
+    apply_writes,
+    copy_blocks,
+    linear,
+    post_update,
+    prepare_inputs,
+    swap_blocks,
+    uniform,
+)
+
+__all__ = [
+    "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
+    "keys_of", "linear", "logprobs", "plan_decode", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm",
+    "sample", "swap_blocks",
+]  # fmt: skip
+
+SPAN_TOKENS = 1 << 13  # of context that attention_decode works on at a time, so that their scores stay in the cache
+QUERIES = 128  # of a row that attention_prefill takes at a time
+MAX_SCORES = 1 << 24  # of these at a time, 64 MiB: in a long context it takes fewer queries
+PART = 1 << 10  # of a row of logits, in which the index of the largest one is looked for
+TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row without a sort of all
+MANY = 64  # tokens of a step from which on compiled code uses several threads
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """See `reference.rms_norm`."""
+    h = (x if residual is None else residual.add_(x)).float()
+    return (h * _rms_scale(h, eps)).mul_(weight.float()).to(x)
+
+
+def keys_of(kv: torch.Tensor) -> torch.Tensor:
+    """See `reference.keys_of`. Here the keys of a head are stored turned, [D, block_size].
+
+    So a query's scores are a sum of rows, as its output is one of the values' rows, and `attention_decode` copies
+    neither.
+    """
+    num_blocks, _, kv_heads, block_size, head_dim = kv.shape
+    return kv[:, 0].view(num_blocks, kv_heads, head_dim, block_size).mT
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    rotation: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
+    _, _, kv_heads, _, head_dim = kv.shape
+    x = qkv.view(qkv.shape[0], -1, head_dim)
+    heads = x.shape[1] - 2 * kv_heads
+    assert (q_weight is None) == (k_weight is None)
+    # q and k are worked on as one tensor, for the sake of fewer calls.
+    old, v = x.split_with_sizes((heads + kv_heads, kv_heads), 1)
+    qk = old.float()
+    if q_weight is not None and k_weight is not None:
+        qk.mul_(_rms_scale(qk, eps))
+        q, k = qk.split_with_sizes((heads, kv_heads), 1)
+        q.mul_(q_weight.float())
+        k.mul_(k_weight.float())
+    cos, sin = rotation.split_with_sizes((1, 1), 1)
+    size = rotation.shape[2]
+    turning = qk if size == head_dim else qk.narrow(2, 0, size)
+    if interleaved:
+        partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = torch.cat(turning.split_with_sizes((size // 2, size // 2), 2)[::-1], 2)
+    turning.mul_(cos).addcmul_(partner, sin)
+    q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
+    _store(k, v, slot_mapping, kv)
+    return q
+
+
+def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `reference.act_mul`."""
+    half = x.shape[1] // 2
+    gate, up = x.float().split_with_sizes((half, half), 1)
+    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return gate.mul_(up).to(x)
+
+
+class Span(NamedTuple):
+    """A group of r rows of similar length in a `DecodePlan`.
+
+    A row's scores have a place for each key between `begin` and `end`. Rows shorter than the longest one, and windows
+    that begin later than the earliest one, leave places without a key; these are hidden.
+    """
+
+    queries: torch.Tensor  # [n] int64: for each block that a row's head attends to, which of all B H queries meets it
+    key_rows: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
+    key_offsets: torch.Tensor  # [r H blocks], as `key_rows`: where in these each block of each row's head begins
+    begin: int  # the first place in which any of the rows has a key
+    end: int  # one beyond the last such place
+    hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without a key; None where there are none
+    attended: torch.Tensor | None  # [N] int64: the other places in [r, H, end - begin]; None where these are all
+    value_rows: torch.Tensor  # [N] int64: where in the layer the values of these places are, in units of D
+    value_offsets: torch.Tensor  # [r H] int64: where in these the head of each row begins
+
+
+class DecodePlan(NamedTuple):
+    """Which parts of a layer each query attends to."""
+
+    spans: list[Span]
+    extent: int  # of a layer of the pool, in elements: from the begin of its first block to the end of its last one
+    order: torch.Tensor | None  # [B] int64: where in all spans, one after the other, each row is; None: in their order
+
+
+def plan_decode(
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_heads: int,
+    window: int,
+    tokens: int = 1,
+) -> DecodePlan:
+    """See `reference.plan_decode`. A row of several tokens becomes as many rows of one token."""
+    kv_heads, size, dim = kv.shape[2:]
+    if tokens > 1:
+        seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
+        slots = slots.repeat_interleave(tokens)
+    ends = torch.where(slots >= 0, seq_lens, 0).long()
+    begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
+    first = begins // size
+    counts = (ends + size - 1) // size - first  # blocks
+    kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
+    # Where an element of all keys is, from its head's first on: half the bytes to read in each layer, if they suffice.
+    element = torch.arange(dim, device=kv.device, dtype=torch.int32 if kv.stride(0) * len(kv) < 2**31 * size else None)
+    groups, spans = _groups(counts, SPAN_TOKENS // size), []
+    for rows in groups:
+        most = max(1, int(counts[rows].max()))
+        held = torch.arange(most, device=kv.device) < counts[rows, None]
+        column = first[rows, None] + torch.arange(most, device=kv.device)
+        table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
+        table = torch.where(held, table, 0).long() * kv.stride(0)  # elements to each block
+        low, high = (bounds[rows, None] - first[rows, None] * size for bounds in (begins, ends))
+        begin, end = int(low.min()), max(1, int(high.max()))
+        place = torch.arange(begin, end, device=kv.device)
+        shown = (place >= low) & (place < high)
+        values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)[:, begin:end]
+        values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()
+        hidden = attended = None
+        if not shown.all():
+            hidden, attended = ~shown[:, None], shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
+            values = values[attended]
+        lengths = shown.sum(1).repeat_interleave(num_heads)
+        met = held[:, None].expand(-1, num_heads, -1)  # [r, H, blocks]
+        queries = rows[:, None] * num_heads + torch.arange(num_heads, device=kv.device)
+        keys = (table // size)[:, None] + kv_head[:, None] * dim
+        elements = met.flatten() * dim
+        spans.append(
+            Span(
+                queries=queries[:, :, None].expand_as(met)[met],
+                key_rows=(keys[met].to(element.dtype)[:, None] + element).flatten(),
+                key_offsets=(elements.cumsum(0) - elements).to(element.dtype),
+                begin=begin,
+                end=end,
+                hidden=hidden,
+                attended=attended,
+                value_rows=values,
+                value_offsets=lengths.cumsum(0) - lengths,
+            )
+        )
+    extent = kv.stride(0) * (len(kv) - 1) + kv[0].numel()
+    return DecodePlan(spans, extent, torch.cat(groups).argsort() if len(groups) > 1 else None)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    plan: DecodePlan,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.attention_decode`."""
+    _, heads, dim = q.shape
+    size = kv.shape[3]
+    keys = kv.as_strided((plan.extent // size, size), (size, 1))
+    values = kv.as_strided((plan.extent // dim, dim), (dim, 1))
+    queries, parts = q.flatten(0, 1), []
+    for span in plan.spans:
+        weights = queries.index_select(0, span.queries).view(-1)
+        scores = torch.embedding_bag(keys, span.key_rows, span.key_offsets, per_sample_weights=weights)[0]
+        rows = span.value_offsets.shape[0] // heads
+        scores = scores.view(rows, heads, -1).narrow(2, span.begin, span.end - span.begin).float()
+        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q).view(-1)
+        if span.attended is not None:
+            p = p.index_select(0, span.attended)
+        parts.append(torch.embedding_bag(values, span.value_rows, span.value_offsets, per_sample_weights=p)[0])
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return (out if plan.order is None else out.view(len(q), -1).index_select(0, plan.order)).view(q.shape)
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    window: int,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once, other rows go in parts.
+
+    A part is some queries of a row with the keys before them, so that the keys after them are not looked at.
+    """
+    block_size, fused = kv.shape[3], not soft_cap and sinks is None and fuses_attention(q.dtype)
+    out, starts = torch.zeros_like(q), query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        n = starts[row + 1] - starts[row]
+        if slot < 0 or n == 0:
+            continue
+        begin = max(0, length - (n - 1) - window) if window else 0  # the first key that the row's first token sees
+        passed = begin // block_size * block_size  # the blocks before may have been given back
+        table = block_tables[slot, begin // block_size : -(-length // block_size)].long()
+        # The stale part of the last block is left out, because it may be NaN.
+        k, v = (x.transpose(0, 1)[:, table].flatten(1, 2)[:, : length - passed] for x in (keys_of(kv), kv[:, 1]))
+        grouped, new = (x[starts[row] : starts[row + 1]].transpose(0, 1) for x in (q, out))
+        if fused and n == length and not window:
+            new[:] = _fused(grouped, k, v, scale, is_causal=True)
+            continue
+        before = length - n - passed  # keys ahead of the row's first query
+        size = max(1, min(QUERIES, MAX_SCORES // (q.shape[1] * length)))
+        for start in range(0, n, size):
+            stop = min(start + size, n)
+            first, last = max(0, before + start + 1 - window) if window else 0, before + stop
+            query = torch.arange(before + start, last, device=q.device)[:, None]
+            key = torch.arange(first, last, device=q.device)
+            hidden = (key > query) | (key <= query - window) if window else key > query
+            part = grouped[:, start:stop], k[:, first:last], v[:, first:last], hidden
+            if fused:
+                new[:, start:stop] = _fused(*part[:3], scale, attn_mask=~hidden)
+            else:
+                new[:, start:stop] = _attend(*part, scale, soft_cap, sinks)
+    return out
+
+
+def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
+    """torch's fused attention [H, n, D] of q [H, n, D] and k, v [KV, L, D]: it is fused for batches alone."""
+    return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, enable_gqa=True, **options)[0]
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention [H, n, D] of q [H, n, D] to the keys of k and v [KV, L, D] that are not `hidden` [n, L]."""
+    grouped = q.unflatten(0, (k.shape[0], -1))  # [KV, H / KV, n, D]
+    scores = (grouped.flatten(1, 2) @ k.mT).view(*grouped.shape[:3], -1).float()
+    p = _softmax(scores, hidden, scale, soft_cap, None if sinks is None else sinks.view(k.shape[0], -1, 1, 1))
+    return (p.to(q.dtype).flatten(1, 2) @ v).view(q.shape)
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    num_known: torch.Tensor,
+    adjust: Adjust | None = None,
+) -> torch.Tensor:
+    """See `reference.sample`."""
+    slot = slots.long().clamp(min=0)
+    if adjust is not None:
+        logits = logits.to(torch.float32, copy=True)
+        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
+            adjust.apply(logits[row], int(slot[row]))
+    heat = temperature[slot]
+    if not heat.any():
+        return _argmax(logits).masked_fill(slots < 0, 0)
+    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
+    x = logits.float().clamp(max=FLOAT_MAX)
+    peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
+    warm = torch.where(heat > 0, heat, 1.0)
+    mass = (x - peak).div_(warm[:, None]).exp_()
+    floor = peak[:, 0] + warm * min_p[slot].log()
+    filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
+    rows = filtered.nonzero()[:, 0]
+    if len(rows):
+        pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
+        floor[rows] = torch.maximum(floor[rows], pivots)
+    reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
+    goal = uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
+    ids = torch.searchsorted(reached, goal, right=True)[:, 0]
+    ids = torch.where(heat > 0, ids, _argmax(logits))
+    return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.logprobs`."""
+    x = logits.float().clamp(max=FLOAT_MAX)
+    lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
+    at = torch.cat((ids[:, None], _top(x, k)), dim=1) if k else ids[:, None]
+    values = x.gather(1, at) - lse
+    return values[:, 0], at[:, 1:], values[:, 1:]
+
+
+def _top(x: torch.Tensor, k: int) -> torch.Tensor:
+    """ids [R, k] of the k largest of x [R, V] float32, the lowest id first among equals.
+
+    topk leaves open which of two equals comes first. So it is given integers that are ordered by x and then by the id;
+    the id is -key mod V.
+    """
+    vocab = x.shape[1]
+    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
+    order ^= (order >> 31) & 0x7FFFFFFF
+    keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
+    return -keys.topk(k).values % vocab
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index [R] of each row's largest element, the first among equals.
+
+    torch finds a value faster than its index. So the index is looked for only in the one part of a long row that has
+    the value.
+    """
+    size = x.shape[1]
+    if size < 16 * PART:
+        return x.max(dim=-1).indices
+    whole = size // PART * PART
+    tops = x[:, :whole].unflatten(1, (-1, PART)).amax(dim=-1)
+    if whole < size:
+        tops = torch.cat((tops, x[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
+    begin = tops.max(dim=-1, keepdim=True).indices * PART
+    ids = (begin + torch.arange(PART, device=x.device)).clamp(max=size - 1)
+    return ids.gather(1, x.gather(1, ids).max(dim=-1, keepdim=True).indices)[:, 0]
+
+
+def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
+    """Write k and v [T, KV, D] to where `slot_mapping` says; see `qk_norm_rope_store`."""
+    _, _, kv_heads, size, dim = kv.shape
+    if k.shape[0] == 1:  # two views, each made in one call, take half the time of indices
+        at, offset = divmod(int(slot_mapping.item()), size)
+        if at >= 0:
+            keys = kv.storage_offset() + at * kv.stride(0)  # where the block's keys begin; see `keys_of`
+            kv.as_strided((1, kv_heads, dim), (0, size * dim, size), keys + offset).copy_(k)
+            kv.as_strided((1, kv_heads, dim), (0, size * dim, 1), keys + kv.stride(1) + offset * dim).copy_(v)
+        return
+    if (slot_mapping < 0).any():
+        stored = slot_mapping >= 0
+        slot_mapping, k, v = slot_mapping[stored], k[stored], v[stored]
+    block, place = slot_mapping // size, slot_mapping % size
+    keys_of(kv)[block, :, place] = k
+    kv[block, 1, :, place] = v
+
+
+def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
+    """rsqrt(mean(h^2) + eps) [.., 1] for h [.., size] float32. Only the first operator reads h."""
+    root, least = _constants(h.device, h.shape[-1] ** -0.5, eps)
+    norm = torch.linalg.vector_norm(h, dim=-1, keepdim=True).mul_(root)
+    return torch.addcmul(least, norm, norm).rsqrt_()
+
+
+@functools.cache
+def _constants(device: torch.device, *values: float) -> list[torch.Tensor]:
+    """Tensors [] float32, which cost an operator less than plain numbers do."""
+    return [torch.tensor(value, device=device) for value in values]
+
+
+def _softmax(
+    scores: torch.Tensor, hidden: torch.Tensor | None, scale: float, soft_cap: float, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """softmax(scale * scores [.., n] float32) without what is hidden. It changes `scores`; see `attention_decode`."""
+    if soft_cap:
+        scores.mul_(scale / soft_cap).tanh_()
+        scale = soft_cap
+    factor, lowest = _constants(scores.device, scale, -math.inf)
+    if hidden is not None:
+        scores.masked_fill_(hidden, lowest)
+    p = scores.mul_(factor).softmax(-1)
+    return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
+
+
+def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """The rows [B] in groups of similar `counts`, which add up to at most `most` in a group of more than one row.
+
+    No row has less than half the count of its group's longest one, so padding at most doubles the work, and a group's
+    scores stay in the cache. Within a group rows keep their order.
+    """
+    order = counts.argsort(descending=True, stable=True)
+    groups: list[list[int]] = []
+    total = longest = 0
+    for row, count in zip(order.tolist(), counts[order].tolist(), strict=True):
+        if not groups or total + count > most or 2 * count < longest:
+            groups.append([])
+            total, longest = 0, count
+        groups[-1].append(row)
+        total += count
+    return [torch.tensor(sorted(group), device=counts.device) for group in groups]
+
+
+def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """max(t_k, t_p) of each row of x [N, V] with mass = exp(x - peak) [N, V]; see `sample`. Returns [N] float32.
+
+    It looks at the TOP_PREFIX largest logits first, and at all of them only where these do not settle every row.
+    """
+    vocab = x.shape[1]
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    for width in (min(TOP_PREFIX, vocab), vocab):
+        top, ids = x.topk(width, dim=-1)
+        kth = torch.where(k < vocab, top.gather(1, (k - 1).clamp(max=width - 1)[:, None])[:, 0], -math.inf)
+        total = mass.masked_fill(x < kth[:, None], 0).sum(dim=-1, dtype=torch.float64)
+        reached = mass.gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
+        goal = torch.where(top_p < 1, top_p.double() * total, 0)
+        pivot = torch.searchsorted(reached, goal[:, None])  # the first that reaches it: left, as >= is meant
+        if width == vocab or bool(((k <= width) | (k == vocab)).all() and (pivot < width).all()):
+            break
+    nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
+    return torch.maximum(kth, nucleus)
+
+
+# --- compiled C++ for what lies between a layer's products ----------------------------------------------------------
+
+
+class Compiled:
+    """A function of settings and tensors, as C++ that is compiled when it first meets these settings.
+
+    The sizes and types of all tensors must follow from the settings, from their number, and from the first one's row.
+
+    Args:
+        function: takes settings, which become constants, and contiguous tensors.
+        batched: so many of the tensors, the first ones, have a row for each token of a step. For MANY rows the function
+            is compiled again with threads, because starting threads for a few rows takes longer than the work.
+    """
+
+    def __init__(self, function: Callable, batched: int):
+        self.function, self.batched = function, batched
+        self.made: dict[tuple, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {}
+
+    def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        first = tensors[0]
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        many = len(first) >= MANY
+        key = (many, settings, first.dtype, first.shape[1:], len(tensors))
+        if key not in self.made:
+            self.made[key] = self.make(many, settings, tensors)
+        return self.made[key](list(tensors))
+
+    def make(self, many: bool, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+        """Compile it for these settings and for few rows, or for MANY."""
+        rows = MANY if many else MANY // 8  # an example of the size: 0 and 1 would be special cases
+        batched, rest = tensors[: self.batched], tensors[self.batched :]
+        like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + list(rest)
+        dynamic = ((0,),) * len(batched) + ((),) * len(rest)
+        # A sum is rounded where torch's operators round it, so that both round alike.
+        options = {"emulate_precision_casts": True}
+        threads = torch.get_num_threads() if many else 1
+        return compile_ahead(functools.partial(self.function, *settings), like, dynamic, threads, options)
+
+
+def compile_ops() -> ModuleType:
+    """This module with compiled C++ for norms, RoPE and activations, which lie between a layer's products.
+
+    The C++ passes over the data once or twice, where torch's operators do so up to 20 times. For few rows, most of the
+    operators' time is that of calling them.
+
+    Raises:
+        ValueError: there is no C++ compiler.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none") from None
+
+    # Norms and RoPE are plain formulas here: what saves operators above would become slow loops.
+    def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+    def norm(eps: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return scaled(residual.add_(x).float(), weight, eps).to(x.dtype)
+
+    def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
+        return act_mul(x, activation)
+
+    def rope(
+        eps: float, kv_heads: int, interleaved: bool, x: torch.Tensor, rotation: torch.Tensor, *weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
+        size = rotation.shape[2]
+        cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
+
+        def turned(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+            y = x.float() if weight is None else scaled(x.float(), weight, eps)
+            pairs = y[..., :size].unflatten(-1, halves)
+            pairs = pairs * cos + pairs.flip(dim) * sin
+            return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1).to(x.dtype)
+
+        return [turned(*args) for args in zip_longest(x[:, :-kv_heads].tensor_split((-kv_heads,), dim=1), weights)]
+
+    norms, activations, ropes = Compiled(norm, 2), Compiled(activate, 1), Compiled(rope, 2)
+
+    def compiled_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
+        if residual is None:
+            return rms_norm(x, weight, eps)
+        return norms((eps,), x, residual, weight)[0]
+
+    def compiled_act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+        return activations((activation,), x)[0]
+
+    def compiled_rope_store(
+        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False
+    ):
+        kv_heads, head_dim = kv.shape[2::2]
+        x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
+        q, k = ropes((eps, kv_heads, interleaved), x, rotation, *weights)
+        _store(k, x[:, -kv_heads:], slot_mapping, kv)
+        return q
+
+    compiled = ModuleType(__name__, __doc__)
+    ops = {"rms_norm": compiled_norm, "act_mul": compiled_act_mul, "qk_norm_rope_store": compiled_rope_store}
+    vars(compiled).update(vars(sys.modules[__name__]) | ops)
+    return compiled
+
+
+def compile_for(ops: ModuleType, model: Any, kv: torch.Tensor) -> None:
+    """Call what `compile_ops` compiles, and a product of one row, so that all of it is compiled for `model` now.
+
+    Args:
+        ops: of `compile_ops`.
+        model: a `Transformer`.
+        kv: a layer of its pool, which is not changed.
+    """
+    config, layer, dtype = model.config, model.layers[0], kv.dtype
+    for rows in (1, MANY):
+        x, nowhere = torch.zeros(rows, config.hidden_size, dtype=dtype), torch.full((rows,), -1)
+        ops.rms_norm(x, layer.post_norm, config.rms_norm_eps, torch.zeros_like(x))
+        ops.act_mul(x.new_zeros(rows, 2 * config.intermediate_size // model.group.size), config.activation)
+        qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
+        norms = layer.q_norm, layer.k_norm, config.rms_norm_eps
+        ops.qk_norm_rope_store(qkv, *norms, model.rotations[nowhere], nowhere, kv, model.interleaved)
+    model.logits(x[:1])

@@ -1,0 +1,473 @@
+"""Makes a worker ready: device, backend, weights, memory, compiled kernels, warm-up and CUDA graphs, in this order.
+
+`start_worker` does all of it. Whatever can go wrong for want of a device, of memory or of a checkpoint goes wrong here,
+as a `ValueError` of one line. After it no kernel is compiled and the device's memory is spoken for. `print_plan` does
+the same arithmetic without a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+import cpu
+from batch_state import BatchState
+from compile_guard import CompileGuard
+from config import EngineConfig, ModelConfig
+from loader import checkpoint_files, fill_dummy, load_weights
+from memory import available_bytes, blocks_per_seq, captures_graphs, fit_pool, gpu_bytes, plan_memory, report
+from model import Transformer
+from parallel import Group
+from plan import NewRow, StepPlan
+from sanitizer import KVSanitizer
+from worker import Worker
+
+CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
+PINNED_SHARE = 0.5  # of the host's free memory, at most, for the host pool beside a GPU: pinned pages cannot be swapped
+SWAP_SPACE = 4.0  # GiB of the host pool, by default
+MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
+CUDA_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Worker:
+    """A worker that is ready for its first step.
+
+    Args:
+        config: the engine's options.
+        model_config: the model's shape.
+        rank: which of `tensor_parallel_size` workers this is.
+        rendezvous: where several meet; see `Group.connect`.
+
+    Raises:
+        ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
+            ranks, the checkpoint is bad, or the KV pool cannot hold a request of `max_model_len`.
+    """
+    return Startup(config, model_config, rank, rendezvous).worker
+
+
+class Startup:
+    """The phases of a start; its `worker` is ready. Arguments and errors are those of `start_worker`."""
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str):
+        self.config, self.model_config = config, model_config
+        self.device = pick_device(config.device)
+        self.ops = pick_ops(config.backend, self.device, config.compile)
+        dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
+        self.max_model_len = check_sizes(config, model_config, self.device)
+        self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
+        self.seconds: dict[str, float] = {}  # of each phase
+        self.measured = 0  # bytes that the largest step took, on a GPU
+        self.sharers = self.group.local_size * config.data_parallel_size  # of this machine's cores and memory
+        self.greedy_head: cpu.GreedyHead | None = None
+        with self.phase("weights"):
+            self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
+            self.load()
+        self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # before the KV pool has some of it
+        self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
+        if self.device == "cuda" and self.guard:
+            with self.phase("kernels"):
+                self.rehearse()
+        with self.phase("KV pool"):
+            self.num_blocks = self.count_blocks()
+            pool, host_pool = self.new_pool(self.num_blocks), self.new_host_pool()
+            self.worker = self.new_worker(pool, host_pool, self.new_state(config.max_num_seqs))
+        with self.phase("warm-up"):
+            self.worker.info = self.facts(*self.warm_up())
+        self.worker.info["startup"] = self.seconds
+        if config.sanitize_kv:
+            state = self.worker.state
+            self.worker.sanitizer = KVSanitizer(
+                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.window
+            )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the start, in seconds."""
+        begun = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begun, 3)
+
+    @property
+    def window(self) -> int:
+        """How many of the latest tokens some layer sees, 0 for all.
+
+        A block is a page over all layers, so it can be given back once no layer sees it any more.
+        """
+        windows = self.model_config.windows
+        return max(windows) if all(windows) else 0
+
+    def facts(self, token_seconds: float, swap_seconds: float, compile_seconds: float) -> dict[str, Any]:
+        """What the engine and the start log want to know.
+
+        `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
+        It is 0 where nobody has to choose between the two. `startup` has the seconds of each phase: compiling for a GPU
+        is `kernels`, and measuring the activations counts to the KV pool.
+        """
+        auto, worker = self.config.preemption_mode == "auto", self.worker
+        return {
+            "max_model_len": self.max_model_len,
+            "vocab_size": self.model_config.vocab_size,
+            "num_blocks": self.num_blocks,
+            "num_host_blocks": len(worker.host_pool),
+            "block_size": self.config.block_size,
+            "dtype": str(worker.pool.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
+            "backend": self.ops.__name__,
+            "parameters": self.num_parameters,
+            "kv_bytes": worker.pool.nbytes * self.group.size,
+            "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
+            "window": self.window,
+            "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
+            "compile_seconds": compile_seconds,
+        }
+
+    # --- weights and kernels ------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Fill the model, plan the memory, and give the weights the layouts that this device is fast with."""
+        config, model = self.config, self.model
+        if config.load_format == "dummy":
+            fill_dummy(model, config.seed)
+        else:
+            load_weights(model, config.model)
+        state = self.new_state(config.max_num_seqs, "meta")
+        self.memory = plan_memory(config, model, state, self.device == "cuda")
+        self.num_parameters = sum(math.prod(part.shape) for part in model.parameters().values())
+        if self.device == "cpu":
+            small = self.num_parameters * model.embedding.itemsize < cpu.SMALL
+            cpu.settle(config.threads, small and config.beside_server, self.sharers)
+        if self.ops.__name__ == "cpu_ops":
+            rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
+            files = checkpoint_files(config.model) if config.load_format != "dummy" else []
+            self.greedy_head = cpu.prepare(model, rows, files)
+        else:
+            self.pack(model)
+
+    def pack(self, model: Transformer) -> None:
+        """With `batch_invariant` the products are our own kernels': a library's round by the number of rows."""
+        if self.config.batch_invariant and self.ops.__name__ == "kernels":
+            model.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias))
+
+    def rehearse(self) -> None:
+        """Launch what `warm_up` will, on a twin without memory, so that all kernels are compiled at the same time."""
+        assert self.guard
+        config, ops = self.config, self.ops
+        with torch.inference_mode(), torch.device("meta"):
+            group, dtype = Group(0, self.group.size), self.model.embedding.dtype  # a group that never meets
+            model = Transformer(self.model_config, ops, "meta", dtype, self.max_model_len, group)
+            self.pack(model)
+            pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
+            pool = torch.empty(2, *self.block_shape(), dtype=dtype)
+            twin = Worker(config, model, pool, pool, self.new_state(config.max_num_seqs, "meta"))
+            with self.guard.rehearse():
+                ops.apply_writes(twin.state.words, staged, 1)
+                for adjusted in (True, False):
+                    for count, length in (self.warm_up_prompts(), (1, 1)):
+                        shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                        logits, news = twin.forward(shape._replace(adjusted=adjusted))
+                        ops.logprobs(logits, news[0].long(), int(adjusted))
+                model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
+                ops.copy_blocks(pool, pairs)
+                ops.swap_blocks(pool, pool, pairs)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def new_worker(self, pool: torch.Tensor, host_pool: torch.Tensor, state: BatchState) -> Worker:
+        """A worker over these pools and this batch state. It is not warm."""
+        return Worker(self.config, self.model, pool, host_pool, state, self.greedy_head, self.guard)
+
+    def block_shape(self) -> tuple[int, ...]:
+        """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
+        c = self.model_config
+        return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
+
+    def new_pool(self, num_blocks: int) -> torch.Tensor:
+        """A KV pool [num_blocks, *block_shape] of zeros."""
+        shape, dtype = (num_blocks, *self.block_shape()), self.model.embedding.dtype
+        if self.device == "cpu":
+            return cpu.zeros(shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def new_host_pool(self) -> torch.Tensor:
+        """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
+
+        It has no more blocks than every sequence at full length can use. The ranks of a machine share its memory. On a
+        CPU there is a host pool only where it is asked for, because both pools lie in the same memory there.
+
+        Raises:
+            ValueError: preemption by swap is asked for, and not one block fits.
+        """
+        config, cuda, shape = self.config, self.device == "cuda", self.block_shape()
+        useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
+        space = config.swap_space
+        if space is None:
+            space = SWAP_SPACE if cuda or config.preemption_mode == "swap" else 0.0
+        asked = int(space * 2**30 / self.group.local_size) if useful else 0
+        room = int(PINNED_SHARE * available_bytes() / self.sharers) if cuda else self.cpu_room
+        count = min(min(asked, room) // self.memory.block, MAX_HOST_POOLS * self.num_blocks)
+        if not cuda:  # in the same memory, prefixes that fill gigabytes of it would look like a leak
+            count = min(count, self.blocks_per_seq() * config.max_num_seqs)
+        if config.num_host_blocks is not None:
+            count = config.num_host_blocks
+        count, dtype = self.group.min(count), self.model.embedding.dtype
+        pool = pinned(count, shape, dtype) if cuda else torch.empty(count, *shape, dtype=dtype)
+        pool = pool[: self.group.min(len(pool))]  # another rank may have got less
+        if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
+            raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
+        if config.preemption_mode == "swap" and not len(pool):
+            size = self.memory.block * self.group.local_size
+            raise ValueError(f"swap_space is {space} GiB; one KV block takes {size} bytes")
+        return pool
+
+    def new_state(self, slots: int, device: str = "") -> BatchState:
+        """The batch state of `slots` sequences, on this worker's device or on another one."""
+        c, vocab_size = self.config, self.model_config.vocab_size
+        return BatchState(
+            slots, self.max_model_len, self.blocks_per_seq(), c.block_size, vocab_size, device or self.device
+        )
+
+    def blocks_per_seq(self) -> int:
+        """Blocks of a sequence at full length; see memory.py."""
+        return blocks_per_seq(self.config, self.max_model_len)
+
+    def count_blocks(self) -> int:
+        """Blocks in the KV pool: what all ranks' memory allows, and no more than every sequence at full length can use.
+
+        Raises:
+            ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
+        """
+        asked = self.config.num_gpu_blocks_override
+        fits = asked or self.group.min(self.free_bytes() // self.memory.block)
+        count, self.max_model_len = fit_pool(self.config, fits, self.max_model_len)
+        return count
+
+    def free_bytes(self) -> int:
+        """Memory for the KV pool."""
+        if self.device == "cpu":
+            return self.cpu_room
+        before = torch.cuda.memory_allocated()
+        peak = self.profile()
+        torch.cuda.empty_cache()
+        self.measured = peak - (torch.cuda.memory_allocated() - before)  # without what stays, as cuBLAS's workspace
+        free, total = torch.cuda.mem_get_info()
+        return self.memory.room(int(total * self.config.gpu_memory_utilization), total - free, self.measured)
+
+    @torch.inference_mode()
+    def profile(self) -> int:
+        """Run the largest step once, over a pool of one block; returns the most bytes that it allocated."""
+        config, model = self.config, self.model
+        length = min(config.max_num_batched_tokens, self.max_model_len)
+        count = min(config.max_num_batched_tokens // length, config.max_num_seqs)
+        pool = self.new_pool(1)
+        worker = self.new_worker(pool, pool[:0], self.new_state(count))
+        blocks = [0] * -(-length // config.block_size)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
+        logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
+        slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
+        sampled = worker.state.sample(self.ops, logits, slots, None)
+        self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
+        model.step = None  # it holds the pool, too
+        return torch.cuda.max_memory_allocated() - held
+
+    # --- warm-up ------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def warm_up(self) -> tuple[float, float, float]:
+        """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
+
+        Returns the seconds that a token of a prefill takes after that, that a block takes out to the host and back, and
+        that `--compile` took.
+        """
+        worker, compile_seconds = self.worker, 0.0
+        with worker.watch():
+            if self.config.compile:
+                import cpu_ops
+
+                begun = time.perf_counter()
+                cpu_ops.compile_for(self.ops, self.model, worker.pool[:, 0])
+                compile_seconds = time.perf_counter() - begun
+            token_seconds = self.run_prompts()
+            if self.device == "cuda" and captures_graphs(self.config):
+                worker.capture()
+            swap_seconds = self.time_swap()
+        if self.guard:
+            self.guard.armed = True
+        if self.device == "cpu":
+            cpu.release()
+        return token_seconds, swap_seconds, compile_seconds
+
+    def run_prompts(self) -> float:
+        """Run prompts and decodes with and without all that a row may ask for; returns a prompt token's seconds."""
+        worker, (count, length) = self.worker, self.warm_up_prompts()
+        blocks = list(range(-(-(length + 1) // self.config.block_size)))
+        asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
+        for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
+            new = prompts(count, length, blocks, **fields)
+            begun = time.perf_counter()
+            worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
+            seconds = time.perf_counter() - begun
+            worker.execute(StepPlan(1, rows=[(0, 1)])).result()
+        worker.execute(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
+        if self.guard:  # the head's product for many rows may be another specialization
+            self.model.logits(self.model.embedding[:1].repeat(self.config.max_num_seqs, 1))
+        return seconds / (count * length)
+
+    def warm_up_prompts(self) -> tuple[int, int]:
+        """How many prompts warm-up runs, and of how many tokens."""
+        tokens = self.config.max_num_batched_tokens
+        length = min(self.max_model_len - 1, tokens)
+        if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
+            length = min(length, 2 * self.config.block_size)
+        # `ops.linear` has one kernel for up to 64 rows and another one for more.
+        return min(self.config.max_num_seqs, tokens // length, 64 // length + 1), length
+
+    @torch.inference_mode()
+    def time_swap(self) -> float:
+        """Seconds that one block takes out to the host and in again, where several move; 0 where there is no room."""
+        worker = self.worker
+        count = min(4, len(worker.pool), len(worker.host_pool))
+        if not count:
+            return 0.0
+        pairs, seconds = [(i, i) for i in range(count)], []
+        for _ in range(3):  # the host's memory is touched for the first time in the first one, so the least counts
+            begun = time.perf_counter()
+            worker.execute(StepPlan(0, swap_out=pairs, swap_in=pairs))
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds) / count
+
+
+def prompts(count: int, length: int, blocks: list[int], **fields: Any) -> list[NewRow]:
+    """Rows for `count` slots, each of them `length` times token 0."""
+    row = NewRow(
+        slot=0, token_ids=[0] * length, num_computed=0, blocks=blocks, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
+        seed=0,
+    )  # fmt: skip
+    return [replace(row, slot=slot, **fields) for slot in range(count)]
+
+
+def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Memory [count, *shape] of the host that a GPU reaches, or as many of these blocks as the system lets us pin.
+
+    The pages are registered with CUDA as they are. torch's own allocator would round their size up to a power of two.
+    """
+    asked = count
+    while count:
+        pool = cpu.zeros((count, *shape), dtype)
+        if int(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)) == 0:  # without flags
+            break
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this takes it
+            torch.zeros(1, device="cuda")
+        count //= 2
+    if count < asked:
+        print(f"the host pool has {count:,} blocks: no more than these of {asked:,} could be pinned", file=sys.stderr)
+    return pool if count else torch.empty(0, *shape, dtype=dtype)
+
+
+def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
+    """The tokens that a sequence may have, where `max_model_len` and `block_size` are possible.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
+        raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+    max_model_len = config.max_model_len or model_config.max_position
+    if max_model_len > model_config.max_position:
+        raise ValueError(
+            f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
+        )
+    return max_model_len
+
+
+def pick_device(name: str) -> str:
+    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda'; torch sees no CUDA device on this machine: use --device cpu")
+    return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
+    """What is asked for; `auto` is the checkpoint's, but on a CPU 16 bits are bfloat16, or float32 if it has none."""
+    if asked == "auto":
+        asked = checkpoint
+        if device == "cpu" and checkpoint in ("bfloat16", "float16"):
+            asked = "bfloat16" if cpu.has_bfloat16() else "float32"
+    return getattr(torch, asked)
+
+
+def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
+    """The one place where the ops are chosen: `kernels`, `cpu_ops` (with `compile`, in part as C++) or `reference`.
+
+    Raises:
+        ValueError: the backend does not run on this device, or cannot be compiled.
+    """
+    if backend == "auto":
+        backend = "triton" if device == "cuda" else "cpu"
+    if compile and backend != "cpu":
+        raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r} on {device}")
+    if backend == "triton":
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
+        import kernels
+
+        return kernels
+    if backend == "cpu":
+        if device != "cpu":
+            raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
+        import cpu_ops
+
+        return cpu_ops.compile_ops() if compile else cpu_ops
+    import reference
+
+    return reference
+
+
+def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
+    """Print what a worker would hold on a GPU of `gib` GiB, or here. Nothing is allocated, and no GPU is touched.
+
+    Raises:
+        ValueError: a worker would not start, or there is no such device.
+    """
+    if gib is not None and not 0 < gib <= 2**20:
+        raise ValueError(f"plan is {gib}; it must be above 0 and at most {2**20} GiB, the memory of a GPU")
+    if gib and config.device == "cpu":
+        raise ValueError(f"plan is {gib}, the GiB of a GPU; with device 'cpu' it must be left out")
+    total = int(gib * 2**30) if gib else gpu_bytes() if config.device != "cpu" else 0
+    if config.device == "cuda" and not total:
+        raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
+    device = "cuda" if total else "cpu"
+    max_model_len = check_sizes(config, model_config, device)
+    dtype = pick_dtype(config.dtype, model_config.dtype, device)
+    blocks = blocks_per_seq(config, max_model_len)
+    import reference  # whose shapes are every backend's
+
+    with torch.device("meta"):  # for what is made without saying where
+        group = Group(0, config.tensor_parallel_size)  # which never meets
+        model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
+    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, model_config.vocab_size, "meta")
+    plan = plan_memory(config, model, state, device == "cuda")
+    if total:
+        budget = int(total * config.gpu_memory_utilization)
+        room = plan.room(budget, plan.weights + plan.context)
+        where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
+    else:
+        free = available_bytes() - plan.weights * config.tensor_parallel_size
+        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
+        where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
+    for line in report(config, model, plan, room, where):
+        print(line)

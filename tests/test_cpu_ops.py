@@ -1,0 +1,61 @@
+"""What cpu_ops.py does for speed: spans, parts, prefixes and compiled C++ give what the plain ops give."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+
+import cpu_ops
+import oracles
+from test_reference import ints
+
+
+def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [60, 3, 41, 17, 9]
+    paged = oracles.paged(cpu_ops, lengths, 2, 16, 16, torch.float32)
+    q, slots = torch.randn(5, 4, 16), ints(*range(5))
+    for window in (0, 26):  # with 26, the third row needs more blocks than the first has left in its table
+        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window)
+        want = oracles.decode(cpu_ops, *args)
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu_ops, "SPAN_TOKENS", 45)
+            torch.testing.assert_close(oracles.decode(cpu_ops, *args), want)
+
+
+def test_attention_decode_reads_keys_beyond_32_bits() -> None:
+    """The last of three blocks of a place each is 2^31 places into the pool, of which little is in memory."""
+    memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
+    kv = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)[:, :64].view(3, 2, 1, 1, 32)
+    paged, order = oracles.paged(cpu_ops, [3], 1, 32, 1, torch.bfloat16), [2, 0, 1]
+    kv[order] = paged.kv[paged.tables[0].long()]
+    q = torch.randn(1, 2, 32, dtype=torch.bfloat16)
+    got = oracles.decode(cpu_ops, q, kv, ints(*order)[None], ints(0), ints(3), 0.2, 0)
+    args = q, paged.context[0], 0.2, 0
+    oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
+
+
+@pytest.fixture(params=[True, False], ids=["fused", "products"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Attention over prompts as a CPU runs it whose bfloat16 is fast in torch's fused attention, or is not."""
+    monkeypatch.setattr(cpu_ops, "fuses_attention", lambda dtype: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (9, 0.0), (0, 5.0), (9, 5.0)])
+@pytest.mark.parametrize("limit", [("QUERIES", 7), ("MAX_SCORES", 4 * 90 * 5)])
+def test_attention_prefill_in_several_parts(
+    monkeypatch: pytest.MonkeyPatch, fused: bool, window: int, soft_cap: float, limit: tuple
+) -> None:
+    paged = oracles.paged(cpu_ops, [60, 90, 31], 2, 16, 16, torch.float32)
+    q, starts = torch.randn(114, 4, 16), ints(0, 23, 83, 114)  # the last row is a whole prompt
+    options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None)
+    args = (q, paged.kv, paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60, *options)
+    wholes = [
+        oracles.attention(q[a:b], c, *options) for a, b, c in zip(starts, starts[1:], paged.context, strict=False)
+    ]
+    want = torch.cat(wholes).float()
+    torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
+    monkeypatch.setattr(cpu_ops, *limit)
+    torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
