@@ -566,7 +566,8 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks."""
-    target[pairs[:, 1]] = source[pairs[:, 0]]
+    source_ids, target_ids = pairs[:, 0].to(source.device), pairs[:, 1].to(target.device)
+    target[target_ids] = source[source_ids].to(target.device)
 
 
 def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:

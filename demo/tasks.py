@@ -47,7 +47,7 @@ class Tasks:
         self.lines = [line for line in corpus.splitlines() if 20 <= len(line) <= 60]
 
     def word(self) -> str:
-        # Half of the training words are two halves glued together: it teaches spelling rather than a list of words.
+        # Half of the training words are made of two halves of words, so that the model learns to spell, not a list.
         if self.graded or self.rng.random() < 0.5:
             return self.rng.choice(self.words)
         while True:

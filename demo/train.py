@@ -34,7 +34,7 @@ TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # loss per token, against 1 for an answer
+QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer's is 1
 TURNS = (5, 7, 2, 2, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
 
 
@@ -159,7 +159,7 @@ def loss_of(model: Demo, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def grade(model: Demo, rows: Rows, corpus: str, device: str, questions: int = 100) -> dict[str, float]:
-    """Share of held-out questions answered exactly. Greedy decoding is right just where each argmax is: one pass."""
+    """Share of held-out questions answered exactly, in one pass: a greedy answer is right if each argmax is."""
     tasks, right = Tasks(corpus, seed=1, graded=True), {}
     for task in ("sum", "difference", "spell", "repeat", "recall"):
         right[task] = 0.0
