@@ -397,7 +397,7 @@ def main() -> None:
         plot_prefix(figures, args.plot)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
-    if any("failed" in figure for figure in figures):
+    if any("failure" in figure for figure in figures):
         raise SystemExit(1)
 
 

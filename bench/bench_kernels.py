@@ -508,7 +508,7 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     """A row for each case of the chosen ops and shapes (all, where none is chosen), as soon as it is known.
 
     On a GPU each case is checked and measured. A case that does not run, or whose result is wrong, says so under
-    "failed" in its row, and the next ones go on. Without a GPU a row has what can be counted.
+    "failure" in its row, and the next ones go on. Without a GPU a row has what can be counted.
     """
     cuda = torch.cuda.is_available()
     limits = measure_limits() if cuda else H200
@@ -527,7 +527,7 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
                 try:
                     figure |= check_and_measure(case, floor)
                 except Exception as error:  # whatever it is, the figures of the other cases must not be lost
-                    figure["failed"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    figure["failure"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             yield figure
 
 
@@ -557,6 +557,6 @@ def print_figures(figures: Iterator[dict[str, Any]]) -> Figures:
         if not kept:
             print("  ".join(name.rjust(width) for name, width in WIDTHS.items()))
         cells = [f"{figure.get(name, '-')!s:>{width}}" for name, width in WIDTHS.items()]
-        print("  ".join(cells) + (f"  failed: {figure['failed']}" if "failed" in figure else ""), flush=True)
+        print("  ".join(cells) + (f"  failed: {figure['failure']}" if "failure" in figure else ""), flush=True)
         kept.append(figure)
     return kept

@@ -95,5 +95,5 @@ def test_a_case_that_fails_loses_no_other(tmp_path, capsys, monkeypatch):
     assert ended.value.code == 1
     figures = json.loads(out.read_text())["figures"]
     assert [f.get("us") for f in figures] == [7.0, None, 7.0, None]
-    assert [f.get("failed") for f in figures] == [None, "RuntimeError: indices should be on the CPU"] * 2
+    assert [f.get("failure") for f in figures] == [None, "RuntimeError: indices should be on the CPU"] * 2
     assert "failed: RuntimeError: indices should be on the CPU\n" in capsys.readouterr().out
