@@ -24,10 +24,8 @@ Run = Callable[[], Any]
 
 BLOCK = 64  # tokens
 LAYERS = 2  # layers of the pool; with more than one, a layer is strided as in the engine
-WIDTHS = {  # of the table's columns, in characters
-    "op": 18, "model": 11, "size": 38, "MB": 8, "GFLOP": 8, "floor us": 8, "error": 6, "us": 9, "GB/s": 5,
-    "TFLOP/s": 7, "of limit": 8, "a library takes": 15,
-}  # fmt: skip
+COUNTED = {"op": 18, "model": 11, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
+MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
 CACHE = 200 << 20  # bytes that pass between two uses of one input; more than any L2 cache holds
 REPLAYS = 20
 
@@ -552,11 +550,13 @@ def check_and_measure(case: Case, floor: float) -> dict[str, Any]:
 
 def print_figures(figures: Iterator[dict[str, Any]]) -> Figures:
     """Print each row as it comes, so that what ends the program leaves the rows before it; then return them all."""
+    widths = COUNTED | (MEASURED if torch.cuda.is_available() else {})
     kept: Figures = []
     for figure in figures:
         if not kept:
-            print("  ".join(name.rjust(width) for name, width in WIDTHS.items()))
-        cells = [f"{figure.get(name, '-')!s:>{width}}" for name, width in WIDTHS.items()]
+            print("  ".join(name.rjust(width) for name, width in widths.items()))
+        shown = {name: f"{value:,}" if isinstance(value, (int, float)) else value for name, value in figure.items()}
+        cells = [shown.get(name, "-").rjust(width) for name, width in widths.items()]
         print("  ".join(cells) + (f"  failed: {figure['failure']}" if "failure" in figure else ""), flush=True)
         kept.append(figure)
     return kept
