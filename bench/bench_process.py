@@ -175,13 +175,14 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> F
     figures = []
     for name in ("SIGKILL", "SIGSTOP"):
         with tempfile.TemporaryFile("w+") as log:
-            command = [sys.executable, "server.py", "--model", model, "--port", "0", "--step-timeout", "2"]
+            folder = str(Path(model).resolve())
+            command = [sys.executable, "server.py", "--model", folder, "--port", "0", "--step-timeout", "2"]
             server = subprocess.Popen([*command, "--dtype", "float32"], cwd=ROOT, stderr=log)
             try:
-                port = int(_said(server, log, "http://127.0.0.1:").strip("\n"))
-                wanted = _texts(port, streams, new_tokens)
+                port = int(_wait_for_log(server, log, "http://127.0.0.1:").strip("\n"))
+                wanted = _stream_texts(port, streams, new_tokens)
                 texts: list[str] = []
-                reading = threading.Thread(target=lambda: texts.extend(_texts(port, streams, new_tokens)))  # noqa: B023
+                reading = threading.Thread(target=lambda: texts.extend(_stream_texts(port, streams, new_tokens)))  # noqa: B023
                 reading.start()
                 rng, done, begun = random.Random(0), 0, time.monotonic()
                 while done < kills and reading.is_alive():
@@ -199,26 +200,28 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> F
             log.seek(0)
             took = [float(line.rpartition(" after ")[2].split()[0]) for line in log if "new workers after" in line]
         figures.append({
-            "signal": name, "streams": streams, "times": done, "texts as without": f"{_same(texts, wanted)}/{streams}",
+            "signal": name, "streams": streams, "times": done,
+            "texts as without": f"{_count_equal(texts, wanted)}/{streams}",
             "recovery median s": round(statistics.median(took), 2), "most s": max(took), "in all s": round(seconds, 1),
         })  # fmt: skip
     return figures
 
 
-def _same(texts: list[str], wanted: list[str]) -> int:
+def _count_equal(texts: list[str], wanted: list[str]) -> int:
     return sum(text == other for text, other in zip(texts, wanted, strict=True))
 
 
-def _said(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+def _wait_for_log(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+    """What the server's log says after `what`, as soon as it is there."""
     while server.poll() is None:
         log.seek(0)
         if what in (text := log.read()):
             return text.rpartition(what)[2]
         time.sleep(0.1)
-    raise SystemExit("the server has not started")
+    raise SystemExit("the server ended before it listened")
 
 
-def _texts(port: int, streams: int, new_tokens: int) -> list[str]:
+def _stream_texts(port: int, streams: int, new_tokens: int) -> list[str]:
     """The texts of `streams` concurrent streams."""
     texts = [""] * streams
 

@@ -260,13 +260,13 @@ class Reply:
 
 async def read_events(port: int, content: bytes, arrival: float) -> Reply:
     """Send a request that was due at `arrival`, and note when each event of its stream comes."""
-    reply, said, last, before = Reply(), b"", b"", b""
+    reply, shown, last, before = Reply(), b"", b"", b""
     try:
         reader, writer = await post(port, content)
         status = await reader.readline()
         with contextlib.closing(writer):
             async for line in reader:
-                said = line.strip() or said
+                shown = line.strip() or shown
                 if line.startswith(b"data: "):
                     reply.times.append(time.perf_counter() - arrival)
                     before, last = last, line
@@ -274,7 +274,7 @@ async def read_events(port: int, content: bytes, arrival: float) -> Reply:
         return Reply(error=repr(error))
     usage = json.loads(before[6:]) if last.startswith(b"data: [DONE]") else {}
     if not usage.get("usage"):
-        return Reply(error=f"{status!r} and at the end {before or said!r}")
+        return Reply(error=f"{status!r} and at the end {before or shown!r}")
     del reply.times[-2:]  # the usage and [DONE] carry no text
     reply.tokens = usage["usage"]["completion_tokens"]
     return reply
@@ -419,9 +419,9 @@ def startup_figures(model: str, repeats: int, options: Sequence[str] = ()) -> Fi
 
 def startup_phases(log: str, ready: float, whole: float) -> dict[str, float]:
     """Seconds of each phase in the start log, and of "the rest", so that all of them add up to `ready`."""
-    told = re.search(r"^  start-up  (.+)$", log, re.MULTILINE)
-    assert told, f"no phases in {log}"
-    phases = {name: float(seconds) for name, seconds in re.findall(r"(\w[\w -]*) ([\d.]+) s", told[1])}
+    line = re.search(r"^  start-up  (.+)$", log, re.MULTILINE)
+    assert line, f"no phases in {log}"
+    phases = {name: float(seconds) for name, seconds in re.findall(r"(\w[\w -]*) ([\d.]+) s", line[1])}
     ready, whole = round(ready, 3), round(whole, 3)
     rest, first = round(ready - sum(phases.values()), 3), round(whole - ready, 3)
     return phases | {"the rest": rest, "ready": ready, "first token": first, "whole": whole}
