@@ -14,15 +14,16 @@ from pathlib import Path
 
 HELD_OUT = 20  # one pair or word in twenty is never trained on
 
-MINE = """favorite color, home town, cat, dog, horse, garden, job, lucky number, best friend, teacher, car, street,
+OWNED = """favorite color, home town, cat, dog, horse, garden, job, lucky number, best friend, teacher, car, street,
 sport, hero, breakfast, song, book, boat, doctor, neighbor, drink, hat, captain, hobby, school, nickname, team, village,
 river, uncle"""
-OBJECTS = """box, door, gate, safe, locker, tower, bridge, castle, cabin, chest, room, wagon, cellar, attic, vault,
+LOCKED = """box, door, gate, safe, locker, tower, bridge, castle, cabin, chest, room, wagon, cellar, attic, vault,
 desk, trunk, barn, mill, shop, tent, well, cave, tunnel"""
-NAMES = """Anna, Ben, Clara, David, Emma, Frank, Grace, Henry, Iris, Jack, Kate, Leo, Mary, Nora, Oscar, Paul, Rosa,
+PEOPLE = """Anna, Ben, Clara, David, Emma, Frank, Grace, Henry, Iris, Jack, Kate, Leo, Mary, Nora, Oscar, Paul, Rosa,
 Sam, Tom, Vera, Will, Alice, Hugo, Lucy"""
-MINE, OBJECTS, NAMES = (re.split(r",\s+", words) for words in (MINE, OBJECTS, NAMES))
-KEYS = [f"my {noun}" for noun in MINE] + [f"the code of the {noun}" for noun in OBJECTS]
+NAMES = re.split(r",\s+", PEOPLE)
+KEYS = [f"my {noun}" for noun in re.split(r",\s+", OWNED)]
+KEYS += [f"the code of the {noun}" for noun in re.split(r",\s+", LOCKED)]
 
 
 def held_out(item: str) -> bool:
@@ -47,7 +48,7 @@ class Tasks:
         self.lines = [line for line in corpus.splitlines() if 20 <= len(line) <= 60]
 
     def word(self) -> str:
-        # Half of the training words are two halves glued together: it teaches spelling rather than a list of words.
+        # Half of the training words are made of two halves of words, so that the model learns to spell, not a list.
         if self.graded or self.rng.random() < 0.5:
             return self.rng.choice(self.words)
         while True:
@@ -103,11 +104,11 @@ class Tasks:
 
     def turn(self, known: dict[str, str], weights: tuple[float, ...]) -> tuple[str, str]:
         """One turn of a conversation; `weights` are those of sum, difference, spell, repeat, fact, recall, read."""
-        draws = (self.sum, self.difference, self.spell, self.repeat, self.fact, self.recall, self.read)
-        draw = self.rng.choices(draws, weights)[0]
-        if (draw == self.recall and not known) or (draw == self.fact and len(known) > len(KEYS) - 3):
+        task = self.rng.choices(("sum", "difference", "spell", "repeat", "fact", "recall", "read"), weights)[0]
+        if (task == "recall" and not known) or (task == "fact" and len(known) > len(KEYS) - 3):
             return self.turn(known, weights)
-        return draw(known) if draw in (self.fact, self.recall) else draw()
+        draw = getattr(self, task)
+        return draw(known) if task in ("fact", "recall") else draw()
 
     def conversation(self, length: int) -> list[tuple[str, str]]:
         """Turns of at least `length` characters in all, that end with a recall of a fact from anywhere among them."""

@@ -13,7 +13,9 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from tasks import Tasks, read_corpus
 
-CONFIG = {
+CONFIG: dict[str, Any] = {  # config.json of the model
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 1024, "hidden_size": 192,
     "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,
     "head_dim": 32, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "rope_scaling": None,
@@ -34,7 +36,7 @@ TEMPLATE = (
     "{%- for message in messages %}{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
-QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # loss per token, against 1 for an answer
+QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer's is 1
 TURNS = (5, 7, 2, 2, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
 
 
@@ -67,7 +69,7 @@ class Rows:
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
         self.tasks = Tasks(corpus, seed)
         self.text = self.encode(corpus)
-        self.end, self.user, self.assistant = (tokenizer.token_to_id(SPECIAL[i]) for i in (1, 3, 4))
+        self.end, self.user, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 3, 4))
 
     def turn(self, question: str, answer: str) -> tuple[list[int], list[float]]:
         asked = [self.user, *self.encode(question), self.end, self.assistant]
@@ -78,7 +80,9 @@ class Rows:
         if self.tasks.rng.random() < 0.1:
             start = self.tasks.rng.randrange(len(self.text) - length)
             return self.text[start : start + length], [TEXT_WEIGHT] * length
-        known, ids, weights = {}, [], []
+        known: dict[str, str] = {}
+        ids: list[int] = []
+        weights: list[float] = []
         while len(ids) < length:
             turn = self.turn(*self.tasks.turn(known, TURNS))
             ids, weights = ids + turn[0], weights + turn[1]
@@ -92,6 +96,9 @@ class Rows:
 
 class Demo(torch.nn.Module):
     """Qwen3 in its smallest form. Parameter names are those of the checkpoint, so saving is `state_dict()`."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, c: dict):
         super().__init__()
@@ -150,7 +157,7 @@ class Demo(torch.nn.Module):
         return F.linear(self.norm(x, "model.norm"), self["model.embed_tokens"])
 
 
-def loss_of(model: Demo, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def loss_of(model: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     with torch.autocast(ids.device.type, torch.bfloat16):
         logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -159,7 +166,7 @@ def loss_of(model: Demo, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tens
 
 @torch.no_grad()
 def grade(model: Demo, rows: Rows, corpus: str, device: str, questions: int = 100) -> dict[str, float]:
-    """Share of held-out questions answered exactly. Greedy decoding is right just where each argmax is: one pass."""
+    """Share of held-out questions answered exactly, in one pass: a greedy answer is right if each argmax is."""
     tasks, right = Tasks(corpus, seed=1, graded=True), {}
     for task in ("sum", "difference", "spell", "repeat", "recall"):
         right[task] = 0.0

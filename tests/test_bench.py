@@ -23,7 +23,7 @@ from bench_engine import (
 )
 from config import DEMO, VERSION, SamplingParams
 from engine import LLM
-from peers import load_vllm
+from peers import load_llama, load_vllm
 
 ROOT = Path(__file__).parent.parent
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -70,11 +70,12 @@ def test_prefix_figures(tmp_path):
 def test_the_command_line_writes_json(tmp_path):
     trace, out = tmp_path / "trace.jsonl", tmp_path / "out.json"
     trace.write_text('{"hash_ids": [0, 1]}\n{"hash_ids": [0, 1, 2]}\n')
-    command = [sys.executable, "bench.py", "--json", out, "prefix", "--trace", trace, "--pools", "2"]
+    command = [sys.executable, "bench/bench.py", "--json", out, "prefix", "--trace", trace, "--pools", "2"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "hit rate" in run.stdout
     written = json.loads(out.read_text())
-    assert len(written["figures"]) == 3 and {"date", "cpu", "command"} <= set(written["machine"])
+    assert len(written["figures"]) == 3 and {"date", "cpu"} <= set(written["machine"])
+    assert written["machine"]["command"] == "python bench/bench.py --json out.json prefix --trace trace.jsonl --pools 2"
 
 
 def test_throughput_is_nano_vllms_workload():
@@ -133,6 +134,20 @@ def test_vllm_is_asked_by_its_own_api(monkeypatch):
     assert [(asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) for asked in params] == [
         (2, True, 0.6), (1, True, 0.6),
     ]  # fmt: skip
+
+
+def test_the_folder_for_the_gguf_is_made(tmp_path, monkeypatch):
+    api = SimpleNamespace(
+        llama_backend_init=lambda: None,
+        llama_model_default_params=lambda: None,
+        llama_model_load_from_file=lambda path, params: None,
+    )
+    monkeypatch.setitem(sys.modules, "llama_cpp", api)
+    monkeypatch.setattr("peers.write_gguf", lambda folder, path: path.write_text("a model"))
+    cache = tmp_path / "not" / "there"
+    with pytest.raises(RuntimeError, match=r"llama.cpp does not load .*model.gguf"):
+        load_llama(tmp_path / "model", 1, cache)
+    assert (cache / "model.gguf").read_text() == "a model"
 
 
 @pytest.mark.parametrize(("command", "other"), [("throughput", "llama.cpp"), ("latency", "vllm")])

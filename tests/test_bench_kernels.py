@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import numpy as np
@@ -12,6 +13,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 pytest.importorskip("triton")
 
+import bench
 import bench_kernels
 import kernels
 import reference
@@ -56,9 +58,42 @@ def test_bytes_and_operations_are_counted():
 
 def test_floors_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (figure, *_) = figures = bench_kernels.kernel_figures(["copy_blocks", "swap_blocks"], ["qwen3-0.6b"])
+    (figure, *_) = figures = list(bench_kernels.kernel_figures(["copy_blocks", "swap_blocks"], ["qwen3-0.6b"]))
     assert [f["op"] for f in figures] == ["copy_blocks", "swap_blocks"] and "us" not in figure
     page = 28 * 2 * 8 * 64 * 128 * 2
     assert figure["floor us"] == round(2 * 64 * page / 4.3e12 * 1e6, 1)
     assert figures[1]["floor us"] == round(64 * page / 63e9 * 1e6, 1)
     assert "No CUDA device" in capsys.readouterr().out
+
+
+def test_a_case_that_fails_loses_no_other(tmp_path, capsys, monkeypatch):
+    """On a GPU that is made up: the device's part of each case is a stand-in, and one of them raises."""
+
+    def stand_in(case, floor):
+        shown = capsys.readouterr().out
+        assert case.op != "swap_blocks" or shown.endswith(" torch 2.00x\n")  # the row before has been printed already
+        if case.op == "swap_blocks":
+            raise RuntimeError("indices should be on the CPU\nand more lines")
+        return {
+            "error": "0e+00",
+            "us": 7.0,
+            "GB/s": 1,
+            "TFLOP/s": 0.0,
+            "of limit": 0.5,
+            "a library takes": "torch 2.00x",
+        }
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "made up")
+    monkeypatch.setattr(bench_kernels, "measure_limits", lambda: bench_kernels.H200)
+    monkeypatch.setattr(bench_kernels, "check_and_measure", stand_in)
+    out = tmp_path / "out.json"
+    chosen = ["--ops", "copy_blocks", "swap_blocks", "--shapes", "qwen3-0.6b", "llama3-8b"]
+    monkeypatch.setattr("sys.argv", ["bench.py", "--json", str(out), "kernels", *chosen])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    assert ended.value.code == 1
+    figures = json.loads(out.read_text())["figures"]
+    assert [f.get("us") for f in figures] == [7.0, None, 7.0, None]
+    assert [f.get("failure") for f in figures] == [None, "RuntimeError: indices should be on the CPU"] * 2
+    assert "failed: RuntimeError: indices should be on the CPU\n" in capsys.readouterr().out

@@ -39,12 +39,6 @@ MAY_IMPORT = {  # our own modules that each file may import
     "wire": {"config", "plan"},
     "executor": {"config", "ring", "scheduler", "wire", "worker"},
     "tokenizer": set(),
-    "bench_engine": {"config", "engine"},
-    "bench": {"bench_engine", "bench_kernels", "bench_process", "bench_serve", "config", "engine", "scheduler"},
-    "bench_process": {"config", "data_parallel", "engine", "ring", "scheduler"},
-    "bench_serve": {"config", "engine"},
-    "bench_kernels": {"kernels", "reference"},
-    "peers": set(),
     "journal": {"config", "scheduler"},
     "outputs": {"config", "scheduler", "tokenizer"},
     "tracing": {"plan"},
@@ -64,6 +58,9 @@ STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "bl
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
 TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "tracing", "wire"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
+BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
+EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 35, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -113,9 +110,16 @@ def test_kernels_and_reference_are_twins():
 
 
 def test_only_the_worker_picks_the_ops():
-    for name, tree in FILES.items():
-        if name not in ("worker", "bench_kernels"):  # which measures one against the other
+    for name, tree in (FILES | BENCHES).items():
+        if name not in ("worker", "bench_kernels"):  # bench_kernels compares the two
             assert not imports(tree) & {"kernels", "reference"}
+
+
+def test_scripts_shadow_no_file_of_the_root():
+    """A script's own folder comes first on sys.path, so a bench/engine.py would hide the engine."""
+    for folder in ("bench", "demo"):
+        assert not {path.stem for path in (ROOT / folder).glob("*.py")} & set(FILES)
+        assert not (ROOT / folder / "__init__.py").exists()
 
 
 def test_public_things_have_docstrings_and_annotations():
@@ -132,15 +136,39 @@ def test_public_things_have_docstrings_and_annotations():
                 for arg in node.args.args:
                     assert arg.annotation is not None or arg.arg == "self" or arg.arg == "cls", f"{name}({arg.arg})"
 
-    for name, tree in FILES.items():
+    for name, tree in (FILES | BENCHES).items():
         assert ast.get_docstring(tree), name
         check(tree.body, name)
 
 
 def test_no_globals_and_no_todo():
-    for name, tree in FILES.items():
-        assert not [n for n in ast.walk(tree) if isinstance(n, ast.Global)], name
-        assert "TODO" not in (ROOT / f"{name}.py").read_text(), name
+    for path in EVERY_FILE:
+        text = path.read_text()
+        assert not [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Global)], path
+        assert "TO" + "DO" not in text, path
+
+
+def test_the_root_has_few_files():
+    assert len(FILES) <= MOST_ROOT_FILES
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_are_short(path):
+    """Of a function, lines of code count, not its docstring, comments and blank lines."""
+    text = path.read_text()
+    lines = text.splitlines()
+    if path != ROOT / "kernels.py":
+        assert len(lines) <= MOST_FILE_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            docstring = range(node.body[0].lineno, node.body[0].end_lineno + 1) if ast.get_docstring(node) else ()
+            numbers = [n for n in range(node.lineno, node.end_lineno + 1) if n not in docstring]
+            code = [n for n in numbers if not re.match(r"\s*(#|$)", lines[n - 1])]
+            assert len(code) <= MOST_FUNCTION_LINES, f"{node.name} has {len(code)} lines of code"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= MOST_README_WORDS
 
 
 def test_every_option_is_described_in_one_line():

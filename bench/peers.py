@@ -1,4 +1,4 @@
-"""Other engines, for `bench.py` to take turns with: each runs in a Python of its own, on the same weights.
+"""Other engines that `bench.py` compares with. Each runs in a Python of its own, on the same weights.
 
 For `latency`:
 
@@ -12,11 +12,11 @@ last ones, "tokens": [[id, ...], ...]}. For `throughput`:
     python -I peers.py transformers-cb FOLDER             transformers' continuous batching
     python -I peers.py vllm FOLDER --max-model-len N      needs a GPU
 
-Here "new_tokens" is a list with a number for each prompt, of any length, tokens are drawn at temperature 0.6, and the
-answer is {"seconds": for all of it, "tokens": [[id, ...], ...]}.
+Here prompts have any length, "new_tokens" is a list with a number for each, tokens are drawn at temperature 0.6, and
+the answer is {"seconds": for all of it, "tokens": [[id, ...], ...]}.
 
-The first line out, once the model is loaded, says what runs: {"engine": name and version}. Nothing here knows of
-Manta; `-I` keeps its files out of sight, for transformers imports a `kernels`.
+Before the first answer, once the model is loaded, a line says what runs: {"engine": name and version}. Nothing here
+uses Manta. `-I` hides its files, because transformers would import Manta's `kernels` for a package of that name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they ta
 
 
 def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
-    """transformers' `generate`, greedy; a streamer sees the first tokens come."""
+    """transformers' `generate`, greedy. A streamer notes when tokens come."""
     import torch
     import transformers
 
@@ -64,7 +64,7 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
             self.times: list[float] = []
 
         def put(self, _: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())  # of the prompts, then of each step's tokens
+            self.times.append(time.perf_counter())  # the first call is for the prompts, then there is one a step
 
         def end(self) -> None:
             pass
@@ -80,14 +80,15 @@ def load_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
 
 
 def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
-    """llama.cpp's own calls, which decode several sequences at once; the argmax over the logits is NumPy's."""
+    """llama.cpp through its C interface, which decodes several sequences at once. NumPy takes the argmax."""
     import llama_cpp as llama
     import numpy as np
 
     path = cache / f"{folder.resolve().name}.gguf"
     if not path.exists():
+        cache.mkdir(parents=True, exist_ok=True)
         write_gguf(folder, path)
-    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it tells of every tensor
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # otherwise it logs every tensor
     llama.llama_backend_init()
     model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
     if not model:
@@ -108,7 +109,7 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
         return contexts[sequences, length]
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
-        count, length = len(prompts), -(-(len(prompts[0]) + new_tokens) // 256) * 256  # it rounds up to 256 itself
+        count, length = len(prompts), -(-(len(prompts[0]) + new_tokens) // 256) * 256  # llama.cpp rounds up to 256, too
         context, batch = context_of(count, length, count * length), llama.llama_batch_init(count * length, 0, 1)
         llama.llama_memory_clear(llama.llama_get_memory(context), False)
 
@@ -138,10 +139,10 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
 
 
 def load_continuous(folder: Path, threads: int, share: float) -> tuple[str, Generate]:
-    """transformers' continuous batching, by its manager: `generate_batch` gives all prompts the same output length.
+    """transformers' continuous batching, by its manager: `generate_batch` has one output length for all prompts.
 
-    The manager is kept from job to job, with the graphs that it has captured. On a CPU its cache holds all requests of
-    the largest job so far: without psutil it cannot see how much memory there is, and with it, takes most of that.
+    The manager and the graphs that it captured are kept from job to job. On a CPU its cache is made as large as the
+    largest job so far needs: left alone it fails without psutil, and takes most of the memory with it.
     """
     import torch
     import transformers
@@ -180,12 +181,12 @@ def load_continuous(folder: Path, threads: int, share: float) -> tuple[str, Gene
     if cuda:
         free, total = torch.cuda.mem_get_info()
         config.max_memory_percent = min(0.9, share * total / free)
-        generate([[0] * 8], [4])  # now takes that memory, before others come
+        generate([[0] * 8], [4])  # takes that memory now, before other engines start
     return f"transformers {transformers.__version__}, continuous batching", generate
 
 
 def load_vllm(folder: Path, max_model_len: int, share: float) -> tuple[str, Generate]:
-    """vLLM's `LLM`, as it is by default otherwise; ids go in and come out, so it needs no tokenizer."""
+    """vLLM's `LLM` with its defaults. Ids go in and come out, so it needs no tokenizer."""
     import vllm
 
     llm = vllm.LLM(
@@ -206,10 +207,10 @@ def load_vllm(folder: Path, max_model_len: int, share: float) -> tuple[str, Gene
 
 
 def write_gguf(folder: Path, path: Path) -> None:
-    """Write a Qwen3 checkpoint as llama.cpp reads it: matrices in BF16 as they are, norms in F32, no vocabulary.
+    """Write a Qwen3 checkpoint in llama.cpp's format: matrices stay in BF16, norms are in F32, there is no vocabulary.
 
     Raises:
-        ValueError: it is not a Qwen3 checkpoint in bfloat16, in one file.
+        ValueError: the checkpoint is not a Qwen3 model in bfloat16.
     """
     import gguf
     import numpy as np
@@ -247,20 +248,20 @@ def write_gguf(folder: Path, path: Path) -> None:
 
 
 def main() -> None:
-    """Load the model, then answer jobs until the input ends."""
+    """Load the model and answer jobs until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", choices=("transformers", "llama.cpp", "transformers-cb", "vllm"))
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cache", type=Path, help="folder for the GGUF")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu hides the GPUs")
-    parser.add_argument("--max-model-len", type=int, help="of vLLM")
-    parser.add_argument("--memory-share", type=float, default=0.9, help="of the GPU's memory, for all that it holds")
+    parser.add_argument("--max-model-len", type=int, help="for vLLM: tokens of the longest context")
+    parser.add_argument("--memory-share", type=float, default=0.9, help="share of the GPU's memory to take")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with os.fdopen(os.dup(1), "w", buffering=1) as out:
-        os.dup2(2, 1)  # whatever a library prints is no answer
+        os.dup2(2, 1)  # whatever a library prints goes to standard error, not among the answers
         if args.engine == "transformers":
             name, generate = load_transformers(args.folder, args.threads)
         elif args.engine == "transformers-cb":

@@ -1,9 +1,9 @@
 """The benchmarks of the kernels, for `bench.py kernels`.
 
-Each op runs on the shapes of real models, is checked against its twin first, and is then timed against two things: its
-floor, which is the fewest bytes that it must move or the operations that it must do at what the device was just
-measured to be capable of, and what a library takes for the same. Without a GPU nothing is measured: the table then has
-the bytes and operations, and the floor on an H200.
+Each op runs on the shapes of real models. It is first checked against its twin in `reference.py`. Then its time is
+compared with what a library takes and with a floor: the time for the bytes that it must move, or for the operations
+that it must do, at the speeds that were measured on the device a moment before. Without a GPU nothing is measured, and
+the table has the bytes, the operations and the floor on an H200.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ Figures = list[dict[str, Any]]
 Run = Callable[[], Any]
 
 BLOCK = 64  # tokens
-LAYERS = 2  # of the pool, so that a layer is strided
-CACHE = 200 << 20  # bytes: so much is touched between two uses of the same input, more than any L2 holds
+LAYERS = 2  # layers of the pool; with more than one, a layer is strided as in the engine
+COUNTED = {"op": 18, "model": 11, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
+MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
+CACHE = 200 << 20  # bytes that pass between two uses of one input; more than any L2 cache holds
 REPLAYS = 20
 
 
 class Shape(NamedTuple):
-    """What of a model, or of a rank's share of one, the ops see."""
+    """The sizes that the ops see of a model, or of a rank's share of one."""
 
     name: str
     hidden: int
@@ -49,42 +51,42 @@ SHAPES = (
 
 
 class Inputs(NamedTuple):
-    """One set of an op's inputs."""
+    """An op on one set of inputs."""
 
-    run: Callable[[ModuleType], Any]  # the op, of `kernels` or of `reference`
-    written: tuple[torch.Tensor, ...] = ()  # what it changes in place
-    libraries: Mapping[str, Run] = MappingProxyType({})  # the same by others
+    run: Callable[[ModuleType], Any]  # calls the op of `kernels` or of `reference`
+    written: tuple[torch.Tensor, ...] = ()  # the tensors that it changes in place
+    libraries: Mapping[str, Run] = MappingProxyType({})  # the same work, done by others
 
 
 class Case(NamedTuple):
-    """An op on inputs of one size."""
+    """An op and a size of its inputs."""
 
     op: str
     size: str
-    bytes: int  # each input read once, each output written once
-    flops: int  # of products
-    make: Callable[[str], Inputs]  # on this device
-    exact: bool = False  # the twin's result is the same to the bit
-    host: bool = False  # the bytes go to the host, or come from there
+    bytes: int  # with each input read once and each output written once
+    flops: int  # of matrix products
+    make: Callable[[str], Inputs]  # makes inputs on the device of this name
+    exact: bool = False  # whether the twin's result must be the same to the bit
+    host: bool = False  # whether the bytes go to the host or come from there
 
 
 class Limits(NamedTuple):
-    """What a device is capable of."""
+    """The highest speeds of a device."""
 
-    copy: float  # bytes a second from device memory to device memory, read and written
+    copy: float  # bytes a second of a copy within device memory, read plus written
     host: float  # bytes a second to pinned host memory
-    flops: float  # a second, of a bfloat16 product
+    flops: float  # operations a second of a bfloat16 product
 
     def floor(self, case: Case) -> float:
         """The least seconds that a case can take."""
         return max(case.bytes / (self.host if case.host else self.copy), case.flops / self.flops)
 
 
-H200 = Limits(4.3e12, 63e9, 790e12)  # the first and the last measured on one; between them PCIe 5.0's specification
+H200 = Limits(4.3e12, 63e9, 790e12)  # copy and flops were measured on one; host is PCIe 5.0's specification
 
 
 def draw(device: str, *shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Normal bfloat16 numbers."""
+    """Normally distributed bfloat16 numbers."""
     return torch.randn(shape, dtype=torch.float32, device=device).mul_(scale).to(torch.bfloat16)
 
 
@@ -96,7 +98,7 @@ def ints(values: Any, device: str, dtype: torch.dtype = torch.int32) -> torch.Te
 
 
 def norm_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
-    """rms_norm with its residual, and act_mul."""
+    """Cases of rms_norm with its residual, and of act_mul."""
     for t in tokens:
 
         def norm(device: str, t: int = t) -> Inputs:
@@ -120,7 +122,7 @@ def norm_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
 
 
 def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case]:
-    """qk_norm_rope_store."""
+    """Cases of qk_norm_rope_store."""
     width = s.heads + 2 * s.kv_heads
     for t in tokens:
 
@@ -143,7 +145,7 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
 
 
 def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator[Case]:
-    """The products of a layer in decode, plain and with what can be fused into them, against cuBLAS and the rest."""
+    """The products of a layer in decode, against cuBLAS."""
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     for name, inputs, outputs in (
         ("qkv", s.hidden, q + 2 * kv), ("o", q, s.hidden), ("gate_up", s.hidden, 2 * s.ffn), ("down", s.ffn, s.hidden),
@@ -154,29 +156,8 @@ def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator
                 x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
                 return Inputs(lambda ops: ops.linear(x, weight), (), {"cuBLAS": lambda: F.linear(x, weight)})
 
-            def fused(
-                device: str, t: int = t, inputs: int = inputs, outputs: int = outputs, name: str = name
-            ) -> Inputs:
-                x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
-                norm, residual = draw(device, inputs), draw(device, t, outputs)
-                if name in ("o", "down"):
-                    add = lambda: residual.add_(F.linear(x, weight))  # noqa: E731
-                    return Inputs(lambda ops: ops.linear(x, weight, residual=residual), (residual,), {"torch": add})
-
-                def library() -> torch.Tensor:
-                    y = F.linear(F.rms_norm(x, (inputs,), norm, 1e-6), weight)
-                    return F.silu(y[:, : outputs // 2]).mul_(y[:, outputs // 2 :]) if name == "gate_up" else y
-
-                activation = "silu" if name == "gate_up" else ""
-                return Inputs(lambda ops: ops.linear(x, weight, None, norm, 1e-6, activation), (), {"torch": library})
-
             read, flops = 2 * (t * inputs + outputs * inputs), 2 * t * outputs * inputs
             yield Case("linear", f"{name}, {t} x {inputs} -> {outputs}", read + 2 * t * outputs, flops, plain)
-            # The residual is read and written; of a gated product half as much comes out.
-            written = (
-                4 * t * outputs if name in ("o", "down") else t * outputs if name == "gate_up" else 2 * t * outputs
-            )
-            yield Case("linear", f"{name} fused, {t} x {inputs} -> {outputs}", read + written, flops, fused)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -198,7 +179,7 @@ def paged(s: Shape, lengths: list[int], device: str) -> tuple[torch.Tensor, torc
 
 
 def lay_out(kv: torch.Tensor, ops: ModuleType) -> torch.Tensor:
-    """`kv` with keys that lie where `ops` has them, while here they lie in the order of its dimensions."""
+    """`kv` in the layout of `ops`, which may keep a block's keys turned; here keys lie as the shape says."""
     if ops.keys_of(kv).stride() == kv[:, 0].stride():
         return kv
     own = kv.clone()
@@ -207,7 +188,7 @@ def lay_out(kv: torch.Tensor, ops: ModuleType) -> torch.Tensor:
 
 
 def contiguous(kv: torch.Tensor, tables: torch.Tensor, length: int) -> list[torch.Tensor]:
-    """Keys and values [B, KV, length, D] of rows of one length, for libraries that want them so."""
+    """Keys and values as [B, KV, length, D] of rows of one length, as some libraries want them."""
     kept = kv[tables.long()].transpose(1, 3).flatten(3, 4)  # [B, KV, 2, L, D]
     return [part[:, :, :length].contiguous() for part in kept.unbind(2)]
 
@@ -218,7 +199,7 @@ PREFILLS = (("16k", [(16384, 0)]), ("2k after 14k", [(2048, 14336)]), ("8 x 1k",
 
 
 def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
-    """attention_decode; the libraries get contiguous keys and values, where all rows have one length."""
+    """Cases of attention_decode. Where all rows have one length, libraries get contiguous keys and values."""
     scale = s.head_dim**-0.5
     for name, lengths in batches:
 
@@ -226,7 +207,7 @@ def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
             rows = len(lengths)
             kv, tables = paged(s, lengths, device)
             q, slots, lens = draw(device, rows, s.heads, s.head_dim), ints(range(rows), device), ints(lengths, device)
-            plans: dict[str, Any] = {}  # made once, as in a step for all layers
+            plans: dict[str, Any] = {}  # made once, as a step makes it once for all layers
 
             def run(ops: ModuleType) -> torch.Tensor:
                 if ops.__name__ not in plans:
@@ -258,7 +239,7 @@ def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
 def flashinfer_decode(
     s: Shape, q: torch.Tensor, kv: torch.Tensor, tables: torch.Tensor, lengths: list[int], scale: float
 ) -> Run:
-    """FlashInfer's batch decode over the same pages, with its plan made beforehand as ours is."""
+    """FlashInfer's batch decode over the same pages. Its plan is made beforehand, as ours is."""
     import flashinfer
 
     counts = [-(-length // BLOCK) for length in lengths]
@@ -276,7 +257,7 @@ def flashinfer_decode(
 
 
 def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
-    """attention_prefill of rows of (new tokens, context before them)."""
+    """Cases of attention_prefill, for rows of (new tokens, tokens before them)."""
     scale = s.head_dim**-0.5
     for name, rows in batches:
         lengths = [new + before for new, before in rows]
@@ -322,7 +303,7 @@ SAMPLERS = (("greedy", 0.0, 0, 1.0, False), ("temperature", 1.0, 0, 1.0, False),
 
 
 def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
-    """sample and logprobs; sorting is how most samplers without a kernel of their own cut off."""
+    """Cases of sample and logprobs. The library sorts, as most samplers without a kernel of their own do."""
     for name, heat, top_k, top_p, penalized in SAMPLERS:
 
         def make(
@@ -357,7 +338,7 @@ def sample_cases(s: Shape, rows: int = 256) -> Iterator[Case]:
 
 
 def penalties(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
-    """The fields of `Adjust` for rows with penalties alone, a thousandth of whose vocabulary has occurred."""
+    """The fields of `Adjust` for rows that have only penalties, with one token of a thousand in the output."""
     counts = (torch.rand(rows, vocab, device=device) < 1e-3).to(torch.int32) * 3
     bias_ids = torch.full((rows, 1024), 2**31 - 1, dtype=torch.int32, device=device)
     words = torch.zeros(rows, -(-vocab // 32), dtype=torch.int32, device=device)
@@ -366,7 +347,7 @@ def penalties(rows: int, vocab: int, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -> torch.Tensor:
-    """A token of each row: sort, cut off, and take the largest of p / Exp(1)."""
+    """Draw a token for each row: sort, cut off, and take the largest of p / Exp(1)."""
     x, order = (logits.float() / heat).sort(descending=True)
     if top_k:
         x[:, top_k:] = -math.inf
@@ -379,7 +360,7 @@ def sort_and_draw(logits: torch.Tensor, heat: float, top_k: int, top_p: float) -
 
 
 def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterator[Case]:
-    """apply_writes, prepare_inputs and post_update of a decode step, in which a sixteenth of the rows grow."""
+    """Cases of apply_writes, prepare_inputs and post_update in a decode step; a sixteenth of its rows get a block."""
 
     def apply(device: str) -> Inputs:
         state = torch.zeros(rows * max_model_len, dtype=torch.int32, device=device)
@@ -408,9 +389,9 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
 
 
 def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
-    """copy_blocks and swap_blocks, against torch's indexing and a copy call for each block."""
+    """Cases of copy_blocks and swap_blocks. The libraries are torch's indexing, and a copy call for each block."""
     pages = (2 * blocks, 28, 2, s.kv_heads, BLOCK, s.head_dim)
-    size = 2 * blocks * math.prod(pages[1:])  # bytes of those that move
+    size = 2 * blocks * math.prod(pages[1:])  # bytes of the blocks that move
 
     def copy(device: str) -> Inputs:
         pool = draw(device, *pages)
@@ -445,17 +426,17 @@ GROUPS = (norm_cases, rope_cases, linear_cases, decode_cases, prefill_cases, sam
 
 
 def results(inputs: Inputs, ops: ModuleType) -> list[torch.Tensor]:
-    """What the op returns and what it writes in place."""
+    """The tensors that the op returns, then those that it changes in place."""
     returned = inputs.run(ops)
     parts = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
     return [*parts, *inputs.written]
 
 
 def check(case: Case, kernels: ModuleType, reference: ModuleType, device: str) -> float:
-    """The largest relative error |kernel - twin| / |twin| of what the op brings, on equal inputs.
+    """The largest relative error |kernel - twin| / |twin| among an op's results, on equal inputs.
 
     Raises:
-        AssertionError: it is more than rounding explains, or not a number.
+        AssertionError: the error is more than rounding explains, or is not a number.
     """
     found = []
     for ops in (kernels, reference):
@@ -465,7 +446,7 @@ def check(case: Case, kernels: ModuleType, reference: ModuleType, device: str) -
 
 
 def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want|, of integers the share of those that differ; raises what `check` does."""
+    """|got - want| / |want|, or for integers the share that differs. Raises as `check` does."""
     if want.is_floating_point():
         norm = want.double().norm().clamp(min=1e-30)
         error = float((got.double() - want.double()).norm() / norm)
@@ -477,7 +458,7 @@ def relative_error(case: Case, got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def seconds(runs: list[Run]) -> float:
-    """What a call takes on the GPU, the host aside: by a graph of one call on each of several inputs; median of 20."""
+    """Seconds of a call on the GPU, without the host's part: the median of replays of a graph that makes all calls."""
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -497,7 +478,7 @@ def seconds(runs: list[Run]) -> float:
 
 
 def measure_limits() -> Limits:
-    """This GPU's."""
+    """Measure this GPU's highest speeds."""
     source, host = draw("cuda", 1 << 30), torch.empty(1 << 28, dtype=torch.bfloat16).pin_memory()
     target = torch.empty_like(source)
     copied = seconds([lambda: target.copy_(source)])
@@ -507,7 +488,7 @@ def measure_limits() -> Limits:
 
 
 def measure(case: Case, kernels: ModuleType, floor: float) -> dict[str, Any]:
-    """Time a case on the GPU, and the libraries on the same inputs."""
+    """Time a case and the libraries on the same inputs; `floor` is in seconds."""
     sets = [case.make("cuda") for _ in range(max(1, min(16, -(-CACHE // max(1, case.bytes)))))]
     took = seconds([functools.partial(inputs.run, kernels) for inputs in sets])
     ratios = []
@@ -521,13 +502,13 @@ def measure(case: Case, kernels: ModuleType, floor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def kernel_figures(ops: list[str], shapes: list[str]) -> Figures:
-    """Each case of the chosen ops and shapes (all, where none is chosen), checked and measured; on paper without a GPU.
+def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]]:
+    """A row for each case of the chosen ops and shapes (all, where none is chosen), as soon as it is known.
 
-    Raises:
-        AssertionError: a result is wrong.
+    On a GPU each case is checked and measured. A case that does not run, or whose result is wrong, says so under
+    "failure" in its row, and the next ones go on. Without a GPU a row has what can be counted.
     """
-    cuda, figures = torch.cuda.is_available(), []
+    cuda = torch.cuda.is_available()
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
@@ -536,15 +517,46 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Figures:
             if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
                 continue
             floor = limits.floor(case)
-            figures.append({
+            figure: dict[str, Any] = {
                 "op": case.op, "model": shape.name, "size": case.size, "MB": round(case.bytes / 1e6, 2),
                 "GFLOP": round(case.flops / 1e9, 2), "floor us": round(floor * 1e6, 1),
-            })  # fmt: skip
+            }  # fmt: skip
             if cuda:
-                import kernels
-                import reference
+                try:
+                    figure |= check_and_measure(case, floor)
+                except Exception as error:  # whatever it is, the figures of the other cases must not be lost
+                    figure["failure"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            yield figure
 
-                figures[-1]["error"] = f"{check(case, kernels, reference, 'cuda'):.0e}"
-                figures[-1] |= measure(case, kernels, floor)
-                torch.cuda.empty_cache()
-    return figures
+
+def check_and_measure(case: Case, floor: float) -> dict[str, Any]:
+    """What the GPU adds to a case's row: the error against the twin, and the times.
+
+    Args:
+        case: what to run.
+        floor: the least seconds that it can take.
+
+    Raises:
+        AssertionError: the result is wrong.
+    """
+    import kernels
+    import reference
+
+    error = check(case, kernels, reference, "cuda")
+    figure = {"error": f"{error:.0e}"} | measure(case, kernels, floor)
+    torch.cuda.empty_cache()
+    return figure
+
+
+def print_figures(figures: Iterator[dict[str, Any]]) -> Figures:
+    """Print each row as it comes, so that what ends the program leaves the rows before it; then return them all."""
+    widths = COUNTED | (MEASURED if torch.cuda.is_available() else {})
+    kept: Figures = []
+    for figure in figures:
+        if not kept:
+            print("  ".join(name.rjust(width) for name, width in widths.items()))
+        shown = {name: f"{value:,}" if isinstance(value, (int, float)) else value for name, value in figure.items()}
+        cells = [shown.get(name, "-").rjust(width) for name, width in widths.items()]
+        print("  ".join(cells) + (f"  failed: {figure['failure']}" if "failure" in figure else ""), flush=True)
+        kept.append(figure)
+    return kept

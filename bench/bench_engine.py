@@ -1,4 +1,4 @@
-"""The benchmarks of the engine itself, for `bench.py`: throughput, latency and its parts, with peers taking turns."""
+"""The engine's benchmarks for `bench.py`: throughput, latency and its phases, with other engines taking turns."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Figures = list[dict[str, Any]]
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers
 
 PEERS = Path(__file__).parent / "peers.py"
-COMPARED = 4  # first tokens of each answer that engines are compared by: later on, rounding leads them apart
+COMPARED = 4  # first tokens of each answer that are compared; later ones differ by rounding
 ENGINE = ("schedule", "submit", "wait", "update")  # phases of the engine's thread
-MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases that are a GPU's where it is,
-MOVES = "move_blocks"  # and so is this
+MODEL = ("decode", "prepare_inputs", "model", "logits", "sample", "post_update")  # phases of the device
+MOVES = "move_blocks"  # another phase of the device
 
 
 def engine_figures(args: argparse.Namespace) -> Figures:
-    """`throughput` or `latency`, as the command line asks for it."""
+    """The figures of `throughput` or `latency`, whichever the command line asks for."""
     options = {name: getattr(args, name) for name in ("load_format", "dtype", "device", "threads", "compile")}
     pythons = peer_pythons(args)
     if args.command == "latency" and args.breakdown:
@@ -38,7 +38,7 @@ def engine_figures(args: argparse.Namespace) -> Figures:
     arguments = [str(Path(args.model).resolve()), "--threads", str(args.threads), "--device", args.device]
     if args.command == "throughput":
         work = throughput_work(args.requests, args.scale, ModelConfig.from_folder(args.model).vocab_size)
-        share = EngineConfig.gpu_memory_utilization / (1 + len(args.peer))  # Manta, which comes last, has what is left
+        share = EngineConfig.gpu_memory_utilization / (1 + len(args.peer))  # Manta comes last and takes what is left
         arguments += ["--max-model-len", str(longest(work)), "--memory-share", f"{share:.3f}"]
     else:
         shapes = [(int(batch), int(length)) for batch, _, length in (shape.partition("x") for shape in args.shapes)]
@@ -54,14 +54,14 @@ def engine_figures(args: argparse.Namespace) -> Figures:
 
 
 def peer_pythons(args: argparse.Namespace) -> list[str]:
-    """The Python of each `--peer`, which has to name one."""
+    """The Python of each `--peer`. Exits with a message where a peer has none."""
     if len(args.peer) != len(args.peer_python):
         raise SystemExit(f"--peer is given {len(args.peer)} times; --peer-python {len(args.peer_python)} times")
     return args.peer_python
 
 
 def throughput_work(requests: int, scale: float, vocab_size: int) -> list[tuple[list[int], int]]:
-    """nano-vllm's workload: prompts and outputs of 100 to 1,024 tokens each, `scale` times that; its numbers, too."""
+    """nano-vllm's workload, drawn with its seed: prompts and outputs of 100 to 1,024 tokens each, times `scale`."""
     rng = random.Random(0)
 
     def length() -> int:
@@ -78,17 +78,17 @@ def throughput_figures(
     repeats: int = 1,
     peers: Sequence[Peer] = (),
 ) -> Figures:
-    """Seconds for the whole of `work`, offered at once, medians; the engines take turns on the same prompts.
+    """Median seconds for all of `work`, offered at once. The engines take turns on the same prompts.
 
     Args:
         model: its folder.
         work: prompts, and how many tokens to answer each with; see `throughput_work`.
-        options: of Manta, fields of `EngineConfig`.
+        options: Manta's, fields of `EngineConfig`.
         repeats: turns of each engine.
-        peers: the others. They leave text alone; Manta's time has that of making it from the tokens.
+        peers: the other engines. They return tokens only; Manta's time includes making text of them.
 
     Raises:
-        RuntimeError: an engine wrote more or less than it was to.
+        RuntimeError: an engine wrote more or fewer tokens than it was asked for.
     """
     from engine import LLM
 
@@ -106,7 +106,7 @@ def throughput_figures(
     for run in engines.values():
         run([[0]], [min(4, longest(work) - 1)])
     for turn in range(repeats):
-        prompts = [[(token + turn) % vocab_size for token in prompt] for prompt, _ in work]  # so no prefix is cached
+        prompts = [[(token + turn) % vocab_size for token in prompt] for prompt, _ in work]  # no prefix is cached
         for name, run in engines.items():
             answer = run(prompts, outputs)
             if [len(ids) for ids in answer["tokens"]] != outputs:
@@ -129,26 +129,26 @@ def throughput_figures(
 
 
 def longest(work: list[tuple[list[int], int]]) -> int:
-    """Tokens of the longest prompt with its answer."""
+    """Tokens of the longest prompt and its answer together."""
     return max(len(prompt) + output for prompt, output in work)
 
 
 class Peer:
-    """Another engine in its own Python, by way of `peers.py`; called with a job, it returns the answer.
+    """Another engine, which runs `peers.py` in a Python of its own. Calling it with a job returns the answer.
 
     Args:
         engine: its name in `peers.py`.
-        python: the interpreter that has it.
-        arguments: more words of the command line: the model's folder and options.
-        program: what speaks the protocol.
+        python: the interpreter that has the engine installed.
+        arguments: the rest of the command line: the model's folder and options.
+        program: the program to run; it speaks the protocol of `peers.py`.
 
     Raises:
-        RuntimeError: it ends before it answers.
+        RuntimeError: the process ends before it answers.
     """
 
     def __init__(self, engine: str, python: str, arguments: list[str], program: Path = PEERS):
         command, pipe = [python, "-I", str(program), engine, *arguments], subprocess.PIPE
-        elsewhere = tempfile.gettempdir()  # out of reach of our kernels.py, see there
+        elsewhere = tempfile.gettempdir()  # transformers would import our kernels.py, see peers.py
         self.engine = engine
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=elsewhere)
         self.name: str = self._read()["engine"]
@@ -167,7 +167,7 @@ class Peer:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it: by itself when it has no more input, for it may have processes of its own; else it is killed."""
+        """Close its input, so that it ends by itself with the processes it may have; kill it if it does not."""
         try:
             self.process.communicate(timeout=30)
         except subprocess.TimeoutExpired:
@@ -176,10 +176,10 @@ class Peer:
 
 
 def manta(model: str, batch: int, length: int, new_tokens: int, options: dict[str, Any]) -> tuple[Generate, Any]:
-    """`LLM.generate` as a job's answer, and its engine, made for batches that are prefilled in one step."""
+    """`LLM.generate` in the form of a peer, and its engine, which prefills a whole batch in one step."""
     from engine import LLM
 
-    tokens = max(batch * length, 256)  # also of a batch to warm up
+    tokens = max(batch * length, 256)
     llm = LLM(model, max_num_seqs=batch, max_model_len=length + new_tokens, max_num_batched_tokens=tokens, **options)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
@@ -201,18 +201,18 @@ def manta(model: str, batch: int, length: int, new_tokens: int, options: dict[st
 def latency_figures(
     model: str, shapes: list[tuple[int, int]], new_tokens: int, repeats: int, peers: list[Peer], options: dict[str, Any]
 ) -> Figures:
-    """Decode and prefill of (batch, prompt length) `shapes`, greedy; the engines take turns on the same prompts.
+    """Decode and prefill speed for (batch, prompt length) `shapes`, greedy. Engines take turns on the same prompts.
 
-    Manta, like llama.cpp's context, is made anew for each shape. Decode is what follows the first tokens of all. A step
-    reads all weights that multiply, and the KV of the context: "GB/s" is that, and "of memory" is its share of what
-    `read_bandwidth` finds in the same round, for a machine that is shared changes its speed. Weights are counted whole
-    where fewer bytes do, as for one greedy sequence.
+    Manta's engine is made anew for each shape, as llama.cpp's context is. Decode begins when all sequences have their
+    first token. "GB/s" counts the weights that a step multiplies by and the KV cache of the context; weights count
+    whole, also where a greedy sequence reads fewer bytes of them. "of memory" compares that with what `read_bandwidth`
+    found in the same round, because a shared machine changes its speed.
     """
     config, rng = ModelConfig.from_folder(model), random.Random(0)
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # a lookup, no product
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # numbers of one token
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # it is looked up only
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim  # numbers that a token stores
 
-    def prompts_of(batch: int, length: int) -> list[list[int]]:  # never the same, so no prefix cache helps
+    def prompts_of(batch: int, length: int) -> list[list[int]]:  # always new ones: no prefix is cached
         return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]
 
     figures = []
@@ -221,18 +221,19 @@ def latency_figures(
         engines: dict[str, Generate] = {f"Manta {VERSION}": generate} | {peer.name: peer for peer in peers}
         results: dict[str, Figures] = {name: [] for name in engines}
         warm, reads = prompts_of(batch, length), []
-        for run in engines.values():  # as long as a turn: in a virtual machine, memory that is new is slow for seconds
+        for run in engines.values():  # for a whole turn, because new memory of a virtual machine is slow for seconds
             run(warm, new_tokens)
         turns = deque(engines.items())
         for _ in range(repeats):
             prompts = prompts_of(batch, length)
             for name, run in turns:
                 results[name].append(run(prompts, new_tokens))
-            turns.rotate()  # in a virtual machine, who comes first may run on other cores
+            turns.rotate()  # in a virtual machine, the first engine of a round may get other cores
             reads.append(read_bandwidth(core.facts["device"]))
         core.close()
         reference, *_ = results.values()
-        numbers = core.facts["parameters"] - embedding + batch * kv * (length + new_tokens / 2)  # half-way
+        # The context is counted as it is half-way through the answer.
+        numbers = core.facts["parameters"] - embedding + batch * kv * (length + new_tokens / 2)
         traffic = numbers * (4 if core.facts["dtype"] == "float32" else 2)
         for name, answers in results.items():
             steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
@@ -249,19 +250,19 @@ def latency_figures(
 
 
 def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict[str, Any]) -> Figures:
-    """Microseconds of each phase of a decode step, medians, from the timeline that `--trace` writes.
+    """Median microseconds of each phase of a decode step, from the timeline that `--trace` writes.
 
-    "the engine's own" is what the host does for a step: on a CPU all of it but the model, and copies of KV blocks,
-    whose phases are the device's work on a GPU; there, all that the engine's thread does but wait. "streams and text"
-    is what the callers do between steps, which a server's engine leaves to other processes. Where all prompts are as
-    long, all sequences need another block in the same step, and none in the median one; where lengths differ, some do
-    in each step.
+    "the engine's own" is the host's work for a step. On a GPU it is everything that the engine's thread does except
+    waiting. On a CPU it is everything except the model and the copies of KV blocks, which would be a GPU's work.
+    "streams and text" is what the callers do between steps; a server does it in other processes. There are two rows:
+    with prompts of one length, all sequences need another block in the same step and none in the median step; with
+    prompts of different lengths, some sequences do in each step.
     """
     return [breakdown(model, [16 + i % spread for i in range(sequences)], new_tokens, options) for spread in (1, 64)]
 
 
 def breakdown(model: str, lengths: list[int], new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """One of `breakdown_figures`, for prompts of so many tokens."""
+    """One row of `breakdown_figures`, for prompts of `lengths` tokens."""
     from engine import LLM
 
     sequences = len(lengths)
@@ -273,17 +274,22 @@ def breakdown(model: str, lengths: list[int], new_tokens: int, options: dict[str
         for turn in range(2):  # the first warms up
             prompts = [[5 + turn + i % 500] * length for i, length in enumerate(lengths)]
             llm.generate(prompts, params, use_tqdm=False)
-        llm.core.close()  # so the timeline is whole
+        llm.core.close()  # this writes the end of the timeline
         events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     spread = f"{min(lengths)} to {max(lengths)}" if len(set(lengths)) > 1 else str(lengths[0])
     return {"prompt": spread} | phases_of(events, sequences, llm.core.facts["device"] != "cpu")
 
 
 def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:
-    """Median phases of those steps in a timeline that decode so many sequences.
+    """Median phases of those steps of a timeline that decode `sequences` rows.
+
+    Args:
+        events: the timeline's spans, in order; "ts" and "dur" are microseconds.
+        sequences: rows of the steps to look at.
+        cuda: whether a lane of the timeline is a GPU's.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no step decodes that many.
     """
     begins = [i for i, event in enumerate(events) if event["name"] == "schedule"]
     steps = []
@@ -292,7 +298,7 @@ def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:
         device: dict[str, float] = defaultdict(float)
         sizes = set()
         for event in events[i:following]:
-            if event["tid"] < 2:  # and not the device's lane
+            if event["tid"] < 2:  # the engine's and the worker's lanes, not the GPU's
                 taken[event["name"]] += event["dur"]
             if event["tid"] == 1 + cuda:
                 device["model" if event["name"] in MODEL else event["name"]] += event["dur"]
@@ -312,7 +318,7 @@ def phases_of(events: Figures, sequences: int, cuda: bool) -> dict[str, Any]:
 
 
 def agreement(answers: Figures, reference: Figures) -> float:
-    """Share of the first `COMPARED` tokens of each sequence that are the same in both engines' answers."""
+    """Share of each sequence's first `COMPARED` tokens that are the same in both engines' answers."""
     same = [
         a == b
         for answer, expected in zip(answers, reference, strict=True)
@@ -324,17 +330,17 @@ def agreement(answers: Figures, reference: Figures) -> float:
 
 @functools.cache
 def gibibyte(device: str) -> Any:
-    """1 GiB of ones; kept, for where a virtual machine has given it back, what runs next is slower by a tenth."""
+    """1 GiB of ones. It is kept, because after a virtual machine gave memory back, whatever runs next is slower."""
     import torch
 
     return torch.ones(2**28, device="cpu" if device == "cpu" else "cuda")
 
 
 def read_bandwidth(device: str) -> float:
-    """Bytes a second of reading 1 GiB, far more than any cache holds: torch's sum of it, the best of five."""
+    """Bytes a second at which torch sums 1 GiB, which is more than any cache holds. The best of five tries."""
     values = gibibyte(device)
     seconds = []
-    for _ in range(6):  # the first is for warming up
+    for _ in range(6):  # the first one warms up
         begun = time.perf_counter()
         values.sum().item()
         seconds.append(time.perf_counter() - begun)

@@ -1,4 +1,4 @@
-"""The benchmarks of processes, for `bench.py`: the ring, the executors, routing among engines, and survival."""
+"""The benchmarks of processes for `bench.py`: the ring, the executors, routing among engines, and survival."""
 
 from __future__ import annotations
 
@@ -20,18 +20,21 @@ from typing import Any
 
 from config import EngineConfig, SamplingParams
 from data_parallel import Router
+from plan import StepResult
 from ring import RingBuffer
-from scheduler import Request, Scheduler, StepResult
+from scheduler import Scheduler
+from sequence import Request
 
 Figures = list[dict[str, Any]]
 
+ROOT = Path(__file__).parent.parent  # has server.py
 SPAWN = multiprocessing.get_context("spawn")
 SIZES = (0, 100, 1000, 4000, 16_000, 70_000)  # bytes of the ring's messages; the last does not fit a chunk of 64 KB
 WEIGHTS = (20, 40, 30, 8, 2, 0.1)
 
 
 def messages(count: int) -> Any:
-    """`count` messages of mixed sizes; each begins with its number."""
+    """Yield `count` messages of mixed sizes; each begins with its number."""
     rng, noise = random.Random(0), random.Random(1).randbytes(2 * SIZES[-1])
     sizes = rng.choices(SIZES, WEIGHTS, k=count)
     for number, size in enumerate(sizes):
@@ -40,7 +43,7 @@ def messages(count: int) -> Any:
 
 
 def ring_reader(ring: RingBuffer, reader: int, answer: RingBuffer, count: int, slow: bool) -> None:
-    """Echo what comes until an empty message; then check `count` messages, and answer with how many were right."""
+    """Echo each message until an empty one comes; then check `count` messages and answer how many were right."""
     ring.be_reader(reader)
     answer.be_writer()
     while message := ring.read(60):
@@ -54,7 +57,7 @@ def ring_reader(ring: RingBuffer, reader: int, answer: RingBuffer, count: int, s
 
 
 def ring_figures(count: int, trips: int = 5000) -> Figures:
-    """Round trips of 1 KB, then `count` messages to 1, 2 and 4 readers, of which one falls asleep at random."""
+    """Time round trips of 1 KB, then `count` messages, with 1, 2 and 4 readers; one reader falls asleep at random."""
     figures = []
     for readers in (1, 2, 4):
         ring, answers = RingBuffer(readers, 1 << 16), [RingBuffer(1, 1 << 16) for _ in range(readers)]
@@ -91,7 +94,7 @@ def ring_figures(count: int, trips: int = 5000) -> Figures:
 
 
 def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: int) -> Figures:
-    """`LLM.generate` with the worker in a process of its own, and with the KV sanitizer, against neither; in turns."""
+    """Compare `LLM.generate` with a worker process, and with the KV sanitizer, with neither. They take turns."""
     from engine import LLM
 
     variants: dict[str, dict[str, Any]] = {
@@ -124,9 +127,13 @@ def executor_figures(model: str, batches: list[int], new_tokens: int, repeats: i
 
 
 def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int = 32) -> Figures:
-    """Prefix-cache hits of several engines on a trace (see `prefix_figures` of bench.py), by how requests are routed.
+    """Prefix-cache hits of several engines on a trace, by how requests are routed.
 
-    The loads that the router sees are of the latest `in_flight` requests.
+    Args:
+        trace: JSON lines with `hash_ids`; see `prefix_figures` in bench.py.
+        engines: how many there are.
+        pools: sizes of each engine's pool, in pages.
+        in_flight: the router sees the loads that this many latest requests make.
     """
     prompts = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
     longest, vocab, total = max(map(len, prompts)), max(map(max, prompts)) + 1, sum(map(len, prompts))
@@ -164,18 +171,18 @@ def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int 
 
 
 def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> Figures:
-    """Streams of a server whose worker is killed (or stopped) at random moments, against the same without that."""
+    """Compare streams whose worker is killed (or stopped) at random moments with the same streams left in peace."""
     figures = []
     for name in ("SIGKILL", "SIGSTOP"):
         with tempfile.TemporaryFile("w+") as log:
-            command = [sys.executable, "server.py", "--model", model, "--port", "0", "--step-timeout", "2"]
-            folder = Path(__file__).parent
-            server = subprocess.Popen([*command, "--dtype", "float32"], cwd=folder, stderr=log)
+            folder = str(Path(model).resolve())
+            command = [sys.executable, "server.py", "--model", folder, "--port", "0", "--step-timeout", "2"]
+            server = subprocess.Popen([*command, "--dtype", "float32"], cwd=ROOT, stderr=log)
             try:
-                port = int(_said(server, log, "http://127.0.0.1:").strip("\n"))
-                wanted = _texts(port, streams, new_tokens)
+                port = int(_wait_for_log(server, log, "http://127.0.0.1:").strip("\n"))
+                wanted = _stream_texts(port, streams, new_tokens)
                 texts: list[str] = []
-                reading = threading.Thread(target=lambda: texts.extend(_texts(port, streams, new_tokens)))  # noqa: B023
+                reading = threading.Thread(target=lambda: texts.extend(_stream_texts(port, streams, new_tokens)))  # noqa: B023
                 reading.start()
                 rng, done, begun = random.Random(0), 0, time.monotonic()
                 while done < kills and reading.is_alive():
@@ -193,27 +200,29 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> F
             log.seek(0)
             took = [float(line.rpartition(" after ")[2].split()[0]) for line in log if "new workers after" in line]
         figures.append({
-            "signal": name, "streams": streams, "times": done, "texts as without": f"{_same(texts, wanted)}/{streams}",
+            "signal": name, "streams": streams, "times": done,
+            "texts as without": f"{_count_equal(texts, wanted)}/{streams}",
             "recovery median s": round(statistics.median(took), 2), "most s": max(took), "in all s": round(seconds, 1),
         })  # fmt: skip
     return figures
 
 
-def _same(texts: list[str], wanted: list[str]) -> int:
+def _count_equal(texts: list[str], wanted: list[str]) -> int:
     return sum(text == other for text, other in zip(texts, wanted, strict=True))
 
 
-def _said(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+def _wait_for_log(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+    """What the server's log says after `what`, as soon as it is there."""
     while server.poll() is None:
         log.seek(0)
         if what in (text := log.read()):
             return text.rpartition(what)[2]
         time.sleep(0.1)
-    raise SystemExit("the server has not started")
+    raise SystemExit("the server ended before it listened")
 
 
-def _texts(port: int, streams: int, new_tokens: int) -> list[str]:
-    """What so many streams say."""
+def _stream_texts(port: int, streams: int, new_tokens: int) -> list[str]:
+    """The texts of `streams` concurrent streams."""
     texts = [""] * streams
 
     def read(i: int) -> None:
@@ -246,7 +255,7 @@ def _restarts(port: int) -> float:
 
 
 def _worker(pid: int) -> int:
-    """The one below `pid` that holds the model."""
+    """The process below `pid` that holds the model, found by torch's library; 0 if there is none."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if "libtorch" in Path(f"/proc/{child}/maps").read_text():
             return int(child)

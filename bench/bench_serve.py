@@ -1,7 +1,7 @@
-"""The benchmarks of the HTTP server, for `bench.py`: streams against `generate`, a replayed trace, and the start.
+"""The HTTP server's benchmarks for `bench.py`: streams against `generate`, a replayed trace, and the start.
 
-They start `server.py` themselves, and speak to it by plain sockets: an HTTP library would take more of the machine
-than the server does.
+They start `server.py` themselves and speak to it through plain sockets, because an HTTP library would use more of the
+machine than the server does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from config import VERSION, ModelConfig, SamplingParams
 
 Figures = list[dict[str, Any]]
 
+ROOT = Path(__file__).parent.parent  # has server.py
 POLL = 0.01  # seconds between looks at a server that starts
-PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # lengths: median and sigma of the log in Azure's conversations of 2023
-STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may have several tokens: usage counts
+PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # median and log-sigma of lengths in Azure's trace of 2023
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may hold several tokens
 
 
 class Server(NamedTuple):
-    """A server that listens."""
+    """A server that listens: its port, and the file that its log goes to."""
 
     port: int
     log: Path
@@ -46,10 +47,10 @@ class Server(NamedTuple):
 
 @contextlib.contextmanager
 def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
-    """Run `server.py` on `model` in a process of its own, from when it listens until the context ends.
+    """Run `server.py` on `model` in a process of its own. The context begins when it listens, and ends it.
 
     Raises:
-        RuntimeError: it has ended before; the message has its log.
+        RuntimeError: the server ended before it listened; the message has its log.
     """
     command = [sys.executable, "server.py", "--model", str(Path(model).resolve()), "--port", "0", *options]
 
@@ -57,13 +58,13 @@ def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
         found = re.search(r"http://127\.0\.0\.1:(\d+)\n", log)
         return int(found[1]) if found else None
 
-    with running("server.py", command, find_port, Path(__file__).parent) as server:
+    with running("server.py", command, find_port, ROOT) as server:
         yield server
 
 
 @contextlib.contextmanager
 def serving_vllm(model: str, python: str, max_model_len: int) -> Iterator[Server]:
-    """vLLM's own server, as it is by default otherwise, from when it is healthy; raises as `serving`."""
+    """Run vLLM's own server with its defaults. The context begins when it is healthy; raises as `serving` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -76,14 +77,14 @@ def serving_vllm(model: str, python: str, max_model_len: int) -> Iterator[Server
             return port if peer.getresponse().status == 200 else None
         return None
 
-    elsewhere = Path(tempfile.gettempdir())  # out of reach of our kernels.py, which others import under that name
+    elsewhere = Path(tempfile.gettempdir())  # transformers would import our kernels.py, see peers.py
     with running("vllm", command, find_port, elsewhere) as server:
         yield server
 
 
 @contextlib.contextmanager
 def running(name: str, command: list[str], find_port: Callable[[str], int | None], folder: Path) -> Iterator[Server]:
-    """A server in a process of its own, from when `find_port`, which is given its log, knows where it listens."""
+    """Run a server in a process of its own. The context begins when `find_port`, given the log, finds the port."""
     with tempfile.NamedTemporaryFile() as log:
         server, path = subprocess.Popen(command, cwd=folder, stderr=log), Path(log.name)
         try:
@@ -98,7 +99,7 @@ def running(name: str, command: list[str], find_port: Callable[[str], int | None
 
 
 def get(port: int, path: str) -> tuple[int, Any]:
-    """Status and JSON of a GET."""
+    """Send a GET; returns the status and the JSON."""
     with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
         connection.request("GET", path)
         response = connection.getresponse()
@@ -106,7 +107,7 @@ def get(port: int, path: str) -> tuple[int, Any]:
 
 
 async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Ask for a completion by this JSON; the reply is yet to be read."""
+    """Send this JSON as a request for a completion. The caller reads the reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
     writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
@@ -117,7 +118,7 @@ async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio
 
 
 def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
-    """Output tokens a second of that many HTTP streams, and of `LLM.generate` over the same prompts, taking turns."""
+    """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns."""
     from engine import LLM
 
     llm = LLM(model)
@@ -146,7 +147,7 @@ def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: in
 
 
 async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
-    """Complete all `prompts` at once as streams, and read these to their ends."""
+    """Stream a completion of each of `prompts` at once, and read all of them to their ends."""
 
     async def read(prompt: str) -> bytes:
         body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -164,7 +165,7 @@ async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
 
 
 class Arrival(NamedTuple):
-    """A request of a trace: when it comes, in seconds after the first, and its lengths in tokens."""
+    """A request of a trace: the seconds from the first request to this one, and its lengths in tokens."""
 
     at: float
     prompt: int
@@ -172,10 +173,10 @@ class Arrival(NamedTuple):
 
 
 def read_trace(path: Path, requests: int) -> list[Arrival]:
-    """The first `requests` of a trace as Azure publishes them: TIMESTAMP,ContextTokens,GeneratedTokens.
+    """The first `requests` of a trace in Azure's format, with columns TIMESTAMP, ContextTokens and GeneratedTokens.
 
     Raises:
-        ValueError: it has fewer, or other columns.
+        ValueError: the trace is shorter, or has other columns.
     """
     found: list[tuple[datetime, int, int]] = []
     with path.open(newline="") as lines:
@@ -196,7 +197,7 @@ def read_trace(path: Path, requests: int) -> list[Arrival]:
 
 
 def poisson(requests: int, rate: float) -> list[Arrival]:
-    """Arrivals of a Poisson process of `rate` a second; lengths are log-normal, always the same ones."""
+    """Arrivals of a Poisson process of `rate` requests a second with log-normal lengths; every call draws the same."""
     rng, at, work = random.Random(0), 0.0, []
 
     def length(median: float, sigma: float) -> int:
@@ -209,16 +210,19 @@ def poisson(requests: int, rate: float) -> list[Arrival]:
 
 
 def rescale(work: list[Arrival], rate: float) -> list[Arrival]:
-    """The same with gaps stretched so that their mean is that of `rate` requests a second."""
+    """Stretch the gaps between arrivals so that their mean is that of `rate` requests a second."""
     span = work[-1].at
     stretch = (len(work) - 1) / (rate * span) if span else 0.0
     return [arrival._replace(at=arrival.at * stretch) for arrival in work]
 
 
 def fit(work: list[Arrival], scale: float, limit: int) -> tuple[list[Arrival], int]:
-    """Lengths times `scale`, where a context of `limit` tokens holds them, and how many requests it had to cut.
+    """Multiply lengths by `scale` and cut what a context of `limit` tokens cannot hold.
 
-    An output is cut to half of the context, then a prompt to what is left.
+    An output is cut to half of the context, then its prompt to what is left.
+
+    Returns:
+        The requests, and how many of them were cut.
     """
     fitted, cut = [], 0
     for at, *lengths in work:
@@ -231,12 +235,12 @@ def fit(work: list[Arrival], scale: float, limit: int) -> tuple[list[Arrival], i
 
 @dataclass
 class Reply:
-    """What came of a request.
+    """The outcome of a request.
 
     Attributes:
-        times: of the events with text, each of one or more tokens, in seconds since the request was to come.
-        tokens: of the output, as the server counts them.
-        error: how it failed; empty if it did not.
+        times: when each event with text came, in seconds after the request was due; an event has one or more tokens.
+        tokens: length of the output, as the server counts it.
+        error: how the request failed; empty if it did not.
     """
 
     times: list[float] = field(default_factory=list)
@@ -255,14 +259,14 @@ class Reply:
 
 
 async def read_events(port: int, content: bytes, arrival: float) -> Reply:
-    """Send a request that was to come at `arrival`, and note when each event of its stream comes."""
-    reply, said, last, before = Reply(), b"", b"", b""
+    """Send a request that was due at `arrival`, and note when each event of its stream comes."""
+    reply, shown, last, before = Reply(), b"", b"", b""
     try:
         reader, writer = await post(port, content)
         status = await reader.readline()
         with contextlib.closing(writer):
             async for line in reader:
-                said = line.strip() or said
+                shown = line.strip() or shown
                 if line.startswith(b"data: "):
                     reply.times.append(time.perf_counter() - arrival)
                     before, last = last, line
@@ -270,8 +274,8 @@ async def read_events(port: int, content: bytes, arrival: float) -> Reply:
         return Reply(error=repr(error))
     usage = json.loads(before[6:]) if last.startswith(b"data: [DONE]") else {}
     if not usage.get("usage"):
-        return Reply(error=f"{status!r} and at the end {before or said!r}")
-    del reply.times[-2:]  # of the usage, and of [DONE]
+        return Reply(error=f"{status!r} and at the end {before or shown!r}")
+    del reply.times[-2:]  # the usage and [DONE] carry no text
     reply.tokens = usage["usage"]["completion_tokens"]
     return reply
 
@@ -286,14 +290,14 @@ async def replay(port: int, work: list[Arrival], contents: list[bytes]) -> list[
 
 
 def percentile(values: Sequence[float], share: float) -> float | str:
-    """The value that `share` of all do not exceed, with one decimal; a dash where there are none."""
+    """The value that `share` of all values do not exceed, to one decimal; a dash if there are no values."""
     return round(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], 1) if values else "-"
 
 
 def latencies(replies: list[Reply], seconds: float, slo_ttft: float, slo_tpot: float) -> dict[str, Any]:
-    """What a run of so many seconds comes to; the SLOs are in ms, and goodput is the requests that meet both.
+    """Sum up a run of `seconds`. The SLOs are in ms; goodput counts the requests that meet both.
 
-    A request that failed counts among all, and in no latency.
+    A failed request counts in the share that meets the SLO, but in no latency.
     """
     done = [reply for reply in replies if not reply.error]
     good = sum(reply.ttft <= slo_ttft and reply.tpot <= slo_tpot for reply in done)
@@ -322,18 +326,18 @@ def serve_figures(
     options: Sequence[str] = (),
     peers: Sequence[str] = (),
 ) -> Figures:
-    """A server under requests that come as in `trace` (or else at random), whether or not it keeps up.
+    """Latencies of a server whose requests come as in `trace`, or else at random, whether or not it keeps up.
 
     Args:
-        model: to serve.
+        model: the folder to serve.
         trace: see `read_trace`.
-        rate: mean of the arrivals, in requests a second.
-        requests: how many.
+        rate: mean rate of the arrivals, in requests a second.
+        requests: how many requests to send.
         slo_ttft: the longest good time to the first token, in ms.
         slo_tpot: the longest good time per output token, in ms.
-        scale: of prompt and output lengths.
-        options: more of Manta's command line.
-        peers: Pythons that have vLLM, whose servers get the same, one after the other.
+        scale: factor on prompt and output lengths.
+        options: further words of Manta's command line.
+        peers: Pythons that have vLLM; the server of each then gets the same requests.
 
     Raises:
         ValueError: the trace is not usable, or a number is not positive.
@@ -364,7 +368,7 @@ def serve_figures(
 def replay_figures(
     port: int, work: list[Arrival], prompts: list[list[int]], slo_ttft: float, slo_tpot: float
 ) -> dict[str, Any]:
-    """What the server at `port` makes of `work` with these prompts."""
+    """Replay `work` with these prompts on the server at `port`, and sum up its latencies."""
     fields = {"temperature": 0, "ignore_eos": True} | STREAM
     contents = [
         json.dumps({"prompt": prompt, "max_tokens": arrival.output} | fields).encode()
@@ -383,7 +387,7 @@ def replay_figures(
 
 
 def cpu_seconds() -> float:
-    """CPU time that this process has used."""
+    """CPU seconds that this process has used."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
@@ -394,8 +398,9 @@ def cpu_seconds() -> float:
 def startup_figures(model: str, repeats: int, options: Sequence[str] = ()) -> Figures:
     """Seconds from the start of `python server.py` to the first token of a request, by phase.
 
-    The worker tells its own phases in the start log. "the rest" is what it takes until /health says 200 beside them:
-    three processes, their imports, and the device's first use. "whole" is "ready" and "first token".
+    The start log has the worker's phases. "ready" is when /health says 200, and "the rest" is the part of it that is in
+    no phase: starting three processes, their imports, and the first use of the device. "whole" is "ready" plus "first
+    token".
     """
     content = json.dumps({"prompt": [5] * 16, "max_tokens": 1} | STREAM).encode()
     figures = []
@@ -413,10 +418,10 @@ def startup_figures(model: str, repeats: int, options: Sequence[str] = ()) -> Fi
 
 
 def startup_phases(log: str, ready: float, whole: float) -> dict[str, float]:
-    """Seconds of each phase that the start log tells, and of "the rest" until `ready`, so that they add up."""
-    told = re.search(r"^  start-up  (.+)$", log, re.MULTILINE)
-    assert told, f"no phases in {log}"
-    phases = {name: float(seconds) for name, seconds in re.findall(r"(\w[\w -]*) ([\d.]+) s", told[1])}
+    """Seconds of each phase in the start log, and of "the rest", so that all of them add up to `ready`."""
+    line = re.search(r"^  start-up  (.+)$", log, re.MULTILINE)
+    assert line, f"no phases in {log}"
+    phases = {name: float(seconds) for name, seconds in re.findall(r"(\w[\w -]*) ([\d.]+) s", line[1])}
     ready, whole = round(ready, 3), round(whole, 3)
     rest, first = round(ready - sum(phases.values()), 3), round(whole - ready, 3)
     return phases | {"the rest": rest, "ready": ready, "first token": first, "whole": whole}

@@ -1,22 +1,24 @@
-"""Measures what the README claims; each figure there names its command here.
+"""Measure what the documentation claims; `docs/measurements.md` names the command of each figure.
 
-    python bench.py scheduler                                   microseconds of planning a decode step, per sequence
-    python bench.py prefix --trace mooncake_conversation.jsonl  prefix-cache hits against the size of the pool
-    python bench.py routing --trace mooncake_conversation.jsonl hits of several engines, by how requests are routed
-    python bench.py ring                                        the shared-memory ring: round trips, a million messages
-    python bench.py executor                                    a worker process, and the KV sanitizer, against neither
-    python bench.py survival                                    streams while their worker is killed, again and again
-    python bench.py overload                                    four times the work that the KV pool holds, at once
-    python bench.py kernels                                     each kernel, checked, against its floor and a library
-    python bench.py throughput --model FOLDER                   nano-vllm's 256 requests of random lengths, peers beside
-    python bench.py streams                                     what HTTP streams lose of `LLM.generate`'s throughput
-    python bench.py serve --trace TRACE.csv --rate 2            latencies and goodput of a server under a trace
-    python bench.py startup                                     from the server's start to its first token, by phase
-    python bench.py latency --model FOLDER                      decode and prefill by batch size, peers beside it
-    python bench.py latency --breakdown 256                     microseconds of each phase of a step
-    python bench.py make-model FOLDER                           random weights of a real shape, to measure with
+Each line below goes after `python bench/bench.py`:
 
-`--json FILE` also writes the figures down, with the machine, the versions and the date.
+    scheduler                                    microseconds of planning a decode step, per sequence
+    prefix --trace mooncake_conversation.jsonl   prefix-cache hits against the size of the pool
+    routing --trace mooncake_conversation.jsonl  hits of several engines, by how requests are routed
+    ring                                         the shared-memory ring: round trips, and a million messages
+    executor                                     a worker process, and the KV sanitizer, against neither
+    survival                                     streams while their worker is killed, again and again
+    overload                                     four times the work that the KV pool holds, all at once
+    kernels                                      each kernel, checked, against its floor and a library
+    throughput --model FOLDER                    nano-vllm's 256 requests of random lengths, peers beside it
+    streams                                      how much of `LLM.generate`'s throughput HTTP streams lose
+    serve --trace TRACE.csv --rate 2             latencies and goodput of a server under a trace
+    startup                                      from the server's start to its first token, by phase
+    latency --model FOLDER                       decode and prefill by batch size, peers beside it
+    latency --breakdown 256                      microseconds of each phase of a step
+    make-model FOLDER                            random weights of a real shape, to measure with
+
+`--json FILE`, before the command, also writes the figures to a file, with the machine, the versions and the date.
 """
 
 from __future__ import annotations
@@ -35,11 +37,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
+
 import bench_engine
 import bench_process
 import bench_serve
 from config import VERSION, EngineConfig, SamplingParams
-from scheduler import Request, Scheduler, StepResult
+from plan import StepResult
+from scheduler import Scheduler
+from sequence import Request
 
 Figures = list[dict[str, Any]]
 
@@ -54,12 +60,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model`
 
 
 def scheduler_figures(repeats: int = 300) -> Figures:
-    """Time of `schedule` and `update` in steady decode steps; a step's results are made up, no model runs."""
+    """Microseconds of `schedule` and `update` in steady decode steps. No model runs: a step's results are made up."""
     figures = []
     for running, waiting, length in ((256, 0, 200), (256, 10_000, 200), (256, 0, 8000), (32, 0, 200)):
         config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192)
-        output = repeats + running * length // config.max_num_batched_tokens + 64  # all outlast the timing
-        blocks = running * ((length + output) // config.block_size + 2)  # who waits, waits for a slot
+        output = repeats + running * length // config.max_num_batched_tokens + 64  # none ends while it is timed
+        blocks = running * ((length + output) // config.block_size + 2)  # who waits lacks a slot, not blocks
         scheduler = Scheduler(config, blocks, 16384, 1000, [999])
         for i in range(running + waiting):
             scheduler.add(Request(str(i), [i % 900] * length, SamplingParams(max_tokens=output)))
@@ -88,11 +94,16 @@ def scheduler_figures(repeats: int = 300) -> Figures:
 
 
 def prefix_figures(trace: Path, pools: list[int], host_factor: int) -> Figures:
-    """Hits of the prefix cache on a trace, one request after the other, against those of an infinite cache: with the
-    device's pool alone, and with a host pool of `host_factor` times its size behind it.
+    """Prefix-cache hits on a trace whose requests run one after the other, compared with those of an infinite cache.
 
-    The trace (Mooncake's format) names each 512-token page of a prompt by a hash of all before it, so a page stands
-    here for a token and blocks have one token.
+    Each pool is tried alone, and with a host pool of `host_factor` times its size behind it. The trace is in Mooncake's
+    format: it names each page of 512 tokens by a hash of everything up to its end. So one token stands for a page here,
+    and a block has one token.
+
+    Args:
+        trace: JSON lines with `hash_ids`.
+        pools: sizes of the device's pool, in pages.
+        host_factor: size of the host pool, in device pools.
     """
     prompts = [json.loads(line)["hash_ids"] for line in trace.read_text().splitlines()]
     seen: set[int] = set()
@@ -127,11 +138,11 @@ def prefix_figures(trace: Path, pools: list[int], host_factor: int) -> Figures:
 
 
 def plot_prefix(figures: Figures, path: Path) -> None:
-    """Draw hit rate against pool size; needs matplotlib, which nothing else does."""
+    """Draw hit rate against pool size. Only this needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "manta"  # else every drawing differs from the last
+    matplotlib.rcParams["svg.hashsalt"] = "manta"  # so that equal figures make equal files
     from matplotlib import pyplot
 
     *curves, infinite = figures
@@ -152,8 +163,11 @@ def plot_prefix(figures: Figures, path: Path) -> None:
 
 
 def overload_figures(model: str, repeats: int) -> Figures:
-    """Four times the work that the KV pool holds, offered all at once, against as much at a time as the pool holds."""
-    from engine import EngineCore  # brings torch
+    """Time four times the work that the KV pool holds, offered all at once, and offered as much as fits at a time.
+
+    Each row is the median of `repeats` runs, and "of the paced" compares it with the second way.
+    """
+    from engine import EngineCore
 
     size, blocks = 16, 256
     rng = random.Random(0)
@@ -201,8 +215,8 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     """Write a Qwen3 checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
 
     Args:
-        folder: is made.
-        shape: what config.json is to say.
+        folder: where to write; it is made if it is not there.
+        shape: the contents of config.json.
     """
     import tokenizers
     import torch
@@ -223,7 +237,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
         sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, size in sizes.items():  # norms around 1, and matrices that keep activations near 1
+    for name, size in sizes.items():  # norms are around 1, and matrices keep activations near 1
         norm = len(size) == 1
         drawn = torch.rand(size, generator=generator) + 0.5 if norm else torch.randn(size, generator=generator)
         weights[f"model.{name}.weight"] = (drawn if norm else drawn * size[1] ** -0.5).bfloat16()
@@ -235,7 +249,7 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
 
 
 def show(figures: Figures) -> None:
-    """Print figures as a table, or a lone one with a line for each of its entries."""
+    """Print figures as a table; a single figure gets a line for each of its entries."""
     if len(figures) == 1:
         figures = [{"figure": name, "value": value} for name, value in figures[0].items()]
     rows = [
@@ -251,29 +265,29 @@ def show(figures: Figures) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Where and when this ran."""
+    """The machine, the versions, the date and the command, for the file of figures."""
     model = platform.processor() or platform.machine()
     if (info := Path("/proc/cpuinfo")).exists():
         model = next((ln.split(":")[1].strip() for ln in info.read_text().splitlines() if "model name" in ln), model)
     return {
         "date": datetime.date.today().isoformat(), "cpu": model, "python": platform.python_version(), "manta": VERSION,
-        "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
+        "command": " ".join(["python", "bench/bench.py", *(Path(word).name for word in sys.argv[1:])]),
     }  # fmt: skip
 
 
 def new_parser() -> argparse.ArgumentParser:
-    """The command line: a command for each benchmark, with its options."""
+    """The command line's parser: a command for each benchmark, with its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("scheduler")
     prefix = commands.add_parser("prefix")
-    prefix.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as Mooncake's traces")
+    prefix.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as in Mooncake's traces")
     prefix.add_argument("--pools", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384], help="in pages")
     prefix.add_argument("--host-factor", type=int, default=4, help="size of the host pool, in pools")
     prefix.add_argument("--plot", type=Path, help="draw the curves to this file (needs matplotlib)")
     routing = commands.add_parser("routing")
-    routing.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as Mooncake's traces")
+    routing.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as in Mooncake's traces")
     routing.add_argument("--engines", type=int, default=2)
     routing.add_argument("--pools", type=int, nargs="*", default=[2048, 4096, 8192], help="of each engine, in pages")
     ring = commands.add_parser("ring")
@@ -284,39 +298,39 @@ def new_parser() -> argparse.ArgumentParser:
     survival.add_argument("--streams", type=int, default=200)
     survival.add_argument("--kills", type=int, default=10)
     for command, new_tokens in ((executor, 64), (survival, 500)):
-        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
         command.add_argument("--new-tokens", type=int, default=new_tokens)
     executor.add_argument("--repeats", type=int, default=7)
     kernels = commands.add_parser("kernels")
-    kernels.add_argument("--ops", nargs="*", default=[], help="such as sample; all, unless said otherwise")
-    kernels.add_argument("--shapes", nargs="*", default=[], help="such as qwen3-0.6b; likewise")
+    kernels.add_argument("--ops", nargs="*", default=[], help="such as sample; default: all of them")
+    kernels.add_argument("--shapes", nargs="*", default=[], help="such as qwen3-0.6b; default: all of them")
     overload = commands.add_parser("overload")
-    overload.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+    overload.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
     overload.add_argument("--repeats", type=int, default=3)
     throughput = commands.add_parser("throughput")
     throughput.add_argument("--requests", type=int, default=256)
-    throughput.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    throughput.add_argument("--scale", type=float, default=1.0, help="factor on lengths, for a slow machine")
     streams = commands.add_parser("streams")
-    streams.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+    streams.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
     streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
     streams.add_argument("--new-tokens", type=int, default=64)
     streams.add_argument("--repeats", type=int, default=5)
     serve = commands.add_parser("serve")
-    serve.add_argument("--trace", type=Path, help="CSV as Azure's LLM traces; Poisson arrivals, unless said otherwise")
+    serve.add_argument("--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: Poisson arrivals")
     serve.add_argument("--rate", type=float, default=2.0, help="mean of the arrivals, in requests a second")
     serve.add_argument("--requests", type=int, default=100, help="from the trace's beginning")
     serve.add_argument("--slo-ttft", type=float, default=1000.0, help="longest good time to the first token, in ms")
     serve.add_argument("--slo-tpot", type=float, default=100.0, help="longest good time per output token, in ms")
-    serve.add_argument("--scale", type=float, default=1.0, help="of prompt and output lengths, for a slow machine")
+    serve.add_argument("--scale", type=float, default=1.0, help="factor on lengths, for a slow machine")
     startup = commands.add_parser("startup")
     startup.add_argument("--repeats", type=int, default=3)
     for command in (serve, startup):
-        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
+        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
         command.add_argument(
-            "--options", type=shlex.split, default=[], help='more of the server\'s command line: "--dtype float32"'
+            "--options", type=shlex.split, default=[], help='further options for the server: "--dtype float32"'
         )
     serve.add_argument("--peer", action="append", default=[], choices=["vllm"], help="may be repeated")
-    serve.add_argument("--peer-python", action="append", default=[], help="the Python that has it, for each peer")
+    serve.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
@@ -330,9 +344,9 @@ def new_parser() -> argparse.ArgumentParser:
     ):
         command.add_argument("--repeats", type=int, default=repeats)
         command.add_argument("--peer", action="append", default=[], choices=names, help="may be repeated")
-        command.add_argument("--peer-python", action="append", default=[], help="the Python that has it, for each peer")
-        command.add_argument("--model", default=EngineConfig.model, help="the bundled demo, unless said otherwise")
-        command.add_argument("--load-format", default="auto", help="dummy makes up the weights")
+        command.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
+        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+        command.add_argument("--load-format", default="auto", help="dummy: made-up weights")
         command.add_argument("--dtype", default="auto")
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
@@ -361,9 +375,9 @@ def main() -> None:
     elif args.command == "survival":
         figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens)
     elif args.command == "kernels":
-        import bench_kernels  # here, for the others run where there is no Triton
+        import bench_kernels  # only here, because the other benchmarks run without Triton
 
-        figures = bench_kernels.kernel_figures(args.ops, args.shapes)
+        figures = bench_kernels.print_figures(bench_kernels.kernel_figures(args.ops, args.shapes))
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
@@ -377,11 +391,14 @@ def main() -> None:
         figures = bench_serve.startup_figures(args.model, args.repeats, args.options)
     else:
         figures = bench_engine.engine_figures(args)
-    show(figures)
+    if args.command != "kernels":  # its rows were printed as they came
+        show(figures)
     if args.command == "prefix" and args.plot:
         plot_prefix(figures, args.plot)
     if args.json:
         args.json.write_text(json.dumps({"machine": machine(), "figures": figures}, indent=2) + "\n")
+    if any("failure" in figure for figure in figures):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":
