@@ -1,7 +1,7 @@
 """The engine: one loop that owns the scheduler, and its faces.
 
     EngineCore      scheduler + executor; each `step()` plans, runs and reports; dead workers are replaced
-    InprocClient    the core in the caller's own process, with the face of `client.py`'s
+    InprocClient    the core in the caller's own process, with the methods of `client.py`'s `MPClient`
     LLM             the same for scripts: `LLM("demo").generate("To be, or not")`
 
 For the server the core has a process of its own: `engine_process.py`.
@@ -15,7 +15,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -25,7 +25,8 @@ from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
-from scheduler import EngineOutput, Outputs, Request, Scheduler, StepPlan
+from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from scheduler import Request, Scheduler
 from tokenizer import Tokenizer
 from tracing import Trace
 
@@ -70,25 +71,19 @@ class EngineCore:
         self.depth = 2 if overlap else 1  # of these there are at most so many
         self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        salt: str = "",
-        priority: int = 0,
-    ) -> None:
-        """Queue a request; a lower priority goes first, where that is the policy.
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add`.
         """
-        request = Request(request_id, prompt_token_ids, params, salt, priority)
+        r = request
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority)
         if self.journal:
             self.journal.tick()
-        self.scheduler.add(request)
+        self.scheduler.add(queued)
         if self.journal:
-            self.journal.add(request)
+            self.journal.add(queued)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request, or one of its samples; what is unknown has just finished."""
@@ -100,15 +95,15 @@ class EngineCore:
         """Whether a step would do anything."""
         return bool(self.plans) or self.scheduler.has_work()
 
-    def step(self, empty: bool = False) -> Outputs:
+    def step(self, start: bool | None = None) -> Outputs:
         """Take the result of the oldest step that runs, and start the next; returns what the result brought.
 
         So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
-        scheduling so does the planning, for another step has been handed to them by then. Nothing is brought where a
-        second step must be started first, or the workers had to be started anew.
+        scheduling the planning does too, because another step has been handed to them by then. The outputs are empty
+        where a second step must be started first, or the workers had to be started anew.
 
         Args:
-            empty: start a step also where there is nothing to run.
+            start: whether to start a step; None starts one if there is anything to run.
 
         Raises:
             ValueError, WorkerError: they do not start any more.
@@ -116,9 +111,9 @@ class EngineCore:
         """
         if self.journal:
             self.journal.tick()
-        more = self.scheduler.has_work() or empty
+        more = self.scheduler.has_work() if start is None else start
         news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
-        if self.scheduler.has_work() or empty:
+        if self.scheduler.has_work() if start is None else start:
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
             if self.journal:
@@ -290,22 +285,14 @@ class InprocClient:
         self.core = core
         self.streams: dict[str, Stream] = {}
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        salt: str = "",
-        stream: Stream | None = None,
-        priority: int = 0,
-    ) -> Stream:
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
 
         Raises:
             ValueError: it can never run.
         """
-        self.core.add(request_id, prompt_token_ids, params, salt, priority)
-        return self.streams.setdefault(request_id, stream or InprocStream(self))
+        self.core.add(request)
+        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
@@ -422,7 +409,8 @@ class LLM:
         live, stream = {}, InprocStream(self.client)
         try:
             for request, rank in zip(requests, ranks, strict=True):
-                self.client.add(request.request_id, request.prompt_token_ids, request.params, "", stream, rank)
+                ids, param = request.prompt_token_ids, request.params
+                self.client.add(EngineCoreRequest(request.request_id, ids, param, priority=rank), stream)
                 live[request.request_id] = request
             self._run(live, stream, use_tqdm)
         finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call

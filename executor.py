@@ -31,9 +31,8 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from config import EngineConfig, ModelConfig
-from ring import RingBuffer, RingTimeout
-from scheduler import StepPlan, StepResult
-from wire import Call, Codec, Reply
+from plan import Call, Reply, StepPlan, StepResult
+from ring import Codec, RingBuffer, RingTimeout
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script

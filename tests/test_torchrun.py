@@ -17,8 +17,9 @@ import pytest
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from parallel import Group
+from scripted import CHAT
+from served import Server, eventually, serving
 from test_executor import PROMPTS
-from test_server import CHAT, Server, eventually, serving
 from test_survival import Reader, engine_of
 
 ROOT = Path(__file__).parent.parent
