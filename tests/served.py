@@ -39,6 +39,7 @@ class Server:
             self.process.kill()
             raise
         self.pids = self.family()
+        self.clients: list[openai.OpenAI] = []
 
     def _wait_for(self, pattern: str) -> str:
         deadline = time.monotonic() + 60
@@ -58,7 +59,9 @@ class Server:
         return below(self.process.pid)
 
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=60)
+        url = f"http://127.0.0.1:{self.port}/v1"
+        self.clients.append(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
+        return self.clients[-1]
 
     def get(self, path: str) -> tuple[int, str]:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
@@ -112,6 +115,8 @@ def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator
     try:
         yield server
     finally:
+        for client in server.clients:
+            client.close()
         if server.process.poll() is None:
             server.process.terminate()
         try:

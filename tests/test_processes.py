@@ -25,7 +25,8 @@ LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 
 
 
 def test_sigterm_drains_and_leaves_nothing(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+    trace = tmp_path / "trace.json"
+    with serving(tmp_path, "--trace", str(trace)) as server:
         sock = server.connect("POST", COMPLETIONS, LONG | {"max_tokens": 150, "stream": True})
         eventually(lambda: server.running() > 0)
         server.process.send_signal(signal.SIGTERM)
@@ -34,6 +35,7 @@ def test_sigterm_drains_and_leaves_nothing(tmp_path: Path) -> None:
         assert server.process.wait(15) == 0
         server.assert_gone()
         assert "Traceback" not in server.log.read_text()
+        assert sum(event["name"] == "update" for event in json.loads(trace.read_text())) >= 150
 
 
 def test_ctrl_c_twice_cuts_and_leaves_nothing(tmp_path: Path) -> None:
