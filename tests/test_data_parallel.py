@@ -194,10 +194,12 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
         connection.close()
 
 
-def serve(llm: LLM, path: str, coordinator: str) -> LLM:
-    server = EngineServer(llm.core, path, coordinator)
-    threading.Thread(target=server.run, daemon=True).start()
-    return llm
+class LateServer(EngineServer):
+    """One that the coordinator's messages reach late."""
+
+    def _receive(self, message: Wave) -> None:
+        time.sleep(0.02)
+        super()._receive(message)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -214,7 +216,9 @@ def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monk
         fields = {"data_parallel_size": 2, "lockstep": True, "data_parallel_rank": rank}
         llm.core.config = dataclasses.replace(llm.core.config, **fields)
         wait_for_others(llm, exchange, monkeypatch)
-        llms.append(serve(llm, str(tmp_path / f"engine-{rank}"), coordinator))
+        server = (EngineServer, LateServer)[rank](llm.core, str(tmp_path / f"engine-{rank}"), coordinator)
+        threading.Thread(target=server.run, daemon=True).start()
+        llms.append(llm)
     clients = [MPClient(str(tmp_path / f"engine-{rank}")) for rank in range(2)]
     for number in range(3):
         streams = []
