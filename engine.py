@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from client import Stream
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
@@ -50,10 +50,12 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig):
         self.config, self.model_config = config, ModelConfig.from_folder(config.model)
+        self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config)
         self.facts = self.executor.facts() | {
             "model": config.model,
             "architecture": self.model_config.architecture,
+            "default_sampling": self.default_sampling,
             "scheduling_policy": config.scheduling_policy,
             "data_parallel_size": config.data_parallel_size,
         }
@@ -377,6 +379,10 @@ class LLM:
         self.client = InprocClient(self.core)
         self.ids = itertools.count()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
+        return SamplingParams(**self.core.default_sampling)
+
     def generate(
         self,
         prompts: str | list[str] | list[int] | list[list[int]],
@@ -399,7 +405,7 @@ class LLM:
                 raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
             params = sampling_params
         else:
-            params = [sampling_params or SamplingParams()] * len(items)
+            params = [sampling_params or self.get_default_sampling_params()] * len(items)
         requests = [self._request(item, p) for item, p in zip(items, params, strict=True)]
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")

@@ -223,7 +223,11 @@ class Api:
             return response
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
-        """Sampling parameters for prompts of these lengths, with what is left of the context as the bound of output."""
+        """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
+
+        What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
+        output the route has at most then; None leaves it to the context.
+        """
         limit = self.facts["max_model_len"]
         asked = fields["max_completion_tokens"] or fields["max_tokens"]
         for length in lengths:
@@ -232,10 +236,14 @@ class Api:
             if asked and length + asked > limit:
                 message = f"the prompt's {length} tokens and max_tokens {asked} are {length + asked}"
                 raise ApiError(400, f"{message}; the context holds {limit}", "max_tokens")
-        left = [min(asked or default or limit, limit - length) for length in lengths]
+        defaults = self.facts["default_sampling"]
+        most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
+        left = [min(asked or most, limit - length) for length in lengths]
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
+        if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
+            given = {**defaults, **given}
         try:
-            params = [SamplingParams(**given, max_tokens=tokens) for tokens in left]
+            params = [SamplingParams(**given | {"max_tokens": tokens}) for tokens in left]
             params[0].check_vocabulary(self.facts["vocab_size"])
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None

@@ -16,7 +16,10 @@ from processes import Board
 from server import Api, create_app
 from tokenizer import Tokenizer
 
-FACTS = {"max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1}
+FACTS = {
+    "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
+    "default_sampling": {},
+}  # fmt: skip
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
@@ -83,9 +86,9 @@ def told(
 BROKEN = EngineOutput("any", [], "error", error="worker died", finished=True, engine_fault=True)
 
 
-def client_of(engine: ScriptedClient, **config: Any) -> FlaskClient:
+def client_of(engine: ScriptedClient, facts: dict[str, Any] = FACTS, **config: Any) -> FlaskClient:
     names = ["manta", "org/other"]
-    return create_app(Api(engine, TOKENIZER, FACTS, ServerConfig(**config), names, Board())).test_client()
+    return create_app(Api(engine, TOKENIZER, facts, ServerConfig(**config), names, Board())).test_client()
 
 
 def post(http_client: FlaskClient, route: str, **fields: Any) -> TestResponse:

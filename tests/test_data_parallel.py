@@ -7,11 +7,13 @@ import os
 import queue
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client import Connection, EngineDeadError, MPClient
-from config import SamplingParams
+from config import EngineConfig, SamplingParams
 from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
-from engine_process import EngineServer
+from engine_process import EngineServer, check_gpus, visible_gpus
 from plan import EngineCoreRequest, Load, Loads, Subscribe, Wave, WaveReport
 from served import Server, eventually, serving
 from test_survival import Reader, command
@@ -262,6 +264,39 @@ def test_a_client_of_engines_of_which_none_lives(tmp_path):
 def test_several_engines_are_not_for_llm():
     with pytest.raises(ValueError, match="data_parallel_size is 2; for LLM it must be 1"):
         LLM(data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "fields", "fits"),
+    [
+        ("0,1", {}, True), ("0", {}, False), ("0,1,2", {"tensor_parallel_size": 2}, False),
+        ("0,1,2,3", {"tensor_parallel_size": 2}, True),
+        ("", {}, True), ("-1", {}, True), ("0", {"device": "cpu"}, True), ("0", {"data_parallel_size": 1}, True),
+    ],
+)  # fmt: skip
+def test_each_engine_gets_gpus_of_its_own_or_the_server_does_not_start(monkeypatch, visible, fields, fits):
+    """With one GPU the second of two engines would see none, and take the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = EngineConfig(**{"data_parallel_size": 2} | fields)
+    if fits:
+        check_gpus(config)
+    else:
+        count = len(visible.split(","))
+        with pytest.raises(ValueError, match=rf"data_parallel_size is 2, .* takes [24] GPUs; there are {count}"):
+            check_gpus(config)
+
+
+def test_gpus_are_counted_by_the_driver_where_nothing_hides_them(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout="0\n1\n"))
+    assert visible_gpus() == ["0", "1"]
+
+    def missing(*args: Any, **options: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert visible_gpus() is None
+    check_gpus(EngineConfig(data_parallel_size=2))
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

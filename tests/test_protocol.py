@@ -184,6 +184,19 @@ def test_max_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert "characters" in refusal(post(http_client, COMPLETIONS, prompt="x" * 100_000))["message"]
 
 
+def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engine: ScriptedClient) -> None:
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 9}
+    http_client = client_of(engine, FACTS | {"default_sampling": own})
+    for route in BODIES:
+        post(http_client, route)
+        post(http_client, route, temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=11)
+        post(http_client, route, use_beam_search=True, n=2)
+    defaults = SamplingParams(**own)
+    explicit = SamplingParams(temperature=0, top_k=-1, min_p=0.1, max_tokens=11)
+    beams = SamplingParams(use_beam_search=True, n=2, max_tokens=9)
+    assert [params for _, params, _ in engine.added] == [defaults, explicit, beams] * 2
+
+
 @pytest.mark.parametrize(
     ("cap", "value", "fields"),
     [
