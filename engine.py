@@ -67,11 +67,11 @@ class EngineCore:
             self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.trace = Trace(config.trace + suffix) if config.trace else None
-        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # called with what is wrong; None: nothing
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.depth = 2 if overlap else 1  # of these there are at most so many
-        self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
+        self.depth = 2 if overlap else 1  # how many of them there are at most
+        self.num_restarts, self.deaths = 0, 0  # of the workers: in all, and since a step went through
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request.
@@ -132,7 +132,7 @@ class EngineCore:
 
     def _land(self) -> Outputs:
         """Wait for the result of the oldest step that runs."""
-        plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
+        plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
         try:
             with self.span("wait", plan):
                 result = self.executor.result()
@@ -152,7 +152,7 @@ class EngineCore:
             return self.scheduler.update(plan, result)
 
     def span(self, name: str, plan: StepPlan | None = None) -> contextlib.AbstractContextManager[None]:
-        """A phase of this thread, for the trace, if there is one."""
+        """A phase of this thread, which goes into the trace if there is one."""
         return self.trace.span(name, plan) if self.trace else contextlib.nullcontext()
 
     def check_workers(self) -> None:
@@ -180,7 +180,7 @@ class EngineCore:
         return outputs
 
     def _start_over(self, lost: bool, refused: str | None) -> list[EngineOutput]:
-        """The steps that run bring no result, and everybody's tokens are computed again."""
+        """Give up the steps that run; the tokens of all requests are computed again."""
         if self.journal:
             self.journal.start_over(lost, refused)
         self.executor.forget()
@@ -239,7 +239,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def start_log(self) -> str:
-        """What was started, how much fits and what took how long, in five lines; on a GPU also where memory goes."""
+        """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
         compiled = (
@@ -275,9 +275,9 @@ class EngineCore:
 
 
 class InprocClient:
-    """The engine in the caller's own process, with the blocking face of `MPClient`.
+    """The engine in the caller's own process, with the methods of `MPClient`.
 
-    Nobody runs the engine but who waits: `get` of a stream steps it until the stream has something.
+    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
 
     Args:
         core: the engine.
@@ -318,7 +318,7 @@ class InprocClient:
         return self.core.utility(method, *args)
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """The same on each engine, by its rank; here it is one."""
+        """What `call` returns on each engine, by its rank; here there is one."""
         return {0: self.call(method, *args)}
 
     def close(self) -> None:
@@ -338,7 +338,7 @@ class InprocStream(Stream):
         self.client = client
 
     def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output, for which the engine runs; steps are not cut short for a timeout.
+        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
 
         Raises:
             queue.Empty: none came within `timeout` seconds, or none is to come.
@@ -354,8 +354,8 @@ class InprocStream(Stream):
 class LLM:
     """A model in this process, for scripts.
 
-    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 gets
-    past here. On the other ranks this does rank 0's bidding until its script has ended.
+    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
+    from here. The other ranks do what rank 0 says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout.
@@ -363,7 +363,7 @@ class LLM:
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
-        SystemExit: on torchrun's ranks above 0, in the end: with 0, or with 1 where rank 0 was lost.
+        SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
@@ -419,10 +419,10 @@ class LLM:
                 self.client.add(EngineCoreRequest(request.request_id, ids, param, priority=rank), stream)
                 live[request.request_id] = request
             self._run(live, stream, use_tqdm)
-        finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
+        finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
             for request_id in live:
                 self.client.abort(request_id)
-            while self.client.step():  # one that began before a stop string was found
+            while self.client.step():  # a step may have begun before a stop string was found
                 pass
         return [request.output() for request in requests]
 
