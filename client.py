@@ -1,19 +1,32 @@
-"""An API process's end of the engine: `MPClient`, with a blocking face and one for asyncio."""
+"""How other processes speak to the engine, and to the coordinator: over Unix sockets, in frames of a message each.
+
+    MPClient        a client's end of one engine: what it adds comes back as a `Stream` of outputs
+    Stream          the outputs of one request, or of several, as they come
+    FrameServer     the end that listens: the messages of all its clients come into one inbox
+    Connection      a client's end of a socket, made anew whenever it is lost
+
+A frame is four bytes of length and the message as `ring.Codec` writes it. All of this is plain sockets, threads and
+queues, because gevent can patch those and turn the threads into greenlets, which the API processes want.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
+import os
 import queue
-from collections.abc import AsyncIterator, Callable
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from config import SamplingParams
-from plan import EngineOutput, Outputs
-from wire import Abort, Add, Call, Connection, Health, Message, Reply
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
+from ring import Codec
 
 GONE = "the engine process has ended"
+SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
+RECONNECT = 0.2  # seconds between attempts to reach a process that has ended, until its successor listens
 
 
 class EngineDeadError(RuntimeError):
@@ -21,13 +34,13 @@ class EngineDeadError(RuntimeError):
 
 
 class Stream:
-    """The outputs of one request as they come, or of several that were added with it."""
+    """The outputs of one request as they come, or of several requests that were added with the same stream."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """What `get` returns, or raises."""
+        """Append what `get` will return, or raise."""
         self.queue.put(item)
 
     def get(self, timeout: float | None = None) -> EngineOutput:
@@ -35,7 +48,7 @@ class Stream:
 
         Raises:
             queue.Empty: none came within `timeout` seconds.
-            EngineDeadError: none will come. So it is with whatever other exception was put into the stream.
+            EngineDeadError: none will come. Any other exception that was put into the stream is raised in its turn.
         """
         item = self.queue.get(timeout=timeout)
         if isinstance(item, Exception):
@@ -43,28 +56,8 @@ class Stream:
         return item
 
 
-class AsyncStream(Stream):
-    """The same for the asyncio loop that it is made in, where `aget` takes the place of `get`."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.items: asyncio.Queue[EngineOutput | Exception] = asyncio.Queue()
-
-    def put(self, item: EngineOutput | Exception) -> None:
-        """What `aget` returns, or raises; from any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-            self.loop.call_soon_threadsafe(self.items.put_nowait, item)
-
-    async def aget(self) -> EngineOutput:
-        """The next output; raises what `Stream.get` does."""
-        item = await self.items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
 class MPClient:
-    """A connection to an engine process, or to its successor.
+    """A connection to an engine process, and to its successor if that one ends.
 
     Args:
         path: of the engine's Unix socket.
@@ -75,14 +68,14 @@ class MPClient:
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
         self.trouble: str | None = None  # why the engine cannot run requests now; None: it can
-        self.connection = Connection(path, self._hear, self._met, self._lost)
+        self.connection = Connection(path, self._receive, self._connected, self._lost)
         if self.connection.socket is None:
             self.trouble = GONE
 
-    def _met(self) -> None:
+    def _connected(self) -> None:
         self.trouble = None
 
-    def _hear(self, message: Health | Reply | Outputs) -> None:
+    def _receive(self, message: Health | Reply | Outputs) -> None:
         if isinstance(message, Health):
             self.trouble = message.trouble
         elif isinstance(message, Reply):
@@ -108,15 +101,7 @@ class MPClient:
         if not self.connection.send(message, register):
             raise EngineDeadError(GONE)
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        salt: str = "",
-        stream: Stream | None = None,
-        priority: int = 0,
-    ) -> Stream:
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Send a request; a refusal comes as an output with `finish_reason` "error".
 
         Its outputs go into `stream`, or else into a new one; that is returned.
@@ -125,8 +110,7 @@ class MPClient:
             EngineDeadError: there is no engine.
         """
         target = stream or Stream()
-        message = Add(request_id, prompt_token_ids, params, salt, priority)
-        self._send(message, lambda: self.streams.update({request_id: target}))
+        self._send(request, lambda: self.streams.update({request.request_id: target}))
         return target
 
     def abort(self, request_id: str, index: int | None = None) -> None:
@@ -159,33 +143,145 @@ class MPClient:
         return reply.value
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """What `call` returns on each engine, by its rank; here it is one."""
+        """What `call` returns on each engine, by its rank; here there is one."""
         return {0: self.call(method, *args)}
 
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
         self.connection.close()
 
-    async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, salt: str = "", priority: int = 0
-    ) -> AsyncIterator[EngineOutput]:
-        """The outputs of one request, for asyncio; who breaks off, or is cancelled, gives the request up.
 
-        Raises:
-            EngineDeadError: there is no engine, or no more.
-        """
-        stream = AsyncStream()
-        self.add(request_id, prompt_token_ids, params, salt, stream, priority)
-        finished = False
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+def send_frame(sock: socket.socket, codec: Codec, message: Message) -> None:
+    """Write one message."""
+    payload = codec.encode(message)
+    sock.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+def read_frames(sock: socket.socket) -> Iterator[Any]:
+    """Yield the messages that arrive until the other end closes, or sends what is no message."""
+    codec = Codec()
+    with sock.makefile("rb") as file, contextlib.suppress(ConnectionError, ValueError, KeyError):
+        while len(header := file.read(4)) == 4:
+            yield codec.decode(file.read(struct.unpack("<I", header)[0]))
+
+
+class FrameServer:
+    """A Unix socket's listening end.
+
+    Args:
+        path: of the socket; a file that an earlier process has left there is replaced.
+    """
+
+    def __init__(self, path: str):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(path)
+        self.listener.listen()
+        self.codec, self.lock = Codec(), threading.Lock()
+        self.clients: set[socket.socket] = set()
+        self.inbox: queue.SimpleQueue[tuple[socket.socket, Message | None]] = (
+            queue.SimpleQueue()
+        )  # None: the client has left
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            client, _ = self.listener.accept()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT, 0))
+            self.clients.add(client)
+            threading.Thread(target=self._read, args=(client,), daemon=True).start()
+
+    def _read(self, client: socket.socket) -> None:
+        for message in read_frames(client):
+            self.inbox.put((client, message))
+        self.inbox.put((client, None))
+
+    def send(self, client: socket.socket, message: Message) -> None:
+        """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
         try:
-            while not finished:
-                output = await stream.aget()
-                finished = output.finished
-                yield output
-        finally:
-            if not finished:
-                self.abort(request_id)
+            with self.lock:
+                send_frame(client, self.codec, message)
+        except OSError:
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
 
-    async def acall(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
-        """`call` for asyncio."""
-        return await asyncio.to_thread(self.call, method, *args, timeout=timeout)
+    def publish(self, message: Message) -> None:
+        """Write to all clients."""
+        for client in list(self.clients):
+            self.send(client, message)
+
+    def drop(self, client: socket.socket) -> None:
+        """Forget a client that has left."""
+        self.clients.discard(client)
+        client.close()
+
+
+class Connection:
+    """A client's end of a Unix socket. When it is lost, another is made as soon as a process listens there again.
+
+    Args:
+        path: of the socket.
+        receive: called with each message that comes, in a thread of its own.
+        connected: called when there is a connection again after one was lost.
+        lost: called when the connection is lost.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        receive: Callable[[Any], None],
+        connected: Callable[[], None] = lambda: None,
+        lost: Callable[[], None] = lambda: None,
+    ):
+        self.path, self.receive, self.connected, self.lost = path, receive, connected, lost
+        self.codec, self.lock, self.closed = Codec(), threading.Lock(), False
+        self.socket: socket.socket | None = None
+        self._connect()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _connect(self) -> bool:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(self.path)
+        except OSError:
+            sock.close()
+            return False
+        self.socket = sock
+        return True
+
+    def _run(self) -> None:
+        pause = threading.Event()
+        while not self.closed:
+            if (sock := self.socket) is None:
+                if self._connect():
+                    self.connected()
+                else:
+                    pause.wait(RECONNECT)
+                continue
+            for message in read_frames(sock):
+                self.receive(message)
+            with self.lock:
+                self.socket = None
+            sock.close()
+            self.lost()
+
+    def send(self, message: Message, first: Callable[[], None] = lambda: None) -> bool:
+        """Call `first` and write a message; False, without calling it, if there is no connection."""
+        with self.lock:
+            if self.socket is None:
+                return False
+            first()
+            with contextlib.suppress(OSError):  # the reader sees that the socket is broken, too
+                send_frame(self.socket, self.codec, message)
+            return True
+
+    def close(self) -> None:
+        """Hang up, for good."""
+        self.closed = True
+        with self.lock, contextlib.suppress(OSError):
+            if self.socket:
+                self.socket.shutdown(socket.SHUT_RDWR)  # its reader closes it

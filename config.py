@@ -127,6 +127,9 @@ class EngineConfig:
         False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
     )
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
+    generation_config: Literal["auto", "none"] = option(
+        "auto", "auto: what the model's generation_config.json says of sampling holds where a request does not say"
+    )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
@@ -393,6 +396,37 @@ class SamplingParams:
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
 
 
+# What generation_config.json may say of sampling, and the names that it has here.
+GENERATION_FIELDS = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+
+
+def default_sampling(config: EngineConfig) -> dict[str, Any]:
+    """The model's own sampling parameters, as arguments of `SamplingParams`: requests have them that bring no others.
+
+    They are what vLLM takes from generation_config.json.
+
+    Raises:
+        ValueError: the file is malformed, or one of its values is out of range.
+    """
+    if config.generation_config == "none":
+        return {}
+    raw = read_json(config.model, "generation_config.json", {})
+    found = {name: raw[key] for key, name in GENERATION_FIELDS.items() if raw.get(key) is not None}
+    try:
+        SamplingParams(**found)
+    except ValueError as error:
+        path = os.path.join(config.model, "generation_config.json")
+        raise ValueError(f"{error}; {path} says so, and --generation-config none ignores it") from None
+    return found
+
+
+# In config.json's spelling. Each of them is a row of `FAMILIES` in model.py, which brings torch and is not read here.
+ARCHITECTURES = (
+    "Ernie4_5ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
+)  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}  # config.json's names and ours
 
@@ -438,7 +472,11 @@ class ModelConfig:
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
-        architectures = raw.get("architectures") or ["none"]
+        architecture = (raw.get("architectures") or [None])[0]
+        if architecture not in ARCHITECTURES:  # first, because other architectures have other fields
+            known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+            what = f"is of a {architecture}" if architecture else "names no architecture"
+            raise ValueError(f"config.json {what}; Manta runs {known} (…ForCausalLM)")
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})  # transformers 5, transformers 4
         theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
         kind = rope.get("rope_type", rope.get("type", "default"))
@@ -470,7 +508,7 @@ class ModelConfig:
                 max_position = max(max_position, int(trained * rope["factor"]))
         eos = generation.get("eos_token_id", raw.get("eos_token_id"))
         return cls(
-            architecture=architectures[0],
+            architecture=architecture,
             vocab_size=int(raw["vocab_size"]),
             hidden_size=int(raw["hidden_size"]),
             intermediate_size=int(raw["intermediate_size"]),

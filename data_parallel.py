@@ -1,27 +1,45 @@
-"""Which of several engines a request goes to: `Router` decides, `DPClient` does it, with the face of an `MPClient`."""
+"""Several engines behind one server: which of them gets a request, and the coordinator between them.
+
+    Router          decides which engine a request goes to
+    DPClient        sends it there; it has the methods of an `MPClient`
+    Coordinator     sends the clients each engine's load, and the engines in lockstep how far to step
+    Lockstep        an engine's part in that
+
+Engines of a model with experts step together, because each holds some of the experts: while one of them has work, the
+others run empty steps. vLLM's `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps
+whether to go on. Here the coordinator announces how many steps every engine runs, `Wave.end`, and raises that number
+before it is reached as long as an engine has work. It never sinks, and no engine steps past it, so all of them stop at
+the same step, however late their messages are. Engines of a dense model step for themselves.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
+import socket
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from client import EngineDeadError, MPClient, Stream
-from config import SamplingParams
+from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
 from kv_cache import chain
-from wire import Connection, Loads, Subscribe
+from plan import EngineCoreRequest, Load, Loads, Message, Subscribe, Wave, WaveReport
+from processes import Child, ParentPipe
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
 MAX_PREFIXES = 1 << 17  # blocks whose holder is remembered
+INTERVAL = 0.05  # seconds between two publications of the loads, at least
+WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
 
 
 class Router:
     """Chooses the engine of the least load, or the one that was last given the request's prefix, if its load is close.
 
-    The loads are the coordinator's news, and what was sent since then. Who holds a prefix is a guess: the engine that
-    was last asked for it. (SGLang's router keeps a tree of such guesses; here the blocks' hashes are enough.)
+    A load is what the coordinator said last, and what was sent since then. Which engine holds a prefix is a guess: the
+    one that was last asked for it. (SGLang's router keeps a tree of such guesses; here the blocks' hashes are enough.)
 
     Args:
         size: number of engines.
@@ -36,11 +54,11 @@ class Router:
         self.turn = 0
 
     def update(self, loads: Sequence[tuple[int, int]]) -> None:
-        """News of (waiting, running) of each engine."""
+        """Take the latest (waiting, running) of each engine."""
         self.loads = [WAITING * waiting + running for waiting, running in loads]
 
     def choose(self, tokens: Sequence[int], salt: str, width: int, alive: Sequence[int]) -> int:
-        """The engine, one of `alive`, for a prompt of which `width` sequences will run."""
+        """The engine, one of `alive`, for a prompt with `width` sequences."""
         hashes: list[bytes] = []
         if self.affinity:
             chain(hashes, tokens, self.block_size, salt)
@@ -73,13 +91,13 @@ class DPClient:
     def __init__(self, paths: Sequence[str], coordinator: str, block_size: int):
         self.clients = [MPClient(path) for path in paths]
         self.router = Router(len(paths), block_size)
-        self.coordinator = Connection(coordinator, self._hear, self._subscribe)
+        self.coordinator = Connection(coordinator, self._receive, self._subscribe)
         self._subscribe()
 
     def _subscribe(self) -> None:
         self.coordinator.send(Subscribe())
 
-    def _hear(self, message: Loads) -> None:
+    def _receive(self, message: Loads) -> None:
         self.router.update(message.loads)
 
     @property
@@ -88,26 +106,19 @@ class DPClient:
         troubles = [client.trouble for client in self.clients]
         return None if None in troubles else "; ".join(f"engine {i}: {said}" for i, said in enumerate(troubles))
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: list[int],
-        params: SamplingParams,
-        salt: str = "",
-        stream: Stream | None = None,
-        priority: int = 0,
-    ) -> Stream:
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Send a request to one of the engines; see `MPClient.add`.
 
         Raises:
             EngineDeadError: there is no engine.
         """
+        prompt, width = request.prompt_token_ids, request.params.num_sequences
         alive = list(range(len(self.clients)))
         while alive:
             well = [rank for rank in alive if self.clients[rank].trouble is None] or alive
-            rank = self.router.choose(prompt_token_ids, salt, params.num_sequences, well)
+            rank = self.router.choose(prompt, request.salt, width, well)
             try:
-                return self.clients[rank].add(request_id, prompt_token_ids, params, salt, stream, priority)
+                return self.clients[rank].add(request, stream)
             except EngineDeadError:
                 alive.remove(rank)
         raise EngineDeadError(str(self.trouble))
@@ -132,3 +143,145 @@ class DPClient:
         self.coordinator.close()
         for client in self.clients:
             client.close()
+
+
+# --- the coordinator --------------------------------------------------------------------------------------------------
+
+
+class Lockstep:
+    """An engine's part in a wave: how many steps it has run with the others, and how many all of them will run.
+
+    Args:
+        rank: of the engine.
+    """
+
+    def __init__(self, rank: int):
+        self.rank = rank
+        self.steps = self.end = 0
+        self.joined = False  # whether the coordinator has said where the others are
+        self.asked = False  # whether it knows that this engine has work beyond `end`
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a step to run, with work or without."""
+        return self.steps < self.end
+
+    def join(self) -> WaveReport:
+        """What to send to a coordinator that does not know this engine yet."""
+        self.asked = False
+        return WaveReport(self.rank, self.end, False)
+
+    def update(self, wave: Wave) -> None:
+        """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
+        if not self.joined:
+            self.joined, self.steps = True, wave.end
+        self.end, self.asked = max(self.end, wave.end), False
+
+    def report(self, has_work: bool) -> WaveReport | None:
+        """What to send to the coordinator before the next step, if anything."""
+        if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
+            return None
+        self.asked = True
+        return WaveReport(self.rank, self.end, True)
+
+
+class Waves:
+    """The coordinator's part: how many steps all engines run.
+
+    Args:
+        size: number of engines.
+    """
+
+    def __init__(self, size: int):
+        self.size, self.end = size, 0
+        self.joined: set[int] = set()
+
+    def update(self, report: WaveReport) -> Wave | None:
+        """Take an engine's report; returns what to send to all engines, if anything.
+
+        Nothing is sent before every engine has reported once, so that none misses a step. A report that asks for steps
+        which have been granted since then is ignored. A coordinator that has replaced another takes the steps that the
+        engines know of.
+        """
+        before = self.end
+        joins = not report.more or report.rank not in self.joined
+        self.joined.add(report.rank)
+        self.end = max(self.end, report.end)
+        if len(self.joined) < self.size:
+            return None
+        if report.more and report.end == self.end:
+            self.end += WAVE_STEPS
+        return Wave(self.end) if joins or self.end > before else None
+
+
+class Coordinator:
+    """The loop of the coordinator's process.
+
+    Args:
+        size: number of engines.
+        path: of the Unix socket to listen on.
+    """
+
+    def __init__(self, size: int, path: str):
+        self.frames, self.waves = FrameServer(path), Waves(size)
+        self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
+        self.in_lockstep: set[socket.socket] = set()
+        self.subscribers: set[socket.socket] = set()
+        self.loads = [(0, 0)] * size  # (waiting, running) of each engine
+        self.published: list[tuple[int, int]] = []
+        self.last = 0.0  # when loads were published
+
+    def run(self) -> None:
+        """Serve for ever."""
+        while True:
+            changed = self.published != self.loads
+            with contextlib.suppress(queue.Empty):
+                self._handle(*self.frames.inbox.get(timeout=INTERVAL if changed else None))
+            if self.published != self.loads and time.monotonic() - self.last >= INTERVAL:
+                self.published, self.last = list(self.loads), time.monotonic()
+                for client in self.subscribers:
+                    self.frames.send(client, Loads(self.published))
+
+    def _handle(self, client: socket.socket, message: Message | None) -> None:
+        if isinstance(message, Load):
+            self.engines[client] = message.rank
+            self.loads[message.rank] = (message.waiting, message.running)
+        elif isinstance(message, WaveReport):
+            self.in_lockstep.add(client)
+            if wave := self.waves.update(message):
+                for engine in self.in_lockstep:
+                    self.frames.send(engine, wave)
+        elif isinstance(message, Subscribe):
+            self.subscribers.add(client)
+            self.frames.send(client, Loads(self.loads))
+        else:
+            self.subscribers.discard(client)
+            self.in_lockstep.discard(client)
+            self.frames.drop(client)
+            if (rank := self.engines.pop(client, None)) is not None:
+                self.loads[rank] = (0, 0)
+
+
+class CoordinatorProcess(Child):
+    """The coordinator in a process of its own, which runs this file.
+
+    Args:
+        size: number of engines.
+        folder: for its Unix socket.
+    """
+
+    def __init__(self, size: int, folder: str):
+        self.path = os.path.join(folder, "coordinator")
+        super().__init__("the coordinator", __file__, {"size": size, "folder": folder, "path": self.path})
+
+
+def coordinator_main() -> None:
+    """What the coordinator's process runs."""
+    parent = ParentPipe()
+    coordinator = Coordinator(**parent.options)
+    parent.ready({})
+    coordinator.run()
+
+
+if __name__ == "__main__":
+    coordinator_main()

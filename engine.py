@@ -1,7 +1,7 @@
 """The engine: one loop that owns the scheduler, and its faces.
 
     EngineCore      scheduler + executor; each `step()` plans, runs and reports; dead workers are replaced
-    InprocClient    the core in the caller's own process, with the face of `client.py`'s
+    InprocClient    the core in the caller's own process, with the methods of `client.py`'s `MPClient`
     LLM             the same for scripts: `LLM("demo").generate("To be, or not")`
 
 For the server the core has a process of its own: `engine_process.py`.
@@ -15,17 +15,18 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
 from client import Stream
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
-from scheduler import EngineOutput, Outputs, Request, Scheduler, StepPlan
+from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from scheduler import Request, Scheduler
 from tokenizer import Tokenizer
 from tracing import Trace
 
@@ -49,10 +50,12 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig):
         self.config, self.model_config = config, ModelConfig.from_folder(config.model)
+        self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config)
         self.facts = self.executor.facts() | {
             "model": config.model,
             "architecture": self.model_config.architecture,
+            "default_sampling": self.default_sampling,
             "scheduling_policy": config.scheduling_policy,
             "data_parallel_size": config.data_parallel_size,
         }
@@ -64,31 +67,25 @@ class EngineCore:
             self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.trace = Trace(config.trace + suffix) if config.trace else None
-        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # told of what is wrong; None: all is well
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # called with what is wrong; None: nothing
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.depth = 2 if overlap else 1  # of these there are at most so many
-        self.num_restarts, self.deaths = 0, 0  # of the workers, in all and since a step went through
+        self.depth = 2 if overlap else 1  # how many of them there are at most
+        self.num_restarts, self.deaths = 0, 0  # of the workers: in all, and since a step went through
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        salt: str = "",
-        priority: int = 0,
-    ) -> None:
-        """Queue a request; a lower priority goes first, where that is the policy.
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add`.
         """
-        request = Request(request_id, prompt_token_ids, params, salt, priority)
+        r = request
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority)
         if self.journal:
             self.journal.tick()
-        self.scheduler.add(request)
+        self.scheduler.add(queued)
         if self.journal:
-            self.journal.add(request)
+            self.journal.add(queued)
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Drop a request, or one of its samples; what is unknown has just finished."""
@@ -100,15 +97,15 @@ class EngineCore:
         """Whether a step would do anything."""
         return bool(self.plans) or self.scheduler.has_work()
 
-    def step(self, empty: bool = False) -> Outputs:
+    def step(self, start: bool | None = None) -> Outputs:
         """Take the result of the oldest step that runs, and start the next; returns what the result brought.
 
         So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
-        scheduling so does the planning, for another step has been handed to them by then. Nothing is brought where a
-        second step must be started first, or the workers had to be started anew.
+        scheduling the planning does too, because another step has been handed to them by then. The outputs are empty
+        where a second step must be started first, or the workers had to be started anew.
 
         Args:
-            empty: start a step also where there is nothing to run.
+            start: whether to start a step; None starts one if there is anything to run.
 
         Raises:
             ValueError, WorkerError: they do not start any more.
@@ -116,9 +113,9 @@ class EngineCore:
         """
         if self.journal:
             self.journal.tick()
-        more = self.scheduler.has_work() or empty
+        more = self.scheduler.has_work() if start is None else start
         news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
-        if self.scheduler.has_work() or empty:
+        if self.scheduler.has_work() if start is None else start:
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
             if self.journal:
@@ -135,7 +132,7 @@ class EngineCore:
 
     def _land(self) -> Outputs:
         """Wait for the result of the oldest step that runs."""
-        plan = self.plans.popleft()  # whatever comes of it, nobody is to wait for it again
+        plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
         try:
             with self.span("wait", plan):
                 result = self.executor.result()
@@ -155,7 +152,7 @@ class EngineCore:
             return self.scheduler.update(plan, result)
 
     def span(self, name: str, plan: StepPlan | None = None) -> contextlib.AbstractContextManager[None]:
-        """A phase of this thread, for the trace, if there is one."""
+        """A phase of this thread, which goes into the trace if there is one."""
         return self.trace.span(name, plan) if self.trace else contextlib.nullcontext()
 
     def check_workers(self) -> None:
@@ -183,7 +180,7 @@ class EngineCore:
         return outputs
 
     def _start_over(self, lost: bool, refused: str | None) -> list[EngineOutput]:
-        """The steps that run bring no result, and everybody's tokens are computed again."""
+        """Give up the steps that run; the tokens of all requests are computed again."""
         if self.journal:
             self.journal.start_over(lost, refused)
         self.executor.forget()
@@ -242,7 +239,7 @@ class EngineCore:
         self.scheduler.check_integrity()
 
     def start_log(self) -> str:
-        """What was started, how much fits and what took how long, in five lines; on a GPU also where memory goes."""
+        """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for."""
         f = self.facts
         tokens = f["num_blocks"] * f["block_size"]
         compiled = (
@@ -278,9 +275,9 @@ class EngineCore:
 
 
 class InprocClient:
-    """The engine in the caller's own process, with the blocking face of `MPClient`.
+    """The engine in the caller's own process, with the methods of `MPClient`.
 
-    Nobody runs the engine but who waits: `get` of a stream steps it until the stream has something.
+    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
 
     Args:
         core: the engine.
@@ -290,22 +287,14 @@ class InprocClient:
         self.core = core
         self.streams: dict[str, Stream] = {}
 
-    def add(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        salt: str = "",
-        stream: Stream | None = None,
-        priority: int = 0,
-    ) -> Stream:
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
 
         Raises:
             ValueError: it can never run.
         """
-        self.core.add(request_id, prompt_token_ids, params, salt, priority)
-        return self.streams.setdefault(request_id, stream or InprocStream(self))
+        self.core.add(request)
+        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
@@ -329,7 +318,7 @@ class InprocClient:
         return self.core.utility(method, *args)
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """The same on each engine, by its rank; here it is one."""
+        """What `call` returns on each engine, by its rank; here there is one."""
         return {0: self.call(method, *args)}
 
     def close(self) -> None:
@@ -349,7 +338,7 @@ class InprocStream(Stream):
         self.client = client
 
     def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output, for which the engine runs; steps are not cut short for a timeout.
+        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
 
         Raises:
             queue.Empty: none came within `timeout` seconds, or none is to come.
@@ -365,8 +354,8 @@ class InprocStream(Stream):
 class LLM:
     """A model in this process, for scripts.
 
-    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 gets
-    past here. On the other ranks this does rank 0's bidding until its script has ended.
+    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
+    from here. The other ranks do what rank 0 says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout.
@@ -374,7 +363,7 @@ class LLM:
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
-        SystemExit: on torchrun's ranks above 0, in the end: with 0, or with 1 where rank 0 was lost.
+        SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
@@ -389,6 +378,10 @@ class LLM:
         self.core = EngineCore(self.config)
         self.client = InprocClient(self.core)
         self.ids = itertools.count()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
+        return SamplingParams(**self.core.default_sampling)
 
     def generate(
         self,
@@ -412,7 +405,7 @@ class LLM:
                 raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
             params = sampling_params
         else:
-            params = [sampling_params or SamplingParams()] * len(items)
+            params = [sampling_params or self.get_default_sampling_params()] * len(items)
         requests = [self._request(item, p) for item, p in zip(items, params, strict=True)]
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
@@ -422,13 +415,14 @@ class LLM:
         live, stream = {}, InprocStream(self.client)
         try:
             for request, rank in zip(requests, ranks, strict=True):
-                self.client.add(request.request_id, request.prompt_token_ids, request.params, "", stream, rank)
+                ids, param = request.prompt_token_ids, request.params
+                self.client.add(EngineCoreRequest(request.request_id, ids, param, priority=rank), stream)
                 live[request.request_id] = request
             self._run(live, stream, use_tqdm)
-        finally:  # a bad prompt, or Ctrl-C: leave nothing behind for the next call
+        finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
             for request_id in live:
                 self.client.abort(request_id)
-            while self.client.step():  # one that began before a stop string was found
+            while self.client.step():  # a step may have begun before a stop string was found
                 pass
         return [request.output() for request in requests]
 

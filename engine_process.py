@@ -1,4 +1,4 @@
-"""The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is the server's hold.
+"""The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is its handle.
 
 Clients (`client.py`) talk to it over a Unix socket in a private folder. torch is not imported here as long as the
 workers have processes of their own, so that an engine process that was killed is soon replaced.
@@ -10,19 +10,21 @@ import dataclasses
 import os
 import queue
 import socket
+import subprocess
 import sys
 import time
 import traceback
 from collections import defaultdict
 
-from child import Child, Life
+from client import Connection, FrameServer
 from config import EngineConfig
+from data_parallel import Lockstep
 from engine import EngineCore
 from executor import TorchrunExecutor, WorkerError
-from plan import EngineOutput, Outputs
-from wire import Abort, Add, Call, Connection, FrameServer, Health, Load, Message, Reply, Wave
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
+from processes import Child, ParentPipe
 
-LEAVE_TIMEOUT = 5  # seconds that its loop has to take leave of ranks that are not its children
+LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
 
 
@@ -40,23 +42,31 @@ class EngineServer:
         self.owners: dict[str, socket.socket] = {}
         core.on_trouble = lambda trouble: self.frames.publish(Health(trouble))
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
-        self.in_wave = False  # all engines step together, whether they have work or not
+        self.lockstep = Lockstep(self.load.rank) if coordinator and core.config.lockstep else None
         self.coordinator: Connection | None = None
         if coordinator:
-            self.coordinator = Connection(coordinator, self._hear, self._tell_load)
-            self._tell_load()
+            self.coordinator = Connection(coordinator, self._receive, self._introduce)
+            self._introduce()
 
-    def _hear(self, message: Wave) -> None:
+    def _receive(self, message: Wave) -> None:
         self.frames.inbox.put((self.frames.listener, message))
 
-    def _tell_load(self) -> None:
+    def _introduce(self) -> None:
+        """Tell a coordinator that does not know this engine yet what it has to know."""
         if self.coordinator:
             self.coordinator.send(self.load)
+            if self.lockstep:
+                self.coordinator.send(self.lockstep.join())
 
-    def _note_load(self) -> None:
-        if self.coordinator and (load := Load(self.load.rank, *self.core.load())) != self.load:
+    def _report(self) -> None:
+        """Tell the coordinator what has changed."""
+        if not self.coordinator:
+            return
+        if (load := Load(self.load.rank, *self.core.load())) != self.load:
             self.load = load
-            self._tell_load()
+            self.coordinator.send(load)
+        if self.lockstep and (report := self.lockstep.report(self.core.scheduler.has_work())):
+            self.coordinator.send(report)
 
     def run(self) -> None:
         """Serve until told to end; an idle engine sleeps in `inbox.get`, but for a look at its workers now and then.
@@ -64,23 +74,27 @@ class EngineServer:
         Raises:
             ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
-        inbox = self.frames.inbox
+        inbox, core, lockstep = self.frames.inbox, self.core, self.lockstep
         while True:
-            while not (self.core.has_work() or self.in_wave) or not inbox.empty():
-                self._note_load()
+            while not (core.plans or lockstep.running if lockstep else core.has_work()) or not inbox.empty():
+                self._report()
                 try:
                     client, message = inbox.get(timeout=CHECK)
                     if client is self.frames.listener and message is None:
                         return
                     self._handle(client, message)
                 except queue.Empty:
-                    self.core.check_workers()
-            self._note_load()
-            for client, news in self._split(self.core.step(self.in_wave)).items():
-                self.frames.send(client, news)
+                    core.check_workers()
+            self._report()
+            start = None
+            if lockstep:
+                start = lockstep.running
+                lockstep.steps += start
+            for owner, news in self._split(core.step(start)).items():
+                self.frames.send(owner, news)
 
     def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
-        """What each client is to hear of a step's news."""
+        """The part of a step's news that each client is sent."""
         parts: defaultdict[socket.socket, Outputs] = defaultdict(Outputs)
         for name, token in zip(news.names, news.token_ids, strict=True):
             part = parts[self.owners[name[0]]]
@@ -98,11 +112,9 @@ class EngineServer:
         time.sleep(LEAVE_TIMEOUT)
 
     def _handle(self, client: socket.socket, message: Message | None) -> None:
-        if isinstance(message, Add):
+        if isinstance(message, EngineCoreRequest):
             try:
-                self.core.add(
-                    message.request_id, message.prompt_token_ids, message.params, message.salt, message.priority
-                )
+                self.core.add(message)
                 self.owners[message.request_id] = client
             except ValueError as error:
                 refused = EngineOutput(message.request_id, [], "error", error=str(error), finished=True)
@@ -113,7 +125,8 @@ class EngineServer:
                 if message.index is None:
                     del self.owners[message.request_id]
         elif isinstance(message, Wave):
-            self.in_wave = message.running and self.core.config.lockstep
+            if self.lockstep:
+                self.lockstep.update(message)
         elif isinstance(message, Call):
             self.frames.send(client, self._call(message))
         else:
@@ -125,35 +138,35 @@ class EngineServer:
     def _call(self, call: Call) -> Reply:
         try:
             return Reply(call.call_id, self.core.utility(call.method, *call.args))
-        except Exception as error:  # the caller's to hear of, and no reason for the engine to end
+        except Exception as error:  # the caller hears of it, and the engine goes on
             return Reply(call.call_id, error=str(error) if isinstance(error, ValueError) else repr(error))
 
 
 def engine_main() -> None:
     """What the engine process runs."""
-    life = Life()
-    path, coordinator = life.options.pop("path"), life.options.pop("coordinator")
+    parent = ParentPipe()
+    path, coordinator = parent.options.pop("path"), parent.options.pop("coordinator")
     try:
-        core = EngineCore(EngineConfig(**life.options))
+        core = EngineCore(EngineConfig(**parent.options))
     except (ValueError, WorkerError, ConnectionError) as error:
         print(f"server.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
         print(core.start_log(), file=sys.stderr, flush=True)
     server = EngineServer(core, path, coordinator)
-    if isinstance(core.executor, TorchrunExecutor):  # whose ranks would take our end for a death
-        life.leave = server.end
-    life.ready(core.facts)
+    if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
+        parent.on_close = server.end
+    parent.ready(core.facts)
     code = 1
     try:
         server.run()
         code = 0
-    except ConnectionError as error:  # a rank is gone, of which its own log tells more
+    except ConnectionError as error:  # a rank is gone, and its own log says why
         print(f"server.py: error: {error}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
     core.close()
-    life.end(code)
+    parent.end(code)
 
 
 class EngineProcess(Child):
@@ -172,23 +185,57 @@ class EngineProcess(Child):
         environment = {}
         if several := config.data_parallel_size > 1:  # each has GPUs of its own
             first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(first + count))))
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[first : first + count])
-        self.alone = config.distributed_executor_backend != "torchrun"
+            gpus = visible_gpus()
+            mine = range(first, first + count) if gpus is None else gpus[first : first + count]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
+        self.replaceable = config.distributed_executor_backend != "torchrun"
         name = f"engine process {rank}" if several else "the engine process"
         super().__init__(name, __file__, dataclasses.asdict(config) | options, environment)
 
-    def tend(self) -> None:
-        """See `Child.tend`; one whose workers torchrun has started cannot be replaced without them."""
-        if not self.alone and self.process.poll() is not None:
+    def check(self) -> None:
+        """See `Child.check`; an engine whose ranks torchrun has started cannot be replaced without them."""
+        if not self.replaceable and self.process.poll() is not None:
             raise ChildProcessError(f"{self.name} has ended, and all ranks with it")
-        super().tend()
+        super().check()
 
-    def fix(self) -> None:
-        """Clients have been told how much fits: the next process must not measure anew and come to less."""
+    def on_ready(self) -> None:
+        """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
         names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
         for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
             self.options[field] = self.facts[fact]
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
+
+    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
+
+
+def check_gpus(config: EngineConfig) -> None:
+    """Check that each of several engines gets GPUs of its own, where there are any.
+
+    Raises:
+        ValueError: there are some, but not enough. An engine without one would quietly run on the CPU.
+    """
+    size, ranks = config.data_parallel_size, config.tensor_parallel_size
+    if size == 1 or config.device == "cpu":
+        return
+    found = visible_gpus()
+    if found and len(found) < size * ranks:
+        raise ValueError(
+            f"data_parallel_size is {size}, with tensor_parallel_size {ranks}, which takes {size * ranks} GPUs; there "
+            f"are {len(found)}"
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
                         other hosts, where they `follow`; plans go out by `torch.distributed`
 
 `submit` and `result` are apart, so that an executor may run steps while the engine plans the next. torch is imported
-where a worker is made: an engine whose workers are processes never loads it (2 s and 300 MB), and starts again at once.
+where a worker is made: an engine whose workers are processes never loads it, and so starts again sooner.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from config import EngineConfig, ModelConfig
-from ring import RingBuffer, RingTimeout
-from scheduler import StepPlan, StepResult
-from wire import Call, Codec, Reply
+from plan import Call, Reply, StepPlan, StepResult
+from ring import Codec, RingBuffer, RingTimeout
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
 LOOK = 2e-5  # seconds of looking for another plan, before the device is asked again whether it is done with one
-TURN = 0.05  # seconds of waiting for one rank's reply, before the next rank's is looked at
+TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it says
-KILL_TIMEOUT = 10  # seconds in which the kernel ends a process that was killed
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets
+KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
 
 
 class WorkerError(RuntimeError):
@@ -70,7 +69,7 @@ class UniExecutor:
         return self.worker.facts()
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over: a GPU begins with it; a CPU would keep the caller from what came of the last one."""
+        """Hand a plan over. A GPU begins with it; a CPU waits for `result`, not to hold up the caller."""
         self.steps.append(self.worker.launch(plan) if self.overlaps else plan)
 
     def result(self) -> StepResult:
@@ -98,9 +97,9 @@ class UniExecutor:
 
 
 class TorchrunExecutor(UniExecutor):
-    """Rank 0's worker in this process; the other ranks, whom torchrun has started as well, `follow`.
+    """Rank 0's worker in this process; the other ranks, which torchrun has started as well, `follow`.
 
-    Nobody here can replace a rank, for they are torchrun's: it sees one end, ends all, and may start all of them again.
+    No rank can be replaced here: when torchrun sees one end, it ends all of them, and may start all of them again.
 
     Args:
         config: the engine's options, as `lead_or_follow` returns them.
@@ -108,8 +107,8 @@ class TorchrunExecutor(UniExecutor):
 
     Raises:
         ValueError: see `Worker`.
-        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. So do all methods that
-            need the other ranks, and from then on always.
+        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. All methods that need the
+            other ranks raise it then, and always from then on.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
@@ -118,7 +117,7 @@ class TorchrunExecutor(UniExecutor):
         self.size = config.tensor_parallel_size
         self.worker.group.set_timeout(config.step_timeout)
         self.codec, self.channel = Codec(), self.worker.group.channel(config.step_timeout)
-        self.finalize = weakref.finalize(self, let_go, self.channel)  # which also runs when the process ends
+        self.finalize = weakref.finalize(self, let_go, self.channel)  # this also runs when the process ends
 
     def result(self) -> StepResult:
         """The result of the oldest plan that was handed over; all ranks run it now."""
@@ -155,7 +154,7 @@ class TorchrunExecutor(UniExecutor):
 
 
 def let_go(channel: Any) -> None:
-    """Tell the ranks that follow to end; where one has ended already, say so."""
+    """Tell the other ranks to end, and print it where one has ended already."""
     try:
         channel.close()
     except ConnectionError as error:
@@ -178,7 +177,7 @@ class MpExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(UNGUARDED)  # a worker's process, which runs the caller's script again on its way
+            os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
         self.config, self.model_config = config, model_config
         self.codec, self.call_ids = Codec(), itertools.count(1)
         self.processes: list[Any] = []
@@ -192,7 +191,7 @@ class MpExecutor:
         size = config.tensor_parallel_size
         context = multiprocessing.get_context("spawn")
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
-        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # that came before an awaited reply
+        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
         self.rings += [self.plans, *self.results]
         with tempfile.TemporaryDirectory(prefix="manta-") as folder:
             for rank, ring in enumerate(self.results):
@@ -280,11 +279,11 @@ class MpExecutor:
             if isinstance(result, Reply):
                 raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
             assert result.step <= step
-            if result.step == step:  # and not of one that was given up
+            if result.step == step:  # else it is of a step that was given up
                 return result
 
     def _replies(self, call_id: int, timeout: float) -> list[Any]:
-        """What all ranks reply, whoever is first: one that fails may keep the others waiting for it."""
+        """What all ranks reply, in whatever order: while one fails, the others may be waiting for it."""
         replies: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while late := [rank for rank in range(len(self.results)) if rank not in replies]:
@@ -314,7 +313,7 @@ class MpExecutor:
 
     def _died(self, rank: int) -> Exception:
         self.processes[rank].join(KILL_TIMEOUT)
-        # A rank whose partner was killed fails soon after: the one that was killed is to be named.
+        # A rank fails soon after its partner was killed, and then the killed one is named.
         killed = [r for r, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
         rank = killed[0] if killed else rank
         process = self.processes[rank]
@@ -328,7 +327,7 @@ class MpExecutor:
         return WorkerError(f"rank {rank} has died ({how}){self._where()}")
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
-        """Rank `rank` is late, and perhaps because it waits for another: one that is stopped is to blame first."""
+        """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         stopped = [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]
         if stopped:
             return WorkerError(f"rank {stopped[0]} is stopped{self._where()}")
@@ -339,7 +338,7 @@ class MpExecutor:
 
 
 def end(processes: list[Any], rings: list[RingBuffer]) -> None:
-    """End worker processes, whatever they do, and free what was shared with them; both lists are empty then."""
+    """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
     for process in processes:
         if process.pid is not None:
             process.kill()
@@ -362,7 +361,7 @@ def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor
     backend = config.distributed_executor_backend
     if backend == "torchrun":
         return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
-    if backend == "auto":  # a server outlives a worker's death; a script on one device needs no process
+    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or config.tensor_parallel_size > 1 else "uni"
     return (MpExecutor if backend == "mp" else UniExecutor)(config, model_config)
 
@@ -372,9 +371,8 @@ def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor
 
 def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
     """A `Worker`; torch is imported here, with it."""
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch: huge pages for large tensors, 5-10% more bandwidth
-    # libgomp: a thread that waits for work gives its core up after 0.2 ms, not 3. On two cores the engine gets
-    # it that much sooner: from a result to the next plan it is 0.17 instead of 0.25 ms.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
+    # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     begun = time.perf_counter()
     from startup import start_worker
@@ -388,10 +386,10 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
 def worker_main(
     config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: RingBuffer, results: RingBuffer
 ) -> None:
-    """What a worker's process runs: plans in, results out, until it is killed or its parent has gone."""
+    """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     threading.Thread(target=leave_with_parent, daemon=True).start()
-    tqdm.set_lock(threading.RLock())  # its default is a named semaphore here, which a kill would leave behind
+    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
     codec = Codec()
     plans.be_reader(rank)
     results.be_writer()
@@ -411,7 +409,7 @@ def worker_main(
         try:
             if launched and launched[0].ready():
                 send(codec.encode(launched.popleft().result()))
-            elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device is at another
+            elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device runs another
                 message = codec.decode(data)
                 if isinstance(message, StepPlan):
                     step = message.step
@@ -424,17 +422,17 @@ def worker_main(
 
 
 def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
-    """What a worker has to say to a message."""
+    """A worker's reply to a message."""
     if isinstance(message, StepPlan):
         return codec.encode(worker.step(message))
     try:
         return codec.encode(Reply(message.call_id, getattr(worker, message.method)(*message.args)))
-    except Exception:  # the caller's to hear of
+    except Exception:  # the caller hears of it
         return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
 
 
 def leave_with_parent() -> None:
-    """End this process when its parent has ended, however that came."""
+    """End this process when its parent has ended, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent
     wait([parent.sentinel])
@@ -452,7 +450,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """In rank 0's process the options with the number of ranks; any other's follows rank 0, and then ends.
+    """In rank 0's process, return the options with the number of ranks. Any other rank follows it here, and then ends.
 
     Raises:
         ValueError: torchrun has not started this process, or so many of them as the options say.
@@ -474,8 +472,8 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 
 
 def end_with_parent() -> None:
-    """Have Linux send this process SIGTERM once torchrun has ended, by `kill -9` too: rank 0 drains, and ends all."""
-    with contextlib.suppress(OSError, AttributeError):  # another system, or another libc
+    """Have Linux send this process SIGTERM when torchrun ends, even by `kill -9`: rank 0 drains then, and ends all."""
+    with contextlib.suppress(OSError, AttributeError):  # this is another system, or another libc
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
@@ -484,14 +482,14 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
 
     Raises:
         ValueError: see `Worker`.
-        SystemExit: always, in the end. The exit code is 1, after a line that says so, if rank 0 is gone, so that
-            torchrun takes it for a failure.
+        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process prints that and ends with 1, which
+            torchrun takes for a failure.
     """
     try:
         worker = new_worker(config, model_config, rank, "env://")
         worker.group.set_timeout(config.step_timeout)
         codec, channel = Codec(), worker.group.channel(NEVER)
-        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends it to all ranks; rank 0 drains, and ends us
+        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends them to all ranks; rank 0 drains and ends us
             signal.signal(number, signal.SIG_IGN)
         while data := channel.broadcast():
             message = codec.decode(data)
@@ -499,6 +497,8 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
             if isinstance(message, Call):
                 channel.all_gather(answered)
     except ConnectionError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)  # at once: torch would wait for its threads first, and torchrun ends a rank that waits only late
     worker.group.close()
     sys.exit(0)

@@ -1,4 +1,4 @@
-"""What comes of a request: its answers as they grow, the choice among them, and the records for `LLM`'s callers.
+"""The outputs of a request: its answers as they grow, the choice among them, and the records for `LLM`'s callers.
 
     Generation      one answer: its tokens and text
     Choices         one request: an answer for each sample, and which of them its client gets
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from config import SamplingParams
-from scheduler import EngineOutput
+from plan import EngineOutput
 from tokenizer import Detokenizer, Tokenizer
 
 
@@ -57,7 +57,7 @@ class Generation:
     """One answer's tokens and text as they grow.
 
     Args:
-        prompt_token_ids: what it goes on from.
+        prompt_token_ids: of the prompt.
         params: how it stops and how its tokens become text.
         tokenizer: of the model.
     """
@@ -71,7 +71,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete; after a stop string that is so before the engine knows."""
+        """Whether the text is complete. After a stop string it is, although the engine does not know yet."""
         return self.finish_reason is not None
 
     @property
@@ -81,7 +81,7 @@ class Generation:
 
     @property
     def mean_logprob(self) -> float:
-        """Log-probability of a token on average: what `best_of` ranks by. Without tokens it is the worst there is."""
+        """The mean log-probability of a token, by which `best_of` ranks; of an answer without tokens minus infinity."""
         if self.cumulative_logprob is None:
             return -math.inf
         return self.cumulative_logprob / len(self.token_ids)
@@ -141,10 +141,10 @@ class Choices:
     def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str | None:
         """Take the engine's news of one answer; returns its new text, or None if a stop string had ended it before.
 
-        `abort(request_id, index)` is told what the engine need not go on with; an index of None is the whole request.
+        `abort(request_id, index)` is called for what the engine need not go on with; an index of None means all of it.
         """
         generation, metrics = self.drawn[output.index], self.metrics
-        if generation.finished:  # this was on its way while the engine was told
+        if generation.finished:  # the engine sent this before it heard of the abort
             return None
         if metrics.first_token_time is None:
             metrics.first_token_time, metrics.num_cached_tokens = time.monotonic(), output.num_cached_tokens
@@ -153,14 +153,14 @@ class Choices:
         assert self.finished or not output.finished, f"request {self.request_id} ended without all of its answers"
         if self.finished:
             metrics.finished_time = time.monotonic()
-            if not output.finished:  # a stop string ended this answer, or one whose end the engine has yet to hear of
+            if not output.finished:  # a stop string ended an answer, and the engine does not know yet
                 abort(self.request_id, None)
         elif generation.finished and output.finish_reason is None:
             abort(self.request_id, output.index)
         return text
 
     def fail(self, error: str) -> None:
-        """The engine gives it up: answers that are not complete stay as they are."""
+        """Note that the engine has given the request up; answers that are not complete stay as they are."""
         for generation in self.drawn:
             generation.finish_reason = generation.finish_reason or "error"
         self.num_live, self.error, self.metrics.finished_time = 0, error, time.monotonic()

@@ -15,20 +15,22 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-HEAD = 4096  # bytes of a message that travel with its length: a broadcast takes 0.2 ms, and most messages need one
+HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
 
 
 class Group:
-    """The ranks that run one model together; a group of one exchanges nothing, and needs no `connect`. So do tensors of
-    torch's `meta` device, which have no memory.
+    """The ranks that run one model together.
+
+    A group of one exchanges nothing and needs no `connect`. Tensors of torch's `meta` device are not exchanged either,
+    because they have no memory.
 
     Args:
         rank: this process's, from 0.
         size: how many there are.
-        device: where what they exchange lies, `cpu` or `cuda`.
+        device: of the tensors that they exchange, `cpu` or `cuda`.
         local_size: how many of them are on this machine; None is all.
 
-    Every exchange raises ConnectionError where a rank is gone, or late (see `set_timeout`).
+    Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
     """
 
     def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu", local_size: int | None = None):
@@ -37,7 +39,7 @@ class Group:
 
     @classmethod
     def connect(cls, rank: int, size: int, rendezvous: str, device: str) -> Group:
-        """Meet the other ranks, over gloo on a CPU and NCCL on GPUs, of which each rank takes one for its own.
+        """Meet the other ranks, over gloo on CPUs and NCCL on GPUs. On GPUs each rank takes one for its own.
 
         Args:
             rendezvous: where they meet: a new file of a folder that all of them see, `file:///...`, or what torchrun
@@ -58,7 +60,7 @@ class Group:
                 if index >= (count := torch.cuda.device_count()):
                     raise ValueError(f"tensor_parallel_size is {size}; torch sees {count} CUDA devices on this machine")
                 torch.cuda.set_device(index)
-            if group.local_size == size:  # one machine, whose own name may lead nowhere
+            if group.local_size == size:  # one machine, whose own name may not resolve
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backend = "nccl" if device == "cuda" else "gloo"
             with group.exchange():
@@ -66,13 +68,13 @@ class Group:
         return group
 
     def close(self) -> None:
-        """Leave the group, once no rank waits for another."""
+        """Leave the group. No rank may wait for another then."""
         if self.size > 1:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Tell by a ConnectionError of one line what torch.distributed has to say where a rank is gone or late."""
+        """Raise a ConnectionError of one line where torch.distributed says at length that a rank is gone or late."""
         try:
             yield
         except RuntimeError as error:
@@ -91,14 +93,14 @@ class Group:
         return Channel(self, timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """`x`, which becomes the sum of all ranks' `x`, in place."""
+        """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
             with self.exchange():
                 dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """All ranks' `x` [..., n] side by side, in their order: the first `width` columns, [..., width]."""
+        """All ranks' `x` [..., n] side by side in the order of the ranks, cut to `width` columns: [..., width]."""
         if self.size == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
@@ -118,13 +120,13 @@ class Group:
 
 
 class Channel:
-    """Messages between ranks, beside their tensors: over gloo always, so that none waits for a GPU or goes through it.
+    """Messages between ranks. They always go over gloo, so that none waits for a GPU.
 
-    Rank 0 leads. What it sends and what all do about it is a turn; between two of them it may leave by `close`.
+    Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`.
 
     Args:
         group: whose ranks have met.
-        timeout: seconds after which a message that does not come, or is not taken, is a ConnectionError on this rank.
+        timeout: seconds after which this rank raises ConnectionError for a message that does not come or is not taken.
     """
 
     def __init__(self, group: Group, timeout: float):
@@ -134,7 +136,7 @@ class Channel:
                 self.link = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def broadcast(self, message: bytes = b"", source: int = 0) -> bytes:
-        """The message of rank `source`, on every rank; what the others bring is not looked at."""
+        """The message of rank `source`, on every rank; the messages that the others pass are ignored."""
         if self.group.size == 1:
             return message
         head = torch.frombuffer(bytearray(struct.pack(f"<I{HEAD}s", len(message), message)), dtype=torch.uint8)
@@ -153,10 +155,10 @@ class Channel:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """On rank 0: a turn, which the other ranks wait in for ever if this one breaks it off; so that is the last.
+        """On rank 0: a turn. If an exception breaks it off, it is the last, because the other ranks still wait in it.
 
         Raises:
-            ConnectionError: one was broken off before.
+            ConnectionError: an earlier turn was broken off.
         """
         if not self.in_step:
             raise ConnectionError("the ranks are out of step, because one of them broke off, or have been let go")
@@ -165,7 +167,7 @@ class Channel:
         self.in_step = True
 
     def close(self) -> None:
-        """On rank 0: let the others go, by an empty message. Where they are out of step, the end of this process will.
+        """On rank 0: end the other ranks by an empty message. Where they are out of step, they end with this process.
 
         Raises:
             ConnectionError: one is gone already.

@@ -1,12 +1,16 @@
-"""What travels between the scheduler, the workers and the clients: plans, results and news.
+"""Every record that travels: plans and results between the scheduler and the workers, messages between processes.
 
-A plan carries differences, not batches: the workers keep the state of every sequence that runs.
+A plan carries differences, not batches: the workers keep the state of every sequence that runs. `ring.py` has the
+`Codec` that turns the messages into bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from config import SamplingParams
 
 
 @dataclass(slots=True)
@@ -98,3 +102,104 @@ class Outputs:
         yield from self.outputs
         for (request_id, index), token in zip(self.names, self.token_ids, strict=True):
             yield EngineOutput(request_id, [token], index=index)
+
+
+# --- messages between processes ---------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EngineCoreRequest:
+    """Client to engine: a new request, of one prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    salt: str = ""  # requests share cached prefixes only with those of the same salt
+    priority: int = 0  # the lowest goes first, where that is the policy
+
+
+@dataclass(slots=True)
+class Abort:
+    """Client to engine: the request is no longer wanted, or one of its samples."""
+
+    request_id: str
+    index: int | None = None
+
+
+@dataclass(slots=True)
+class Call:
+    """Client to engine, or engine to worker: a utility call, which the `Reply` of the same id answers."""
+
+    call_id: int
+    method: str
+    args: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reply:
+    """What a utility call returned, or what was wrong with it."""
+
+    call_id: int
+    value: Any = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Health:
+    """Engine to client: why it cannot run requests from now on; None means that it can."""
+
+    trouble: str | None
+
+
+@dataclass(slots=True)
+class Load:
+    """Engine to coordinator: how many groups of sequences wait or are swapped there, and how many run."""
+
+    rank: int
+    waiting: int
+    running: int
+
+
+@dataclass(slots=True)
+class Subscribe:
+    """Client to coordinator: send the loads of all engines from now on."""
+
+
+@dataclass(slots=True)
+class Loads:
+    """Coordinator to client: (waiting, running) of each engine."""
+
+    loads: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class WaveReport:
+    """Engine in lockstep to coordinator: it will run the steps below `end`, and whether it has work for more."""
+
+    rank: int
+    end: int
+    more: bool
+
+
+@dataclass(slots=True)
+class Wave:
+    """Coordinator to engines in lockstep: each of them runs every step below `end`, with work or without."""
+
+    end: int
+
+
+Message = (
+    EngineCoreRequest
+    | Abort
+    | Call
+    | Outputs
+    | Reply
+    | Health
+    | Load
+    | Subscribe
+    | Loads
+    | WaveReport
+    | Wave
+    | StepPlan
+    | StepResult
+)

@@ -1,7 +1,7 @@
 """What an HTTP request may hold: one row of `FIELDS` for each field, and the check that its value must pass.
 
-A client's mistake is an `ApiError`, which names what arrived and what is allowed. What Manta cannot do yet stands in
-`NOT_YET` and is refused; to switch a feature on, move its entry from there to `FIELDS`.
+A client's mistake is an `ApiError`, which names what arrived and what is allowed. What Manta cannot do yet is listed in
+`NOT_YET` and refused; to switch a feature on, move its entry from there to `FIELDS`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def string(value: Any, config: ServerConfig) -> str:
 
 
 def only(*same: Any) -> Check:
-    """For what does not work yet: takes just the values that change nothing."""
+    """A check for what does not work yet: it takes only the values that change nothing."""
 
     def check(value: Any, config: ServerConfig) -> Any:
         if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):

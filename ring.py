@@ -1,16 +1,16 @@
-"""A ring of message chunks in shared memory: one writer, many readers, each of whom gets every message in order.
+"""Messages as bytes, and a ring of chunks in shared memory that carries them: one writer, many readers.
 
     chunk i:   written | length | read by 0 | read by 1 | ...        one 64-bit word each
                payload [chunk_bytes]
 
-Message k (from 1 on) goes into chunk k mod num_chunks. `written` becomes k when its payload is there, and a reader's
-word when that reader has taken it; the writer comes round to the chunk once all have. So no word has two writers and
-there is no lock. The design is vLLM's `shm_broadcast`; the words are sequence numbers instead of flags, so that a
-message lost, repeated or overtaken cannot look like the next one.
+Every reader gets every message, in order. Message k (from 1 on) goes into chunk k mod num_chunks. `written` becomes k
+when its payload is there, and a reader's word when that reader has taken it; the writer comes round to the chunk once
+all have. So no word has two writers and there is no lock. The design is vLLM's `shm_broadcast`; the words are sequence
+numbers instead of flags, so that a message lost, repeated or overtaken cannot look like the next one.
 
 A message larger than a chunk goes through a Unix socket, one per reader; the chunk announces it. A reader spins for a
-moment, since a message mostly comes soon, and then sleeps until its bell rings, another socket. Nothing here has a name
-in the file system, and so nothing is left there, whoever is killed.
+moment, since a message mostly comes soon, and then sleeps until another socket, its bell, wakes it. Nothing here has a
+name in the file system, and so nothing is left there, whoever is killed.
 """
 
 from __future__ import annotations
@@ -25,17 +25,48 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing import reduction
+from typing import Any, get_args
+
+from plan import Message
 
 CHUNK_BYTES = 1 << 18  # a step's plan is a few KB; of prompts that enter together, a hundred thousand tokens fit
 NUM_CHUNKS = 8
-SPIN = 100e-6  # seconds; a message that is answered at once comes within 30 us, and a wake-up takes 50
+SPIN = 100e-6  # seconds; a message that is answered at once comes sooner, and a wake-up takes about half of it
 NAP = 500e-6  # seconds between a writer's looks at a full ring
 BACKSTOP = 1.0  # seconds that a reader sleeps at most: the bell is not supposed to be missed, ever
+BROKEN_OFF = 60.0  # seconds without a byte after which the rest of an announced message is not waited for
 WORD = 8  # bytes
 
 
+class Codec:
+    """Turns the messages of `plan.py` into bytes and back: msgpack, never pickle. A thread that decodes has its own.
+
+    A message is written as the name of its class and its fields.
+    """
+
+    def __init__(self) -> None:
+        import msgspec  # here, because a script that uses `LLM` on one device has no need of it
+
+        self.encoder = msgspec.msgpack.Encoder()
+        self.envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
+        self.bodies = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Message)}
+
+    def encode(self, message: Message) -> bytes:
+        """The message as bytes."""
+        return self.encoder.encode((type(message).__name__, message))
+
+    def decode(self, data: bytes) -> Any:
+        """The message that `encode` made these bytes from.
+
+        Raises:
+            ValueError, KeyError: they are no message.
+        """
+        name, body = self.envelope.decode(data)
+        return self.bodies[name].decode(body)
+
+
 class RingTimeout(RuntimeError):
-    """A reader does not take messages; `reader` says which."""
+    """A reader does not take messages, or the rest of one does not come; `reader` says which reader."""
 
     def __init__(self, reader: int, message: int, seconds: float):
         super().__init__(f"reader {reader} has not taken message {message} within {seconds:g} s")
@@ -43,7 +74,7 @@ class RingTimeout(RuntimeError):
 
 
 class RingBuffer:
-    """One end of a ring: made in one process, and handed to others as an argument of theirs when they are started.
+    """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
 
     Args:
         num_readers: processes that read; each has a number from 0 on.
@@ -103,8 +134,8 @@ class RingBuffer:
         """Put a message in; waits while the ring is full.
 
         Raises:
-            RingTimeout: a reader has not made room within `timeout` seconds; nothing was written for the others either,
-                but for a message larger than a chunk, which those before it may have.
+            RingTimeout: a reader has not made room within `timeout` seconds. Nothing was written for the others either;
+                only of a message larger than a chunk the readers before it may have all.
         """
         chunk = self.count % self.num_chunks
         at, begin, length = chunk * (2 + self.num_readers), chunk * self.chunk_bytes, len(message)
@@ -123,7 +154,7 @@ class RingBuffer:
         self._order()  # the number is there before we look who sleeps
         for reader, (bell, _) in enumerate(self.bells):
             if self.words[self.asleep + reader]:
-                with contextlib.suppress(BlockingIOError, ConnectionError):  # it rings already, or nobody hears it
+                with contextlib.suppress(BlockingIOError, ConnectionError):  # it rings already, or its reader is gone
                     bell.send(b"\0")
         if length > self.chunk_bytes:
             for reader, (side, _) in enumerate(self.sides):
@@ -136,7 +167,10 @@ class RingBuffer:
     # --- a reader's end
 
     def be_reader(self, reader: int, sentinels: Sequence[int] = ()) -> None:
-        """Be this reader's end from now on; `sentinels` are file descriptors whose end or news also ends a `read`."""
+        """Be this reader's end from now on.
+
+        A `read` also returns when one of `sentinels`, which are file descriptors, is readable.
+        """
         self.reader = reader
         for i, (theirs, mine) in enumerate((*self.bells, *self.sides)):
             theirs.close()
@@ -146,10 +180,12 @@ class RingBuffer:
             self.poll.register(fd, select.POLLIN)
 
     def read(self, timeout: float) -> bytes | None:
-        """The next message; None if none came within `timeout` seconds, or before a sentinel had news.
+        """The next message; None if none was announced within `timeout` seconds, or before a sentinel was readable.
+
+        A message that was announced is waited for, however short the timeout is.
 
         Raises:
-            RingTimeout: a message was announced, and not sent in full.
+            RingTimeout: the message was not sent in full.
         """
         chunk = self.count % self.num_chunks
         at, begin = chunk * (2 + self.num_readers), chunk * self.chunk_bytes
@@ -157,10 +193,8 @@ class RingBuffer:
             return None
         self._order()  # the number was there before the payload is read
         length = self.words[at + 1]
-        if length <= self.chunk_bytes:
-            message = bytes(self.payloads[begin : begin + length])
-        else:
-            message = self._receive(length, timeout)
+        inside = length <= self.chunk_bytes
+        message = bytes(self.payloads[begin : begin + length]) if inside else self._receive(length)
         self.count += 1
         assert self.words[at] == self.count, "the writer overtook a reader"
         self._order()  # the payload was read before the chunk is given back
@@ -173,7 +207,7 @@ class RingBuffer:
             if (waited := time.monotonic() - begun) > timeout:
                 return False
             if waited < SPIN:
-                os.sched_yield()  # else two readers on two cores keep the writer from its own: 184 us a trip, not 12
+                os.sched_yield()  # without this two readers on two cores keep the writer from running
                 continue
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
             words[asleep] = 1
@@ -186,16 +220,16 @@ class RingBuffer:
                 bell.recv(4096)
         return True
 
-    def _receive(self, length: int, timeout: float) -> bytes:
+    def _receive(self, length: int) -> bytes:
         message, got, side = bytearray(length), 0, self.sides[self.reader][1]
-        side.settimeout(timeout)
+        side.settimeout(BROKEN_OFF)  # the reader's own bound: the caller's is for how long to look for a message
         while got < length:
             try:
                 count = side.recv_into(memoryview(message)[got:])
             except TimeoutError:
                 count = 0
             if not count:
-                raise RingTimeout(self.reader, self.count + 1, timeout)
+                raise RingTimeout(self.reader, self.count + 1, BROKEN_OFF)
             got += count
         return bytes(message)
 

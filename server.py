@@ -1,11 +1,10 @@
 """The OpenAI-compatible server: `python server.py --model PATH`.
 
-    Run         a request that has passed validation, on its way through the engine
     Api         the routes
     main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it
 
-Text is made and taken apart here, off the engine's loop. Whatever a client may do wrong is found before the first byte
-of the reply and answered with 400; streams and whole replies come out of the same iterator, `Run.news`.
+Text is made and taken apart in these processes, off the engine's loop. `protocol.py` checks what comes in, `replies.py`
+shapes what goes out. A client's mistake is found before the first byte of the reply, and answered with 400.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ import hmac
 import itertools
 import logging
 import os
-import queue
 import re
 import reprlib
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gevent
@@ -36,24 +33,17 @@ import msgspec
 from flask import Flask, Response, g, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
-from api_process import Board, Gunicorn, listen
-from child import Child
-from client import EngineDeadError, MPClient, Stream
+from client import EngineDeadError, MPClient
 from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
-from coordinator import CoordinatorProcess
-from data_parallel import DPClient
-from engine_process import EngineProcess
+from data_parallel import CoordinatorProcess, DPClient
+from engine_process import EngineProcess, check_gpus
 from executor import lead_or_follow
-from outputs import Choices, Generation
+from processes import Board, Child, Gunicorn, listen
 from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
+from replies import Client, ClientGone, Run, sse
 from tokenizer import Tokenizer
 
-Client = MPClient | DPClient
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
-
-
-class ClientGone(Exception):
-    """Nobody is there to read the reply."""
 
 
 def read_body(config: ServerConfig) -> dict[str, Any]:
@@ -68,155 +58,6 @@ def read_body(config: ServerConfig) -> dict[str, Any]:
     if len(data) > config.max_body_bytes:
         raise RequestEntityTooLarge
     return parse_json(data, config)
-
-
-# --- a request on its way through the engine -------------------------------------------------------------------------
-
-News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
-
-
-class Run:
-    """A request that has passed validation, on its way through the engine as one request of the engine's a prompt.
-
-    Args:
-        name: makes the ids: the reply's, and the engine's of each prompt.
-        route: COMPLETIONS or CHAT, whose shapes the reply has.
-        fields: of the request.
-        prompts: (text or None, token ids) of each.
-        params: one for each prompt.
-        tokenizer: of the model.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        route: str,
-        fields: dict[str, Any],
-        prompts: list[tuple[str | None, list[int]]],
-        params: list[SamplingParams],
-        tokenizer: Tokenizer,
-    ):
-        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + name
-        self.created = int(time.time())
-        self.route, self.fields = route, fields
-        self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.n = params[0].n
-        self.requests = [
-            Choices(f"{self.id}-{i}", prompt, ids, param, tokenizer)
-            for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
-        ]
-
-    def news(self, client: Client, sock: socket.socket | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done.
-
-        Args:
-            client: of the engine. What still runs when this ends, however it does, is aborted there.
-            sock: the HTTP client's connection, to see whether it is still there; None in tests.
-            timeout: seconds that all of it may take.
-
-        Raises:
-            ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection is closed.
-            EngineDeadError: the engine process is gone.
-        """
-        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, sock, stream) if sock else None
-        try:
-            for i, asked in enumerate(self.requests):
-                ids, salt = asked.prompt_token_ids, self.fields["cache_salt"]
-                client.add(asked.request_id, ids, asked.params, salt, stream, self.fields["priority"])
-                live[asked.request_id] = i
-            while live:
-                try:
-                    output = stream.get(max(0, deadline - time.monotonic()))
-                except queue.Empty:
-                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
-                    continue
-                i = live[output.request_id]
-                asked = self.requests[i]
-                if output.finish_reason == "error":
-                    status = 503 if output.engine_fault else 400
-                    raise ApiError(status, output.error or "the engine failed")
-                new = asked.push(output, client.abort)
-                if asked.finished:
-                    del live[output.request_id]
-                if new is not None:
-                    yield i * self.n + output.index, new
-        finally:
-            for request_id in live:
-                client.abort(request_id)
-            if watcher:
-                watcher.kill()  # before anybody else reads from the connection
-
-    def whole(self) -> dict[str, Any]:
-        """The reply that is not streamed, after all the news."""
-        kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []
-        for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
-            content: dict[str, Any] = {"text": generation.text}
-            if self.route == CHAT:
-                content = {"message": {"role": "assistant", "content": generation.text}}
-            choices.append({"index": i, **content, **ending(generation)})
-        return {**self._head(kind), "choices": choices, "usage": self._usage()}
-
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream, but for [DONE]."""
-        if self.route == CHAT:
-            for i in range(len(self.requests) * self.n):
-                delta = {"role": "assistant", "content": ""}
-                yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
-        for i, new in news:
-            for choice in self._choices(i, new):
-                yield self._event([choice])
-        if self.options["include_usage"]:
-            yield self._event([])
-
-    def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
-        """The choices to send for new text: in a chat, an ending comes in an event of its own."""
-        generation = self.requests[i // self.n].drawn[i % self.n]
-        if self.route != CHAT:
-            if new or generation.finished:
-                yield {"index": i, "text": new, **ending(generation)}
-            return
-        if new:
-            yield {"index": i, "delta": {"content": new}, "logprobs": None, "finish_reason": None}
-        if generation.finished:
-            yield {"index": i, "delta": {}, **ending(generation)}
-
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        event = self._head("chat.completion.chunk" if self.route == CHAT else "text_completion") | {"choices": choices}
-        if self.options["include_usage"]:
-            counted = not choices or self.options["continuous_usage_stats"]
-            event["usage"] = self._usage() if counted else None
-        return sse(event)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
-
-    def _usage(self) -> dict[str, Any]:
-        prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)
-        completion = sum(asked.num_generated for asked in self.requests)
-        cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return counts | {"prompt_tokens_details": cached}
-
-
-def watch(sock: socket.socket, stream: Stream) -> None:
-    """Tell `stream` when the other end of `sock` hangs up. A greenlet of its own: nobody polls, and nothing is lost."""
-    with contextlib.suppress(OSError):
-        if sock.recv(1, socket.MSG_PEEK):  # its next request: then only a write will tell
-            return
-    stream.put(ClientGone())
-
-
-def ending(generation: Generation) -> dict[str, Any]:
-    """The part of a choice that says how it ended; all null before that."""
-    return {"logprobs": None, "finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
-
-
-def sse(event: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def api_error(error: Exception) -> ApiError:
@@ -382,7 +223,11 @@ class Api:
             return response
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
-        """Sampling parameters for prompts of these lengths, with what is left of the context as the bound of output."""
+        """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
+
+        What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
+        output the route has at most then; None leaves it to the context.
+        """
         limit = self.facts["max_model_len"]
         asked = fields["max_completion_tokens"] or fields["max_tokens"]
         for length in lengths:
@@ -391,10 +236,14 @@ class Api:
             if asked and length + asked > limit:
                 message = f"the prompt's {length} tokens and max_tokens {asked} are {length + asked}"
                 raise ApiError(400, f"{message}; the context holds {limit}", "max_tokens")
-        left = [min(asked or default or limit, limit - length) for length in lengths]
+        defaults = self.facts["default_sampling"]
+        most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
+        left = [min(asked or most, limit - length) for length in lengths]
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
+        if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
+            given = {**defaults, **given}
         try:
-            params = [SamplingParams(**given, max_tokens=tokens) for tokens in left]
+            params = [SamplingParams(**given | {"max_tokens": tokens}) for tokens in left]
             params[0].check_vocabulary(self.facts["vocab_size"])
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
@@ -523,6 +372,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+        check_gpus(engine_config)
         model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
         if "plan" in flags:
             from startup import print_plan

@@ -66,7 +66,7 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        # Then a text is its tokens' bytes, one after the other, whatever is beside them.
+        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them.
         self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
         self.token_bytes = functools.cache(self._token_bytes)
         config = _read_object(Path(folder) / "tokenizer_config.json")
@@ -98,7 +98,7 @@ class Tokenizer:
         return self._tokenizer.id_to_token(id) or ""
 
     def _token_bytes(self, id: int) -> bytes:
-        """The bytes that a token stands for; they may be a part of a UTF-8 sequence. Nothing, if there is no token."""
+        """The bytes that a token stands for, perhaps a part of a UTF-8 sequence; empty if there is no such token."""
         token = self.token(id)
         if self._byte_level and all(char in BYTE_OF_CHAR for char in token):
             return bytes(BYTE_OF_CHAR[char] for char in token)
@@ -108,7 +108,7 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token: a longer text than so many times the context need not be tokenized."""
+        """Characters of the longest token. A text with more than that for each token of the context cannot fit it."""
         return max(map(len, self._tokenizer.get_vocab()))
 
     @property
@@ -174,8 +174,7 @@ class Detokenizer:
     A token's text depends on its neighbours (spaces at the start, characters of several tokens), so the latest tokens
     are decoded together with a few before them and only the difference is new: vLLM's method of two offsets. vLLM
     takes a U+FFFD at the end of that text for an unfinished character; here the tokens' bytes are asked, so that a
-    genuine U+FFFD goes out at once. Where a text is nothing but its tokens' bytes, they are all that is asked: 1.3 us
-    a token, not 8.
+    genuine U+FFFD goes out at once. Where a text is nothing but its tokens' bytes, only they are asked: it is faster.
 
     Attributes:
         text: all text that `push` has returned.
@@ -190,7 +189,7 @@ class Detokenizer:
         self._tokenizer, self._params = tokenizer, params
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""  # decoded, but it may be the beginning of a stop string
-        # Tokens without text stay out, so that the window has a token with text however many of them come in a row.
+        # Tokens without text stay out: else a row of them could fill the window, and no token with text be left in it.
         context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
         if tokenizer.joins_bytes:
             self._utf8.decode(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character

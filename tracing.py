@@ -1,22 +1,25 @@
 """A timeline of every step, for Perfetto (ui.perfetto.dev) or chrome://tracing: `--trace FILE`.
 
 Three lanes: what the engine does, what rank 0's worker does on the host, and what its device does. The format is
-Chrome's JSON array of events, of which a viewer does not need the end: what a killed engine leaves can be looked at.
+Chrome's JSON array of events. The file is valid JSON after every step, so that it can be read whenever and however the
+engine ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 import weakref
 from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from plan import StepPlan, StepResult
 
 LANES = ("engine", "worker", "device")
 LAST = "update"  # phase of a step
+END = b"\n]\n"
 
 
 class Trace:
@@ -31,7 +34,7 @@ class Trace:
 
     def __init__(self, path: str):
         try:
-            self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (it stays open as long as the trace lives)
+            self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open as long as the trace lives)
         except OSError as error:
             raise ValueError(f"trace is {path!r}: {error.strerror}") from None
         self.start = time.perf_counter()
@@ -39,8 +42,9 @@ class Trace:
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
             for tid, lane in enumerate(LANES)
         ]
-        self.file.write("[" + ",\n".join(map(json.dumps, events)))
-        self.close = weakref.finalize(self, end, self.file)
+        self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode() + END)
+        self.events: list[str] = []  # that are not in the file yet
+        self.close = weakref.finalize(self, end, self.file, self.events)
 
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
@@ -60,12 +64,20 @@ class Trace:
     def _write(self, lane: str, name: str, begin: float, stop: float, facts: dict[str, Any]) -> None:
         event = {"name": name, "ph": "X", "pid": 0, "tid": LANES.index(lane), "args": facts}
         microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((stop - begin) * 1e6, 3)}
-        self.file.write(",\n" + json.dumps(event | microseconds))
+        self.events.append(json.dumps(event | microseconds))
         if name == LAST:
-            self.file.flush()  # for the engine of a server ends with it, and writes nothing any more
+            flush(self.file, self.events)
 
 
-def end(file: IO[str]) -> None:
-    """Write the array's end."""
+def flush(file: BinaryIO, events: list[str]) -> None:
+    """Move the events into the file, where they take the place of the array's end, with which they close."""
+    if events:
+        file.seek(-len(END), os.SEEK_END)
+        file.write("".join(",\n" + event for event in events).encode() + END)
+        events.clear()
+
+
+def end(file: BinaryIO, events: list[str]) -> None:
+    """Flush and close."""
     with file:
-        file.write("]\n")
+        flush(file, events)

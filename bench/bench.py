@@ -43,7 +43,7 @@ import bench_engine
 import bench_process
 import bench_serve
 from config import VERSION, EngineConfig, SamplingParams
-from plan import StepResult
+from plan import EngineCoreRequest, StepResult
 from scheduler import Scheduler
 from sequence import Request
 
@@ -192,7 +192,8 @@ def overload_figures(model: str, repeats: int) -> Figures:
                 while waiting or core.has_work():
                     while waiting and len(core.scheduler.requests) < at_once:
                         name, prompt, output = waiting.pop()
-                        core.add(name, prompt, SamplingParams(max_tokens=output, ignore_eos=True))
+                        params = SamplingParams(max_tokens=output, ignore_eos=True)
+                        core.add(EngineCoreRequest(name, prompt, params))
                     core.step()
                     steps += 1
                 seconds = time.perf_counter() - begun

@@ -190,7 +190,7 @@ def save(model: Demo, tokenizer: Tokenizer, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     files = {
         "config.json": CONFIG,
-        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0, "temperature": 0.7},
+        "generation_config.json": {"eos_token_id": [1, 0], "pad_token_id": 0},
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONFIG["max_position_embeddings"],
             "bos_token": None, "eos_token": "<|end|>", "pad_token": "<|endoftext|>", "chat_template": TEMPLATE,

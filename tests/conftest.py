@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import cpu
-from config import DEMO
+from config import DEMO, SamplingParams
 from engine import LLM
 from tasks import Tasks
 
@@ -22,8 +22,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each w
     torch.set_num_threads(1)
 # A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
 SERVED = [
-    "test_server.py", "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py",
-    "test_bench_serve.py",
+    "test_server.py", "test_protocol.py", "test_replies.py", "test_processes.py", "test_client.py", "test_survival.py",
+    "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
@@ -37,6 +37,22 @@ def make_llm():
 @pytest.fixture(scope="session")
 def llm(make_llm):
     return make_llm()
+
+
+@pytest.fixture
+def engine() -> Any:
+    """A `ScriptedClient`, and so an engine that answers without a model."""
+    from scripted import ScriptedClient  # here, because it brings the server's requirements
+
+    return ScriptedClient()
+
+
+@pytest.fixture
+def http_client(engine: Any) -> Any:
+    """A client of the Flask app around that engine."""
+    from scripted import client_of
+
+    return client_of(engine)
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +69,25 @@ def conversations() -> list[list[dict[str, str]]]:
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         made.append(messages[:-1])
     return made
+
+
+@pytest.fixture(scope="session")
+def work(llm, conversations) -> tuple[list[list[int]], list[SamplingParams]]:
+    """The conversations, and between them prompts with long answers."""
+    prompts, params = [], []
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    story = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    for i, conversation in enumerate(conversations):
+        prompts.append(llm.tokenizer.encode(llm.tokenizer.render(conversation), add_special_tokens=False))
+        prompts.append(llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n"))
+        params += [greedy, story]
+    return prompts, params
+
+
+@pytest.fixture(scope="session")
+def answers(llm, work) -> list[list[int]]:
+    """What the demo makes of them, all in one batch with the cache on."""
+    return [output.outputs[0].token_ids for output in llm.generate(*work, use_tqdm=False)]
 
 
 @pytest.fixture

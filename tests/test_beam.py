@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from beam import BeamSearch
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
-from scheduler import EngineOutput
+from plan import EngineCoreRequest, EngineOutput
 from test_model import shape
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token
@@ -349,7 +349,7 @@ def said_of(core: EngineCore) -> dict[str, torch.Tensor]:
 
 def add_beams(core: EngineCore, name: str, i: int, j: int) -> None:
     """Queue a search for prompt `i` with setting `j`, as request `j.i`."""
-    core.add(f"{j}.{i}", CASES[name]["prompts"][i], params_for(CASES[name]["beams"][j]))
+    core.add(EngineCoreRequest(f"{j}.{i}", CASES[name]["prompts"][i], params_for(CASES[name]["beams"][j])))
 
 
 def check_answer(core: EngineCore, name: str, i: int, j: int, found: list[EngineOutput]) -> set[tuple[str, int]]:
@@ -371,7 +371,8 @@ def check_beams(core: EngineCore, name: str, beside: bool = False) -> None:
     for i, j in places:
         add_beams(core, name, i, j)
         if beside:
-            core.add(f"greedy {j}.{i}", CASES[name]["prompts"][i], SamplingParams(temperature=0, max_tokens=NEW))
+            params = SamplingParams(temperature=0, max_tokens=NEW)
+            core.add(EngineCoreRequest(f"greedy {j}.{i}", CASES[name]["prompts"][i], params))
     outputs, ends = finish(core), set()
     for i, j in places:
         ends |= check_answer(core, name, i, j, outputs.pop(f"{j}.{i}"))
@@ -431,7 +432,8 @@ def test_search_to_the_end_of_the_context(checkpoints):
     assert BEAMS[j]["early_stopping"] == "never" and BEAMS[j]["length_penalty"] > 0
     prompt = CASES["llama"]["prompts"][i]
     core = make_core(checkpoints / "llama", max_model_len=len(prompt) + NEW)
-    core.add("search", prompt, dataclasses.replace(params_for(CASES["llama"]["beams"][j]), max_tokens=None))
+    params = dataclasses.replace(params_for(CASES["llama"]["beams"][j]), max_tokens=None)
+    core.add(EngineCoreRequest("search", prompt, params))
     check_answer(core, "llama", i, j, finish(core)["search"])
 
 

@@ -22,7 +22,7 @@ import worker as worker_module
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
-from scheduler import StepPlan
+from plan import EngineCoreRequest, StepPlan
 from test_worker import SHAPE, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,7 +72,8 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
         elif kind == 3:
             params |= {"use_beam_search": True, "beam_width": 2, "n": 2, "temperature": 0}
         length = (1, 40, longest, 5, 16)[i % 5]
-        core.add(str(i), [rng.randrange(97) for _ in range(min(length, longest))], SamplingParams(**params))
+        prompt = [rng.randrange(97) for _ in range(min(length, longest))]
+        core.add(EngineCoreRequest(str(i), prompt, SamplingParams(**params)))
         for _ in range(rng.randrange(4)):
             errors += [output.error for output in core.step() if output.error]
     while core.has_work():
@@ -95,11 +96,11 @@ def test_a_new_shape_is_refused_by_name(make, monkeypatch):
         return plain(hidden)
 
     monkeypatch.setattr(worker.model, "logits", logits)
-    core.add("late", [1, 2, 3], SamplingParams(max_tokens=4))
+    core.add(EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=4)))
     (output,) = [output for _ in range(2) for output in core.step()]
     assert "rms_norm_kernel" in output.error and "SIZE: 40" in output.error and "in warm-up" in output.error
     monkeypatch.undo()
-    core.add("next", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
+    core.add(EngineCoreRequest("next", [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True)))
     tokens = [token for _ in range(8) if core.has_work() for output in core.step() for token in output.token_ids]
     assert len(tokens) == 4
 

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
+import dataclasses
 import os
 import queue
+import random
 import signal
+import subprocess
 import threading
 import time
+from collections import deque
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from client import EngineDeadError, MPClient
-from config import SamplingParams
-from coordinator import Coordinator, Waves
-from data_parallel import CLOSE, DPClient, Router
+from client import Connection, EngineDeadError, MPClient
+from config import EngineConfig, SamplingParams
+from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
-from engine_process import EngineServer
-from test_server import Server, eventually, serving
+from engine_process import EngineServer, check_gpus, visible_gpus
+from plan import EngineCoreRequest, Load, Loads, Subscribe, Wave, WaveReport
+from served import Server, eventually, serving
 from test_survival import Reader, command
-from wire import Connection, Load, Loads, Subscribe, Wave
 
 
 def test_requests_take_turns_while_loads_are_equal():
@@ -84,11 +90,81 @@ def test_holders_are_forgotten_the_oldest_first(monkeypatch):
 
 def test_a_wave_lasts_as_long_as_one_engine_has_work():
     waves = Waves(3)
-    assert waves.load(1, 2, 0) == Wave(1, True)
-    assert waves.load(0, 0, 1) is None and waves.load(1, 0, 0) is None
-    assert waves.load(0, 0, 0) == Wave(1, False)
-    assert waves.load(0, 0, 0) is None
-    assert waves.load(2, 0, 9) == Wave(2, True)
+    assert waves.update(WaveReport(0, 0, False)) is None and waves.update(WaveReport(1, 0, True)) is None
+    assert waves.update(WaveReport(2, 0, False)) == Wave(0)  # all are there, and engine 1 may ask again
+    assert waves.update(WaveReport(1, 0, True)) == Wave(WAVE_STEPS)
+    assert waves.update(WaveReport(0, 0, True)) is None  # it asked before it heard of that
+    assert waves.update(WaveReport(0, WAVE_STEPS, True)) == Wave(2 * WAVE_STEPS)
+    assert waves.update(WaveReport(2, 0, False)) == Wave(2 * WAVE_STEPS)  # another process that has replaced engine 2
+
+
+def test_a_new_coordinator_takes_up_the_wave_that_the_engines_know_of():
+    waves = Waves(2)
+    assert waves.update(WaveReport(0, 96, False)) is None
+    assert waves.update(WaveReport(1, 64, False)) == Wave(96)  # engine 1 has not heard of the last 32 steps
+    assert waves.update(WaveReport(1, 64, True)) is None
+    assert waves.update(WaveReport(1, 96, True)) == Wave(128)
+
+
+def test_an_engine_ignores_waves_that_are_stale():
+    engine = Lockstep(0)
+    assert engine.report(True) is None  # where the others are is not known yet
+    engine.update(Wave(64))  # it has replaced another engine
+    assert engine.steps == 64 and not engine.running
+    assert engine.report(False) is None
+    assert engine.report(True) == WaveReport(0, 64, True) and engine.report(True) is None
+    engine.update(Wave(96))
+    engine.update(Wave(64))
+    assert engine.end == 96 and engine.running
+    assert engine.report(True) is None  # for the next steps there is time
+    engine.steps = 96 - WAVE_STEPS // 2
+    assert engine.report(True) == WaveReport(0, 96, True)
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None:
+    """Whoever is slow and however late messages are; one engine and the coordinator are replaced on the way."""
+    rng = random.Random(seed)
+    waves, engines = Waves(size), [Lockstep(rank) for rank in range(size)]
+    reports = [deque([engine.join()]) for engine in engines]  # on their way to the coordinator
+    told: list[deque[Wave]] = [deque() for _ in engines]  # and from there
+    work = [0] * size  # steps that each engine needs for its requests
+    events = 400
+
+    def deliver(rank: int) -> None:
+        if reports[rank] and (wave := waves.update(reports[rank].popleft())):
+            for queue in told:
+                queue.append(wave)
+
+    def step(rank: int) -> None:
+        engine = engines[rank]
+        while told[rank] and rng.random() < 0.5:
+            engine.update(told[rank].popleft())
+        if report := engine.report(work[rank] > 0):
+            reports[rank].append(report)
+        if engine.running:
+            engine.steps += 1
+            work[rank] = max(0, work[rank] - 1)
+
+    while events or any(work) or any(reports) or any(told) or any(engine.running for engine in engines):
+        events -= events > 0
+        rank = rng.randrange(size)
+        if events and rng.random() < 0.03:
+            work[rank] += rng.randrange(1, 90)
+        if events == 200:  # an engine dies with what it had, and another takes its place
+            engines[rank], work[rank], told[rank], reports[rank] = Lockstep(rank), 0, deque(), deque()
+            reports[rank].append(engines[rank].join())
+        if events == 100:  # the coordinator dies, and what it had sent does not arrive
+            for queue in told:
+                queue.clear()
+            waves = Waves(size)
+            for reporter, engine in zip(reports, engines, strict=True):
+                reporter.clear()
+                reporter.append(engine.join())
+        rng.choice((deliver, step))(rank)
+        assert all(engine.steps <= engine.end for engine in engines)
+    assert len({engine.steps for engine in engines}) == 1 and engines[0].steps == waves.end
 
 
 @pytest.fixture
@@ -104,89 +180,82 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
     client = Connection(coordinator, heard[2].put)
     for rank, engine in enumerate(engines):
         engine.send(Load(rank, 0, 0))
-        assert heard[rank].get(timeout=10) == Wave(0, False)
+        engine.send(WaveReport(rank, 0, False))
+    assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(0)] * 2
     client.send(Subscribe())
     assert heard[2].get(timeout=10) == Loads([(0, 0), (0, 0)])
     engines[1].send(Load(1, 3, 4))
-    assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(1, True)] * 2
+    engines[1].send(WaveReport(1, 0, True))
+    assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(WAVE_STEPS)] * 2
     assert heard[2].get(timeout=10) == Loads([(0, 0), (3, 4)])
     engines[1].close()  # it dies
-    assert heard[0].get(timeout=10) == Wave(1, False)
     assert heard[2].get(timeout=10) == Loads([(0, 0), (0, 0)])
+    engines[0].send(WaveReport(0, WAVE_STEPS, True))
+    assert heard[0].get(timeout=10) == Wave(2 * WAVE_STEPS)
     for connection in (engines[0], client):
         connection.close()
 
 
-def serve(llm: LLM, path: str, coordinator: str) -> LLM:
-    server = EngineServer(llm.core, path, coordinator)
-    threading.Thread(target=server.run, daemon=True).start()
-    return llm
+class LateServer(EngineServer):
+    """One that the coordinator's messages reach late."""
+
+    def _receive(self, message: Wave) -> None:
+        time.sleep(0.02)
+        super()._receive(message)
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def paced(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a step take a while, as it does where engines wait for each other in it."""
-    run = llm.core.executor.worker.run
-
-    def slowly(plan: Any) -> Any:
-        time.sleep(0.005)
-        return run(plan)
-
-    monkeypatch.setattr(llm.core.executor.worker, "run", slowly)
-
-
 def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monkeypatch):
-    """As those of a model with experts must: whoever has no work runs empty steps as long as another has some."""
-    fields = {"data_parallel_size": 2, "lockstep": True, "threads": 1}
-    llms = []
+    """As those of a model with experts must: in each step they wait for each other, as its exchange of rows would.
+
+    Whoever has no work runs empty steps as long as another has some, and all of them stop at the same step.
+    """
+    exchange, llms = threading.Barrier(2), []
     for rank in range(2):
         llm = make_llm(threads=1)
-        llm.core.config = type(llm.core.config)(**{**vars(llm.core.config), **fields, "data_parallel_rank": rank})
-        paced(llm, monkeypatch)
-        llms.append(serve(llm, str(tmp_path / f"engine-{rank}"), coordinator))
-    client = MPClient(str(tmp_path / "engine-0"))
-    stream = client.add("a", [5] * 20, GREEDY)
-    while not stream.get(timeout=60).finished:
-        pass
-    steps = [llm.core.scheduler.step for llm in llms]
-    assert steps[0] >= 60 and steps[1] > 5
-    eventually(lambda: not any(llm.core.has_work() for llm in llms), 20)
+        fields = {"data_parallel_size": 2, "lockstep": True, "data_parallel_rank": rank}
+        llm.core.config = dataclasses.replace(llm.core.config, **fields)
+        wait_for_others(llm, exchange, monkeypatch)
+        server = (EngineServer, LateServer)[rank](llm.core, str(tmp_path / f"engine-{rank}"), coordinator)
+        threading.Thread(target=server.run, daemon=True).start()
+        llms.append(llm)
+    clients = [MPClient(str(tmp_path / f"engine-{rank}")) for rank in range(2)]
+    for number in range(3):
+        streams = []
+        for rank in range(1 + number % 2):  # in one wave both have work, and another begins as soon as one is over
+            request = EngineCoreRequest(f"{number}", [5] * 20, replace(GREEDY, max_tokens=60 - 25 * rank))
+            streams.append(clients[rank].add(request))
+        for stream in streams:
+            while not stream.get(timeout=60).finished:
+                pass
+    eventually(lambda: exchange.n_waiting == 0 and len({llm.core.scheduler.step for llm in llms}) == 1, 60)
     time.sleep(0.3)
-    steps = [llm.core.scheduler.step for llm in llms]
+    steps = {llm.core.scheduler.step for llm in llms}
     time.sleep(0.3)
-    assert steps == [llm.core.scheduler.step for llm in llms]  # the wave is over
-    client.close()
+    assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
+    assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
+    for client in clients:
+        client.close()
 
 
-def test_the_asyncio_face(make_llm, tmp_path):
-    llm = serve(make_llm(), str(tmp_path / "engine"), "")
-    client = MPClient(str(tmp_path / "engine"))
-    wanted = [5, 6, 7]
+def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step of the engine run before the same step of the others."""
+    run = llm.core.executor.worker.run
 
-    async def run() -> tuple[list[list[int]], float]:
-        async def one(name: str) -> list[int]:
-            return [token async for output in client.generate(name, wanted, GREEDY) for token in output.token_ids]
+    def together(plan: Any) -> Any:
+        exchange.wait(60)
+        return run(plan)
 
-        answers = await asyncio.gather(*(one(str(i)) for i in range(3)))
-        broken_off = client.generate("x", wanted, SamplingParams(max_tokens=900, ignore_eos=True))
-        async for _ in broken_off:
-            break
-        await broken_off.aclose()
-        return answers, (await client.acall("metrics"))["num_requests_running"]
-
-    answers, running = asyncio.run(run())
-    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 60 and running == 0
-    assert not llm.core.scheduler.has_work() and not client.streams
-    client.close()
+    monkeypatch.setattr(llm.core.executor.worker, "run", together)
 
 
 def test_a_client_of_engines_of_which_none_lives(tmp_path):
     client = DPClient([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c"), 16)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
-        client.add("x", [1], GREEDY)
+        client.add(EngineCoreRequest("x", [1], GREEDY))
     with pytest.raises(EngineDeadError):
         client.call_all("metrics")
     client.close()
@@ -195,6 +264,39 @@ def test_a_client_of_engines_of_which_none_lives(tmp_path):
 def test_several_engines_are_not_for_llm():
     with pytest.raises(ValueError, match="data_parallel_size is 2; for LLM it must be 1"):
         LLM(data_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("visible", "fields", "fits"),
+    [
+        ("0,1", {}, True), ("0", {}, False), ("0,1,2", {"tensor_parallel_size": 2}, False),
+        ("0,1,2,3", {"tensor_parallel_size": 2}, True),
+        ("", {}, True), ("-1", {}, True), ("0", {"device": "cpu"}, True), ("0", {"data_parallel_size": 1}, True),
+    ],
+)  # fmt: skip
+def test_each_engine_gets_gpus_of_its_own_or_the_server_does_not_start(monkeypatch, visible, fields, fits):
+    """With one GPU the second of two engines would see none, and take the CPU."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    config = EngineConfig(**{"data_parallel_size": 2} | fields)
+    if fits:
+        check_gpus(config)
+    else:
+        count = len(visible.split(","))
+        with pytest.raises(ValueError, match=rf"data_parallel_size is 2, .* takes [24] GPUs; there are {count}"):
+            check_gpus(config)
+
+
+def test_gpus_are_counted_by_the_driver_where_nothing_hides_them(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(subprocess, "run", lambda *args, **options: SimpleNamespace(stdout="0\n1\n"))
+    assert visible_gpus() == ["0", "1"]
+
+    def missing(*args: Any, **options: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert visible_gpus() is None
+    check_gpus(EngineConfig(data_parallel_size=2))
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------
@@ -240,7 +342,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             reader.join(60)
             assert reader.text == text
         eventually(lambda: len(counts(server, "num_requests_running")) == 2, 60)
-        coordinator = next(pid for pid in server.family() if "coordinator.py" in command(pid))
+        coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
         os.kill(coordinator, signal.SIGKILL)
         eventually(lambda: "the coordinator is ready again" in server.log.read_text(), 30)
         reader = Reader(server, prompt=prompts[0], max_tokens=40)

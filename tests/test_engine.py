@@ -7,24 +7,19 @@ import json
 import os
 import queue
 import random
-import socket
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from client import EngineDeadError, MPClient
 from config import DEMO, EngineConfig
 from engine import LLM, EngineCore, SamplingParams
-from engine_process import EngineServer
 from outputs import Choices, Generation
-from scheduler import EngineOutput, NewRow, StepPlan
+from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
 from startup import start_worker
-from wire import Add, Codec, read_frames, send_frame
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 
@@ -34,23 +29,6 @@ def tokens(outputs) -> list[list[int]]:
 
 
 STORY = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def work(llm, conversations) -> tuple[list[list[int]], list[SamplingParams]]:
-    """The conversations, and between them prompts with long answers."""
-    prompts, params = [], []
-    for i, conversation in enumerate(conversations):
-        prompts.append(llm.tokenizer.encode(llm.tokenizer.render(conversation), add_special_tokens=False))
-        prompts.append(llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n"))
-        params += [GREEDY, STORY]
-    return prompts, params
-
-
-@pytest.fixture(scope="module")
-def answers(llm, work):
-    """What the demo makes of them, all in one batch with the cache on."""
-    return tokens(llm.generate(*work, use_tqdm=False))
 
 
 def test_demo_can_add(llm):
@@ -289,71 +267,6 @@ def test_a_pool_smaller_than_the_context_shortens_it(make_llm):
         llm.generate([[5] * 200], use_tqdm=False)
 
 
-@pytest.fixture
-def served(make_llm, tmp_path):
-    """An engine's server loop in a thread of this process, and its socket's path."""
-    core, path = make_llm(num_gpu_blocks_override=64, block_size=16).core, str(tmp_path / "engine")
-    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
-    return core, path
-
-
-def collect(stream) -> list[int]:
-    ids: list[int] = []
-    while True:
-        output: EngineOutput = stream.get(timeout=30)
-        ids += output.token_ids
-        if output.finished:
-            return ids
-
-
-def test_clients_get_their_own_outputs(served, work, answers):
-    clients = [MPClient(served[1]) for _ in range(2)]
-    streams = [clients[i % 2].add(str(i), *request) for i, request in enumerate(zip(*work, strict=True))]
-    assert [collect(stream) for stream in streams] == answers
-    assert clients[0].call("metrics")["num_requests_running"] == 0
-    clients[1].call("check_integrity")
-    for client in clients:
-        client.close()
-
-
-def test_a_refusal_reaches_the_client(served):
-    client = MPClient(served[1])
-    output = client.add("a", [], GREEDY).get(timeout=30)
-    assert (output.finish_reason, output.error) == ("error", "the prompt is empty; it must have at least 1 token")
-    assert output.finished and not client.streams
-    with pytest.raises(ValueError, match="no utility 'eval'"):
-        client.call("eval")
-    client.close()
-
-
-def test_a_client_that_leaves_takes_its_requests_along(served):
-    _, path = served
-    client, other = MPClient(path), MPClient(path)
-    stream = client.add("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))
-    stream.get(timeout=30)
-    assert other.call("metrics")["num_requests_running"] == 1
-    client.close()
-    for _ in range(1000):
-        if other.call("metrics")["num_requests_running"] == 0:
-            break
-    else:
-        pytest.fail("the request is still there")
-    with pytest.raises(EngineDeadError):
-        while True:
-            stream.get(timeout=30)
-    with pytest.raises(EngineDeadError):
-        client.add("b", [5], GREEDY)
-    other.close()
-
-
-def test_abort_ends_a_request(served):
-    client = MPClient(served[1])
-    client.add("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)).get(timeout=30)
-    client.abort("a")
-    assert client.call("metrics")["num_requests_running"] == 0
-    client.close()
-
-
 def test_generation_keeps_the_ending_token_out_of_the_text(llm):
     ids = llm.tokenizer.encode("hello there")
     for include in (False, True):
@@ -367,32 +280,12 @@ def test_generation_keeps_the_ending_token_out_of_the_text(llm):
 
 def test_core_survives_a_refusal_in_full_flight(llm):
     core: EngineCore = llm.core
-    core.add("a", [5] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
+    core.add(EngineCoreRequest("a", [5] * 4, SamplingParams(max_tokens=8, ignore_eos=True)))
     core.step()
     with pytest.raises(ValueError, match="allowed"):
-        core.add("b", [10**6], GREEDY)
+        core.add(EngineCoreRequest("b", [10**6], GREEDY))
     while core.has_work():
         core.step()
-
-
-def test_messages_carry_sampling_params_whole():
-    params = SamplingParams(
-        temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63), presence_penalty=-1,
-        logit_bias={"7": 3, 2: -0.5}, allowed_token_ids=[2, 7],
-    )  # fmt: skip
-    one, other = socket.socketpair()
-    with one, other:
-        send_frame(one, Codec(), Add("x", [1, 2], params))
-        assert next(read_frames(other)) == Add("x", [1, 2], params)
-
-
-def test_a_frame_that_is_no_message_ends_the_connection():
-    for junk in (b"\x03\0\0\0abc", b"\x02\0\0\0\x91\xc0", b"\xff"):
-        one, other = socket.socketpair()
-        with other:
-            with one:
-                one.sendall(junk)
-            assert list(read_frames(other)) == []
 
 
 def test_start_log_says_what_fits(llm):
@@ -578,50 +471,9 @@ def test_what_choices_tell_the_engine(llm):
         push(0, there, finish_reason="length", finished=True)
 
 
-def test_a_client_follows_all_samples_of_a_request(served, llm):
-    params = replace(SAMPLED, n=8, seed=2, temperature=1.0, stop_token_ids=llm.tokenizer.encode("\n"))
-    wanted = answers_of(llm.generate(OPENING, params, use_tqdm=False)[0])
-    assert len({len(answer) for answer in wanted}) > 1  # the end of one is not that of the request
-    client, got = MPClient(served[1]), [[] for _ in range(8)]
-    stream = client.add("a", llm.tokenizer.encode(OPENING), params)
-    while True:
-        output = stream.get(timeout=30)
-        got[output.index] += output.token_ids
-        if output.finished:
-            break
-    assert got == wanted and not client.streams
-    client.add("b", [5] * 10, replace(SAMPLED, max_tokens=200, ignore_eos=True), stream=stream)
-    heard = set()
-    while heard != {0, 1, 2, 3}:
-        heard.add(stream.get(timeout=30).index)
-    for index in (0, 1, 3):
-        client.abort("b", index)
-    assert client.call("metrics")["num_requests_running"] == 1
-    assert client.call("explain", "b") is not None and "b" in client.streams
-    client.abort("b")
-    client.abort("b")
-    assert client.call("metrics")["num_requests_running"] == 0 and not client.streams
-    client.close()
-
-
-def test_a_client_can_ask_where_the_time_went(served):
-    client = MPClient(served[1])
-    client.add("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)).get(timeout=30)
-    collect(client.add("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True)))
-    stories = [client.call("explain", f"x-{i}") for i in range(3)]
-    assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None
-    assert json.loads(json.dumps(stories[1])) == stories[1]
-    asked = client.call("explain_prompts", "x", 9)
-    assert len(asked) == 2 and asked[1] == stories[1]
-    assert len(client.call("explain_prompts", "x", 1)) == 1 and client.call("explain_prompts", "y", 9) == []
-    with pytest.raises(ValueError, match="explain"):
-        client.call("explain")
-    client.close()
-
-
-def test_the_client_in_process_has_the_face_of_the_one_across_processes(llm):
+def test_the_client_in_process_has_the_methods_of_the_one_across_processes(llm):
     client, params = llm.client, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    streams = [client.add(f"client-{i}", [5 + i, 80, 300], params) for i in range(3)]
+    streams = [client.add(EngineCoreRequest(f"client-{i}", [5 + i, 80, 300], params)) for i in range(3)]
     client.abort("client-1")
     told = []
     for stream in (streams[2], streams[0]):  # whoever waits runs the engine for all
@@ -638,5 +490,5 @@ def test_the_client_in_process_has_the_face_of_the_one_across_processes(llm):
     with pytest.raises(ValueError, match="no utility 'close'"):
         client.call("close")
     with pytest.raises(ValueError, match="prompt"):
-        client.add("client-3", [], params)
+        client.add(EngineCoreRequest("client-3", [], params))
     assert not client.streams

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import executor as executor_module
 from engine import LLM, SamplingParams
 from executor import MpExecutor, UniExecutor, WorkerError, is_stopped
 from journal import replay
-from plan import StepPlan
-from test_server import alive, eventually
+from plan import EngineCoreRequest, StepPlan
+from served import alive, eventually
+from test_ring import SlowRing
 
 ROOT = Path(__file__).parent.parent
 STORY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -148,6 +150,16 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
     llm.core.check_integrity()
 
 
+def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
+    """As those of a prompt of 60,000 tokens. Here the chunks are small, and what does not fit them comes slowly."""
+    monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
+    llm = make_llm(distributed_executor_backend="mp", threads=1)
+    assert llm.core.depth == 2
+    assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert llm.core.metrics()["num_worker_restarts_total"] == 0
+    llm.core.close()
+
+
 def test_a_bug_in_a_step_is_what_the_caller_sees(make_llm, monkeypatch):
     llm = make_llm()
 
@@ -191,7 +203,7 @@ def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
 
 def test_a_call_while_a_step_runs_loses_neither(mp_llm):
     core = mp_llm.core
-    core.add("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    core.add(EngineCoreRequest("a", [5, 6, 7], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)))
     tokens_of_a: list[int] = []
     while core.has_work():
         tokens_of_a += [token for output in core.step() for token in output.token_ids]
@@ -231,6 +243,7 @@ def test_an_idle_worker_process_takes_no_time(mp_llm):
 
 
 SCRIPT = """
+import executor as executor_module
 from engine import LLM
 {guard}
     llm = LLM(device="cpu", tensor_parallel_size=2, max_model_len=64)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import
     "config": set(),
     "kv_cache": set(),
-    "plan": set(),
+    "plan": {"config"},
     "timeline": set(),
     "beam": set(),
     "sequence": {"beam", "config", "timeline"},
@@ -35,28 +35,26 @@ MAY_IMPORT = {  # our own modules that each file may import
     "worker": {
         "batch_state", "compile_guard", "config", "cpu", "scheduler", "loader", "memory", "model", "parallel",
         "kernels", "reference", "sanitizer"},
-    "ring": set(),
-    "wire": {"config", "plan"},
-    "executor": {"config", "ring", "scheduler", "wire", "worker"},
+    "ring": {"plan"},
+    "executor": {"config", "plan", "ring", "worker"},
     "tokenizer": set(),
     "journal": {"config", "scheduler"},
-    "outputs": {"config", "scheduler", "tokenizer"},
+    "outputs": {"config", "plan", "tokenizer"},
     "tracing": {"plan"},
-    "engine": {"client", "config", "scheduler", "executor", "journal", "outputs", "tokenizer", "tracing"},
-    "child": set(),
-    "engine_process": {"child", "config", "engine", "executor", "plan", "wire"},
-    "coordinator": {"child", "wire"},
-    "client": {"config", "plan", "wire"},
-    "data_parallel": {"client", "config", "kv_cache", "wire"},
+    "engine": {"client", "config", "executor", "journal", "outputs", "plan", "scheduler", "tokenizer", "tracing"},
+    "processes": {"config"},
+    "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes"},
+    "client": {"plan", "ring"},
+    "data_parallel": {"client", "kv_cache", "plan", "processes"},
     "protocol": {"config", "tokenizer"},
-    "api_process": {"child", "config"},
+    "replies": {"client", "config", "data_parallel", "outputs", "plan", "protocol", "tokenizer"},
     "server": {
-        "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "executor",
-        "outputs", "protocol", "tokenizer", "worker"},
+        "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
+        "tokenizer", "worker"},
 }  # fmt: skip
 STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "decode_batch", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
-TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "tracing", "wire"}
+TORCH_FREE |= {"data_parallel", "processes", "replies", "server", "tokenizer", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]

@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
+import threading
 import time
 from typing import Any
 
@@ -115,6 +117,47 @@ def test_a_large_message_that_is_broken_off_is_an_error():
         reader.read(0.1)
     writer.close()
     reader.close()
+
+
+def test_a_large_message_is_waited_for_however_short_the_look_is():
+    """A worker looks for the next plan for 20 us while a step is in flight, and a large plan takes longer to come."""
+    writer, reader = pair()
+    message = random.Random(0).randbytes(100 * CHUNK)
+    slow = Slow(writer.sides[0][0])
+    writer.sides = [(slow, writer.sides[0][1])]
+    sending = threading.Thread(target=writer.write, args=(message, 10))
+    sending.start()
+    while (got := reader.read(2e-5)) is None:
+        pass
+    sending.join()
+    assert got == message and slow.pieces == 10
+    writer.close()
+    reader.close()
+
+
+class Slow:
+    """A socket that takes its time over a large message."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock, self.pieces = sock, 0
+        self.settimeout, self.close, self.fileno = sock.settimeout, sock.close, sock.fileno
+
+    def sendall(self, message: bytes) -> None:
+        for begin in range(0, len(message), 10 * CHUNK):
+            time.sleep(0.01)
+            self.sock.sendall(message[begin : begin + 10 * CHUNK])
+            self.pieces += 1
+
+
+class SlowRing(RingBuffer):
+    """A ring of small chunks, at whose writer's end larger messages come slowly."""
+
+    def __init__(self, num_readers: int):
+        super().__init__(num_readers, 64)
+
+    def be_writer(self) -> None:
+        super().be_writer()
+        self.sides = [(Slow(mine), theirs) for mine, theirs in self.sides]
 
 
 def die(ring: RingBuffer) -> None:

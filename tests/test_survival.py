@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from config import DEMO
-from test_server import COMPLETIONS, Server, alive, eventually, serving
+from scripted import COMPLETIONS
+from served import Server, alive, eventually, serving
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
 

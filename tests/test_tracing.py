@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +19,7 @@ from engine import LLM, SamplingParams
 from tracing import Trace
 from worker import DeviceClock
 
+ROOT = Path(__file__).parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PHASES = ["apply", "prepare_inputs", "model", "logits", "sample", "post_update", "results"]
 
@@ -43,15 +49,40 @@ def test_every_step_is_there_and_its_phases_follow_one_another(make_llm, tmp_pat
         assert mine[-1]["ts"] + mine[-1]["dur"] <= wait["ts"] + wait["dur"] + 0.01
 
 
-def test_a_trace_without_its_end_can_be_read(tmp_path):
-    """As a killed engine leaves it: what a viewer reads, it reads up to the last whole event."""
+def test_a_trace_can_be_read_after_every_step(tmp_path):
+    """As a killed engine leaves it, without what the step that ran had written."""
     trace = Trace(str(tmp_path / "trace"))
-    for name in ("schedule", "update"):
+    assert len(json.loads((tmp_path / "trace").read_text())) == 3
+    for name in ("schedule", "update", "schedule"):
         with trace.span(name):
             pass
-    assert [event["name"] for event in json.loads((tmp_path / "trace").read_text() + "]")][3:] == ["schedule", "update"]
+    assert [event["name"] for event in json.loads((tmp_path / "trace").read_text())][3:] == ["schedule", "update"]
     trace.close()
-    assert len(json.loads((tmp_path / "trace").read_text())) == 5
+    assert len(json.loads((tmp_path / "trace").read_text())) == 6
+
+
+SCRIPT = """
+import sys
+from engine import LLM, SamplingParams
+llm = LLM(device="cpu", trace=sys.argv[1])
+print("ready", flush=True)
+while True:
+    llm.generate([[5, 6, 7]], SamplingParams(max_tokens=6, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGKILL])
+def test_a_script_that_is_ended_leaves_a_trace_that_can_be_read(tmp_path, with_signal):
+    path = tmp_path / "trace.json"
+    command = [sys.executable, "-c", SCRIPT, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        size = path.stat().st_size
+        while path.stat().st_size < size + 10_000:
+            time.sleep(0.01)
+        process.send_signal(with_signal)
+    assert process.returncode == -with_signal
+    assert [event["name"] for event in json.loads(path.read_text())].count("update") > 3
 
 
 def test_without_a_trace_nothing_is_noted(llm, monkeypatch):

@@ -1,0 +1,352 @@
+"""The server's processes: engines, coordinator and API processes, and how they start, die, drain and end.
+
+    Child             the parent's handle on an engine or the coordinator, which it replaces when it has died
+    ParentPipe        such a process's own end of the pipe to its parent
+    Board             what the API processes and their parent all see
+    Gunicorn          the API processes: gevent workers with the Flask app in them, and the loop of their parent
+
+The parent never speaks HTTP and never imports torch. A child reads its options from standard input, and that pipe stays
+open for as long as the parent lives: when it closes, because the parent ended or was killed, the child ends too. A
+`multiprocessing.Process` would not do, because gunicorn forks the API processes, and each of them would try to join it
+when it exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gunicorn.app.base import BaseApplication
+from gunicorn.arbiter import Arbiter
+from gunicorn.errors import HaltServer
+
+from config import ServerConfig
+
+if TYPE_CHECKING:
+    from flask import Flask
+
+STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
+MAX_FAILURES = 3  # of a new process to start, in a row, before the server gives up
+# Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
+SAME_SIGNAL = 0.5
+KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
+
+
+class Child:
+    """A process that the server starts and replaces. It is launched at once; `wait` until it is ready.
+
+    It has a session of its own, so that a terminal's Ctrl-C does not reach it: the server drains first, and then closes
+    the pipe, which ends the process.
+
+    Args:
+        name: for messages.
+        script: path of the file that it runs.
+        options: what `ParentPipe` reads there; the `folder` among them is removed when the parent has gone.
+        environment: variables that the process has beside the server's.
+    """
+
+    def __init__(self, name: str, script: str, options: dict[str, Any], environment: dict[str, str] | None = None):
+        self.name, self.script, self.options = name, os.path.abspath(script), options
+        self.environment = os.environ | (environment or {})
+        self.facts: dict[str, Any] = {}
+        self.failures = 0
+        self._launch()
+
+    def on_ready(self) -> None:
+        """Called when the process has reported its `facts`, which may change the options of its successor."""
+
+    def _launch(self) -> None:
+        self.begun, self.starting = time.monotonic(), True
+        command = [sys.executable, self.script]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment
+        )
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, and its facts will be missing
+            self.process.stdin.write(json.dumps(self.options).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _ready(self) -> bool:
+        """Wait for the process's facts; False if it ends without them."""
+        assert self.process.stdout
+        with self.process.stdout as stdout:
+            line = stdout.readline()
+        self.starting = False
+        if line:
+            self.facts = json.loads(line)
+            self.on_ready()
+        return bool(line)
+
+    def wait(self) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            SystemExit: it could not start, and has printed why.
+        """
+        if not self._ready():
+            raise SystemExit(self.process.wait() or 1)
+
+    def check(self) -> None:
+        """Replace the process if it has died. This never waits, so call it every second or so.
+
+        Raises:
+            ChildProcessError: no successor of it starts any more.
+        """
+        if not self.starting:
+            if self.process.poll() is not None:
+                self._say(f"has ended (pid {self.process.pid}); another is started")
+                self._close_pipe()
+                self._launch()
+        elif self.process.stdout and select.select([self.process.stdout], [], [], 0)[0]:
+            if self._ready():
+                self.failures = 0
+                self._say(f"is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})")
+            else:
+                self.failures += 1
+                if self.failures == MAX_FAILURES:
+                    raise ChildProcessError(f"{self.name} has failed to start {self.failures} times in a row")
+
+    def _say(self, what: str) -> None:
+        print(f"{self.name} {what}", file=sys.stderr, flush=True)
+
+    def _close_pipe(self) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def disown(self) -> None:
+        """In a forked API process: close its copy of the pipe, so that the process ends with the parent alone."""
+        self._close_pipe()
+        self.process.returncode = 0  # not our child: there is nothing to wait for
+
+    def stop(self) -> None:
+        """End the process."""
+        self._close_pipe()
+        try:
+            self.process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class ParentPipe:
+    """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
+
+    Attributes:
+        options: what the process was started with.
+        folder: is removed when the process ends with its parent.
+        on_close: called when the pipe closes, before the process ends.
+    """
+
+    def __init__(self) -> None:
+        self.options = json.loads(sys.stdin.buffer.readline())
+        self.folder = self.options.pop("folder")
+        self.on_close: Callable[[], None] = lambda: None
+        self.out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)  # the parent reads facts there, and nothing that a library prints
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        # The read returns nothing once the last process that holds the other end is gone. It is unbuffered, because a
+        # lock that this thread held would abort the interpreter when it exits.
+        while os.read(0, 1):
+            pass
+        self.on_close()
+        self.end(0)
+
+    def ready(self, facts: dict[str, Any]) -> None:
+        """Report to the parent that the process is ready, with what it has to know."""
+        with self.out:
+            self.out.write(json.dumps(facts) + "\n")
+
+    def end(self, code: int) -> None:
+        """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        if code == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(code)
+
+
+# --- the API processes and their parent -----------------------------------------------------------------------------
+
+
+class Board:
+    """What the API processes and their parent all see: whether the server drains, and how many answers are in flight.
+
+    They share this memory because it was mapped before they were forked. Each process counts in a word of its own,
+    which the parent clears when that process is gone.
+    """
+
+    WORDS = 256
+
+    def __init__(self) -> None:
+        self.words = memoryview(mmap.mmap(-1, 8 * self.WORDS)).cast("q")
+        self.mine = 1
+
+    @property
+    def draining(self) -> bool:
+        """Whether the server is about to end, and takes no new requests."""
+        return bool(self.words[0])
+
+    @property
+    def in_flight(self) -> int:
+        """Answers in flight, of all processes."""
+        return sum(self.words[1:])
+
+    def drain(self) -> None:
+        """Set `draining`, for good."""
+        self.words[0] = 1
+
+    def claim(self, age: int) -> None:
+        """Count in the word of the API process that was started as number `age`."""
+        self.mine = self._place(age)
+
+    def clear(self, age: int) -> None:
+        """The API process number `age` is gone, with all it had in flight."""
+        self.words[self._place(age)] = 0
+
+    def _place(self, age: int) -> int:
+        return 1 + age % (self.WORDS - 1)
+
+    @contextlib.contextmanager
+    def counted(self, answers: int) -> Iterator[None]:
+        """Count so many answers as in flight within the `with` block."""
+        self.words[self.mine] += answers
+        try:
+            yield
+        finally:
+            self.words[self.mine] -= answers
+
+
+class DrainingArbiter(Arbiter):
+    """Gunicorn's main loop, which looks after the server's other children as well.
+
+    After SIGTERM or Ctrl-C the server drains: it still listens, and answers new requests with 503, until those that run
+    have ended (gunicorn by itself would refuse connections). A second signal cuts them off, and so does the end of
+    `drain_timeout`.
+    """
+
+    def __init__(self, app: Gunicorn):
+        super().__init__(app)
+        self.children, self.board, self.drain_timeout = app.children, app.board, app.config.drain_timeout
+        self.deadline = math.inf
+        self.first_signal = 0.0
+
+    def handle_term(self) -> None:
+        now = time.monotonic()
+        if not self.board.draining:
+            self.board.drain()
+            self.deadline, self.first_signal = now + self.drain_timeout, now
+        elif now > self.first_signal + SAME_SIGNAL:
+            self._cut()
+
+    handle_int = handle_term
+
+    def _cut(self) -> None:
+        self.stop(False)
+        raise StopIteration
+
+    def manage_workers(self) -> None:
+        if self.board.draining and not self.board.in_flight:
+            raise StopIteration
+        if time.monotonic() > self.deadline:
+            self._cut()
+        super().manage_workers()
+        try:
+            for child in self.children:
+                child.check()
+        except ChildProcessError as error:
+            raise HaltServer(str(error), 1) from None
+
+
+class Gunicorn(BaseApplication):
+    """Gunicorn with gevent workers, configured from here and not from its files and flags.
+
+    Args:
+        make_app: called in each API process; returns its Flask app.
+        listener: a bound socket.
+        children: the other processes to look after.
+        board: the one that the apps use.
+        config: the server's options.
+    """
+
+    def __init__(
+        self,
+        make_app: Callable[[], Flask],
+        listener: socket.socket,
+        children: Sequence[Child],
+        board: Board,
+        config: ServerConfig,
+    ):
+        self.make_app, self.children, self.board, self.config = make_app, children, board, config
+        self.options = gunicorn_options(listener, children, board, config)
+        super().__init__()
+
+    def load_config(self) -> None:
+        for name, value in self.options.items():
+            self.cfg.set(name, value)
+
+    def load(self) -> Flask:
+        return self.make_app()
+
+    def run(self) -> None:
+        DrainingArbiter(self).run()
+
+
+def gunicorn_options(
+    listener: socket.socket, children: Sequence[Child], board: Board, config: ServerConfig
+) -> dict[str, Any]:
+    """Settings and hooks; gunicorn's own log speaks of errors only."""
+
+    def post_fork(arbiter: Arbiter, worker: Any) -> None:
+        for child in children:
+            child.disown()
+        board.claim(worker.age)
+
+    def child_exit(arbiter: Arbiter, worker: Any) -> None:
+        board.clear(worker.age)
+
+    def post_worker_init(worker: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
+        if worker.age == 1:
+            host, port = worker.sockets[0].getsockname()[:2]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            print(f"  server    {url}", file=sys.stderr, flush=True)
+
+    return {
+        "bind": f"fd://{listener.detach()}", "workers": config.api_server_count, "worker_class": "gevent",
+        "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": 120, "graceful_timeout": KEEP_ALIVE,
+        "loglevel": "error", "control_socket_disable": True,
+        "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
+    }  # fmt: skip
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. It is bound before the engine loads, so that a port in use is reported at once.
+
+    Raises:
+        ValueError: the address cannot be had.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    return listener

@@ -1,0 +1,117 @@
+"""The Flask app around a scripted engine, for the tests of validation, framing and errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
+
+from client import EngineDeadError, Stream
+from config import DEMO, SamplingParams, ServerConfig
+from plan import EngineCoreRequest, EngineOutput
+from processes import Board
+from server import Api, create_app
+from tokenizer import Tokenizer
+
+FACTS = {
+    "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
+    "default_sampling": {},
+}  # fmt: skip
+TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
+TOKENIZER = Tokenizer(DEMO)
+MISSING = object()
+
+
+class ScriptedClient:
+    """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says."""
+
+    def __init__(self) -> None:
+        self.trouble: str | None = None
+        self.added: list[tuple[list[int], SamplingParams, str]] = []
+        self.open: set[str] = set()
+        self.aborted: list[tuple[str, int | None]] = []
+        self.stories: dict[str, dict[str, Any]] = {}
+        self.script: list[EngineOutput | Exception] | None = None
+
+    def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
+        if self.trouble:
+            raise EngineDeadError(self.trouble)
+        id, params = request.request_id, request.params
+        self.added.append((request.prompt_token_ids, params, request.salt))
+        self.open.add(id)
+        for item in self.answer(params) if self.script is None else self.script:
+            stream.put(dataclasses.replace(item, request_id=id) if isinstance(item, EngineOutput) else item)
+        return stream
+
+    def answer(self, params: SamplingParams) -> list[EngineOutput | Exception]:
+        limit, samples = params.max_tokens or 1, params.num_samples
+        tokens = TOKENIZER.encode(TEXT) * (limit + samples)
+        if params.use_beam_search:
+            news = [told(tokens[i : i + limit], "length", i, logprob=-i) for i in range(samples)]
+        else:
+            news = [told([tokens[i + step]], None, i) for step in range(limit) for i in range(samples)]
+        for output in news[-samples:]:
+            output.finish_reason = "length"
+            output.cumulative_logprob = -1.0 - output.index if samples > params.n else output.cumulative_logprob
+        news[-1].finished = True
+        return list(news)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        if index is None:
+            self.open.discard(request_id)
+        self.aborted.append((request_id, index))
+
+    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+        if method == "explain_prompts":
+            name, most = args
+            return {0: [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]}
+        assert method == "metrics"
+        return {0: {"num_requests_running": 3, "prompt_tokens_total": 70}}
+
+
+def told(
+    ids: list[int], finish: str | None = None, index: int = 0, error: str | None = None, logprob: float | None = None
+) -> EngineOutput:
+    """An output of a request; an error is its last, and of the others `finished` tells."""
+    return EngineOutput(
+        "any", ids, finish, None, num_cached_tokens=2, error=error, index=index, cumulative_logprob=logprob,
+        finished=error is not None)  # fmt: skip
+
+
+BROKEN = EngineOutput("any", [], "error", error="worker died", finished=True, engine_fault=True)
+
+
+def client_of(engine: ScriptedClient, facts: dict[str, Any] = FACTS, **config: Any) -> FlaskClient:
+    names = ["manta", "org/other"]
+    return create_app(Api(engine, TOKENIZER, facts, ServerConfig(**config), names, Board())).test_client()
+
+
+def post(http_client: FlaskClient, route: str, **fields: Any) -> TestResponse:
+    body = {name: value for name, value in (BODIES.get(route, {}) | fields).items() if value is not MISSING}
+    return http_client.post(route, json=body)
+
+
+def refusal(response: TestResponse, status: int = 400) -> dict[str, Any]:
+    """The error, after a look at its form."""
+    assert response.status_code == status, response.text
+    assert response.mimetype == "application/json"
+    error = json.loads(response.data)["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == status
+    assert 0 < len(error["message"]) <= 1000
+    return error
+
+
+def events(response: TestResponse) -> list[dict[str, Any]]:
+    """The events of a stream, after a look at its framing."""
+    assert response.status_code == 200, response.text
+    assert response.mimetype == "text/event-stream" and response.headers["Cache-Control"] == "no-cache"
+    frames = response.data.split(b"\n\n")
+    response.close()  # as gunicorn does
+    assert frames[-2:] == [b"data: [DONE]", b""]
+    assert all(frame.startswith(b"data: {") and b"\n" not in frame for frame in frames[:-2])
+    return [json.loads(frame[6:]) for frame in frames[:-2]]

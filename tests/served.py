@@ -1,0 +1,126 @@
+"""A server in processes of its own, for the tests that look at it from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import openai
+
+ROOT = Path(__file__).parent.parent
+
+
+class Server:
+    """`python [LAUNCHER ...] server.py` on a free port, its processes and its traces."""
+
+    def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = ()):
+        self.log = folder / "log"
+        self.tmp = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the path of a Unix socket has some 100 characters
+        self.shm = set(os.listdir("/dev/shm"))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
+        fixed = ("--port", "0", "--device", "cpu", "--dtype", "float32")
+        command = [sys.executable, *launcher, "server.py", *fixed, *flags]
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=log, start_new_session=True)
+        try:
+            self.port = int(self._wait_for(r"http://127\.0\.0\.1:(\d+)"))
+        except BaseException:
+            self.process.kill()
+            raise
+        self.pids = self.family()
+        self.clients: list[openai.OpenAI] = []
+
+    def _wait_for(self, pattern: str) -> str:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := re.search(pattern, self.log.read_text()):
+                return found[1]
+            time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def family(self) -> list[int]:
+        """Its processes, the main one first."""
+
+        def below(pid: int) -> list[int]:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return [pid, *(found for child in children for found in below(int(child)))]
+
+        return below(self.process.pid)
+
+    def client(self) -> openai.OpenAI:
+        url = f"http://127.0.0.1:{self.port}/v1"
+        self.clients.append(openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60))
+        return self.clients[-1]
+
+    def get(self, path: str) -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def metric(self, name: str) -> float:
+        return float(re.search(rf"^manta_{name} (\S+)$", self.get("/metrics")[1], re.MULTILINE)[1])
+
+    def running(self) -> float:
+        return self.metric("num_requests_running") + self.metric("num_requests_waiting")
+
+    def connect(self, method: str, path: str, body: dict[str, Any]) -> socket.socket:
+        """A raw connection with a request on its way."""
+        payload = json.dumps(body).encode()
+        head = (
+            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+        )
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        sock.sendall(head.encode() + b"\r\n\r\n" + payload)
+        return sock
+
+    def assert_gone(self, seconds: float = 15) -> None:
+        """Nothing of it is left: no process, no shared memory, no file."""
+        eventually(lambda: not any(alive(pid) for pid in self.pids), seconds)
+        eventually(lambda: not list(self.tmp.iterdir()), 5)
+        assert not set(os.listdir("/dev/shm")) - self.shm
+        self.tmp.rmdir()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def eventually(condition: Any, seconds: float = 10) -> None:
+    """Wait for a condition, which must come true within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str, launcher: Sequence[str] = ()) -> Iterator[Server]:
+    server = Server(*flags, folder=folder, launcher=launcher)
+    try:
+        yield server
+    finally:
+        for client in server.clients:
+            client.close()
+        if server.process.poll() is None:
+            server.process.terminate()
+        try:
+            server.process.wait(30)
+        except subprocess.TimeoutExpired:
+            server.process.kill()
+            raise

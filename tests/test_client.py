@@ -1,0 +1,164 @@
+"""Clients of an engine process: each gets its own outputs, and what it gave up or left behind ends."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from dataclasses import replace
+
+import pytest
+
+from client import EngineDeadError, MPClient, read_frames, send_frame
+from engine import SamplingParams
+from engine_process import EngineServer
+from plan import EngineCoreRequest, EngineOutput
+from ring import Codec
+
+GREEDY = SamplingParams(temperature=0, max_tokens=48)
+SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=4)
+OPENING = "ROMEO:\nWhat light"
+
+
+@pytest.fixture
+def served(make_llm, tmp_path):
+    """An engine's server loop in a thread of this process, and its socket's path."""
+    core, path = make_llm(num_gpu_blocks_override=64, block_size=16).core, str(tmp_path / "engine")
+    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
+    return core, path
+
+
+def collect(stream) -> list[int]:
+    ids: list[int] = []
+    while True:
+        output: EngineOutput = stream.get(timeout=30)
+        ids += output.token_ids
+        if output.finished:
+            return ids
+
+
+def test_clients_get_their_own_outputs(served, work, answers):
+    clients = [MPClient(served[1]) for _ in range(2)]
+    streams = [
+        clients[i % 2].add(EngineCoreRequest(str(i), *request)) for i, request in enumerate(zip(*work, strict=True))
+    ]
+    assert [collect(stream) for stream in streams] == answers
+    assert clients[0].call("metrics")["num_requests_running"] == 0
+    clients[1].call("check_integrity")
+    for client in clients:
+        client.close()
+
+
+def test_a_refusal_reaches_the_client(served):
+    client = MPClient(served[1])
+    output = client.add(EngineCoreRequest("a", [], GREEDY)).get(timeout=30)
+    assert (output.finish_reason, output.error) == ("error", "the prompt is empty; it must have at least 1 token")
+    assert output.finished and not client.streams
+    with pytest.raises(ValueError, match="no utility 'eval'"):
+        client.call("eval")
+    client.close()
+
+
+def test_a_client_that_leaves_takes_its_requests_along(served):
+    _, path = served
+    client, other = MPClient(path), MPClient(path)
+    stream = client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
+    stream.get(timeout=30)
+    assert other.call("metrics")["num_requests_running"] == 1
+    client.close()
+    for _ in range(1000):
+        if other.call("metrics")["num_requests_running"] == 0:
+            break
+    else:
+        pytest.fail("the request is still there")
+    with pytest.raises(EngineDeadError):
+        while True:
+            stream.get(timeout=30)
+    with pytest.raises(EngineDeadError):
+        client.add(EngineCoreRequest("b", [5], GREEDY))
+    other.close()
+
+
+def test_abort_ends_a_request(served):
+    client = MPClient(served[1])
+    client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(timeout=30)
+    client.abort("a")
+    assert client.call("metrics")["num_requests_running"] == 0
+    client.close()
+
+
+def test_many_requests_of_one_client_and_one_that_is_given_up(served):
+    core, path = served
+    client, prompt = MPClient(path), [5, 6, 7]
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    streams = [client.add(EngineCoreRequest(str(i), prompt, params)) for i in range(3)]
+    given_up = client.add(EngineCoreRequest("x", prompt, SamplingParams(max_tokens=900, ignore_eos=True)))
+    given_up.get(timeout=30)
+    client.abort("x")
+    answers = [collect(stream) for stream in streams]
+    assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 60
+    assert client.call("metrics")["num_requests_running"] == 0
+    assert not core.scheduler.has_work() and not client.streams
+    client.close()
+
+
+def test_a_client_follows_all_samples_of_a_request(served, llm):
+    params = replace(SAMPLED, n=8, seed=2, temperature=1.0, stop_token_ids=llm.tokenizer.encode("\n"))
+    (output,) = llm.generate(OPENING, params, use_tqdm=False)
+    wanted = [completion.token_ids for completion in output.outputs]
+    assert len({len(answer) for answer in wanted}) > 1  # the end of one is not that of the request
+    client, got = MPClient(served[1]), [[] for _ in range(8)]
+    stream = client.add(EngineCoreRequest("a", llm.tokenizer.encode(OPENING), params))
+    while True:
+        output = stream.get(timeout=30)
+        got[output.index] += output.token_ids
+        if output.finished:
+            break
+    assert got == wanted and not client.streams
+    client.add(EngineCoreRequest("b", [5] * 10, replace(SAMPLED, max_tokens=200, ignore_eos=True)), stream)
+    heard = set()
+    while heard != {0, 1, 2, 3}:
+        heard.add(stream.get(timeout=30).index)
+    for index in (0, 1, 3):
+        client.abort("b", index)
+    assert client.call("metrics")["num_requests_running"] == 1
+    assert client.call("explain", "b") is not None and "b" in client.streams
+    client.abort("b")
+    client.abort("b")
+    assert client.call("metrics")["num_requests_running"] == 0 and not client.streams
+    client.close()
+
+
+def test_a_client_can_ask_where_the_time_went(served):
+    client = MPClient(served[1])
+    client.add(EngineCoreRequest("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(timeout=30)
+    collect(client.add(EngineCoreRequest("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True))))
+    stories = [client.call("explain", f"x-{i}") for i in range(3)]
+    assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None
+    assert json.loads(json.dumps(stories[1])) == stories[1]
+    asked = client.call("explain_prompts", "x", 9)
+    assert len(asked) == 2 and asked[1] == stories[1]
+    assert len(client.call("explain_prompts", "x", 1)) == 1 and client.call("explain_prompts", "y", 9) == []
+    with pytest.raises(ValueError, match="explain"):
+        client.call("explain")
+    client.close()
+
+
+def test_messages_carry_sampling_params_whole():
+    params = SamplingParams(
+        temperature=0.5, stop=("a", "b"), stop_token_ids=(1, 2), seed=-(2**63), presence_penalty=-1,
+        logit_bias={"7": 3, 2: -0.5}, allowed_token_ids=[2, 7],
+    )  # fmt: skip
+    one, other = socket.socketpair()
+    with one, other:
+        send_frame(one, Codec(), EngineCoreRequest("x", [1, 2], params))
+        assert next(read_frames(other)) == EngineCoreRequest("x", [1, 2], params)
+
+
+def test_a_frame_that_is_no_message_ends_the_connection():
+    for junk in (b"\x03\0\0\0abc", b"\x02\0\0\0\x91\xc0", b"\xff"):
+        one, other = socket.socketpair()
+        with other:
+            with one:
+                one.sendall(junk)
+            assert list(read_frames(other)) == []

@@ -1,0 +1,223 @@
+"""What a request may hold: every bad value is refused by its name, and good ones reach the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from config import SamplingParams
+from protocol import FIELDS, GENERATE, NOT_YET
+from scripted import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    FACTS,
+    MISSING,
+    TOKENIZER,
+    ScriptedClient,
+    client_of,
+    post,
+    refusal,
+)
+
+BAD = {  # field: values that are refused on both generating routes
+    "model": [1, ["manta"]],
+    "max_tokens": [0, -1, 1.5, "16", True, 2**31, 10**400, []],
+    "max_completion_tokens": [0, "1"],
+    "temperature": [-0.1, 100.5, "1", True, []],
+    "top_p": [0, -1, 1.01, "1"],
+    "top_k": [-2, 1.5, 2**31],
+    "min_p": [-0.1, 1.1],
+    "seed": [2**63, -(2**63) - 1, 1.0, "1", True],
+    "stop": ["", [""], 5, {"a": 1}, ["a", 1], ["a"] * 17, ["a" * 513], [["a"]]],
+    "stop_token_ids": [5, [-1], ["1"], [True], "12", {"1": 2}],
+    "ignore_eos": [1, "true"],
+    "skip_special_tokens": [0],
+    "spaces_between_special_tokens": ["no"],
+    "include_stop_str_in_output": [1],
+    "add_special_tokens": [1],
+    "stream": [1, "true"],
+    "stream_options": [{"include_usage": True}, [], {"include_usage": 1}],
+    "cache_salt": [1, "x" * 1025],
+    "n": [0, -1, 1.5, 2.0, "1", True, 65537, 10**400, [1]],
+    "best_of": [0, 2.0, "2", True, 65537],
+    "use_beam_search": [1, 0, "true"],
+    "beam_width": [2, 0, 1.0, True, 1025],
+    "length_penalty": [2.0, "1", True, 11, -10.5],
+    "early_stopping": [True, 1, 0, "always"],
+    "logprobs": [1, 5, True, 0],
+    "top_logprobs": [1],
+    "prompt_logprobs": [0, 1],
+    "echo": [True],
+    "suffix": ["x"],
+    "presence_penalty": [-2.1, 2.1, "1", True],
+    "frequency_penalty": [-2.5, 3, [1]],
+    "repetition_penalty": [0, -1, 101, "1.1"],
+    "logit_bias": [
+        {"a": 5},
+        {"-1": 0},
+        {"5": 100.5},
+        {"5": "1"},
+        {"5": True},
+        {"1.5": 1},
+        {"1024": 1},
+        [5],
+        1,
+        {str(i): 1 for i in range(1025)},
+    ],
+    "min_tokens": [1],
+    "response_format": [{"type": "json_object"}, "text"],
+    "tools": [[{"type": "function"}]],
+    "tool_choice": ["required", {"type": "function"}],
+    "functions": [[{}]],
+    "guided_json": [{}],
+    "structured_outputs": [{"regex": "a"}],
+    "priority": [1, -1],
+    "chat_template": ["{{ messages }}"],
+    "bad_words": [["a"]],
+    "allowed_token_ids": [[], [-1], [1.0], [True], ["1"], [5, 1024], 5, {"1": 1}],
+}
+BAD_PROMPTS = [
+    "", [], [[]], [""], 5, {"a": 1}, [1.5], ["a", 1], [1, "a"], [[1], "a"], [-1], [1024], [[1], [2**40]], [True],
+]  # fmt: skip
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+BAD_MESSAGES = [
+    "hi", [], {}, ["hi"], [{}], [{"role": 1, "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 5}],
+    [{"role": "user", "content": ["x"]}], [{"role": "user", "content": [IMAGE]}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": 5}],
+    [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}],
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+]  # fmt: skip
+CASES = [
+    *((route, name, value) for route in BODIES for name, values in BAD.items() for value in values),
+    *((COMPLETIONS, "prompt", value) for value in (MISSING, None, *BAD_PROMPTS)),
+    *((CHAT, "messages", value) for value in (MISSING, None, *BAD_MESSAGES)),
+    *((CHAT, "chat_template_kwargs", value) for value in (5, {"messages": []}, {"tokenize": True})),
+    *((CHAT, "continue_final_message", value) for value in (1, "yes")),
+]
+
+
+def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    for route, name, value in CASES:
+        error = refusal(post(http_client, route, **{name: value}))
+        assert (error["param"], error["type"]) == (name, "invalid_request_error"), (route, name, value, error)
+        assert name in error["message"], error
+    assert not engine.added  # nothing got as far as the engine
+    assert post(http_client, COMPLETIONS).status_code == post(http_client, CHAT).status_code == 200
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_null_is_the_default_and_unknown_fields_are_tolerated(
+    http_client: FlaskClient, engine: ScriptedClient, route: str
+) -> None:
+    plain = post(http_client, route).json["choices"]
+    samples = {"n": 1, "best_of": 1, "use_beam_search": False, "length_penalty": 1, "early_stopping": False}
+    assert post(http_client, route, **samples).json["choices"] == plain
+    engine.added.pop()  # best_of 1 is the same as none, but spelled otherwise
+    nulls = {field.name: None for field in FIELDS if field.name not in BODIES[route]}
+    assert post(http_client, route, **nulls, unknown={"a": [1]}).json["choices"] == plain
+    for body in ({"user": "me", "metadata": {}, "store": True, "parallel_tool_calls": True}, {"n": 1, "echo": False}):
+        assert post(http_client, route, **body).json["choices"] == plain
+    same = {name: values[0] for name, values in NOT_YET.items() if values}
+    assert post(http_client, route, **same).json["choices"] == plain
+    assert len({str(params) for _, params, _ in engine.added}) == 1
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_what_changes_logits_reaches_the_engine(
+    http_client: FlaskClient, engine: ScriptedClient, route: str
+) -> None:  # fmt: skip
+    fields = {"presence_penalty": -2, "frequency_penalty": 0.5, "repetition_penalty": 1.25, "allowed_token_ids": [5, 9]}
+    post(http_client, route, **fields, logit_bias={"5": -100, "1023": 0.5})
+    post(http_client, route, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, logit_bias={})
+    (_, params, _), (_, plain, _) = engine.added
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-2.0, 0.5, 1.25)
+    assert params.logit_bias == {5: -100.0, 1023: 0.5} and params.allowed_token_ids == (5, 9)
+    assert (plain.presence_penalty, plain.repetition_penalty, plain.logit_bias) == (0.0, 1.0, None)
+
+
+def test_the_table_has_one_row_for_each_field() -> None:
+    for route in GENERATE:
+        names = [field.name for field in FIELDS if route in field.routes]
+        assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"[]", b"5", b'"a"', b'{"prompt": "a"} x', b'{"prompt": NaN}', b'{"prompt": "a", "seed": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a\\udc00b"}', b'\xef\xbb\xbf{"prompt": "a"}', b"[" * 100_000, b'{"a":' * 100_000,
+        b'{"prompt": "a", "x": ' + b"[" * 32 + b"]" * 32 + b"}",
+    ],
+)  # fmt: skip
+def test_bad_json_is_400(http_client: FlaskClient, body: bytes) -> None:
+    refusal(http_client.post(COMPLETIONS, data=body, content_type="application/json"))
+    assert post(http_client, COMPLETIONS).status_code == 200
+
+
+def test_fields_reach_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    fields = {
+        "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "seed": -5, "stop": "zzz", "stop_token_ids": [3],
+        "ignore_eos": True, "skip_special_tokens": False, "max_tokens": 5, "max_completion_tokens": 6,
+        "include_stop_str_in_output": True, "spaces_between_special_tokens": False,
+    }  # fmt: skip
+    assert post(http_client, COMPLETIONS, cache_salt="salt", **fields).status_code == 200
+    del fields["max_completion_tokens"]
+    expected = SamplingParams(**(fields | {"max_tokens": 6}))
+    assert engine.added == [(TOKENIZER.encode("To be"), expected, "salt")]
+
+
+def test_max_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    for fields in ({}, {"max_tokens": 54}, {"prompt": [7] * 60}):
+        post(http_client, COMPLETIONS, **({"prompt": [7] * 10} | fields))
+    assert [params.max_tokens for _, params, _ in engine.added] == [16, 54, 4]
+    post(http_client, CHAT)
+    ids, params, _ = engine.added[-1]
+    assert params.max_tokens == FACTS["max_model_len"] - len(ids)
+    message = refusal(post(http_client, COMPLETIONS, prompt=[7] * 10, max_tokens=55))["message"]
+    assert all(number in message for number in ("10", "55", "65", "64"))
+    message = refusal(post(http_client, COMPLETIONS, prompt=[[7], [7] * 64]))["message"]
+    assert "64 tokens" in message
+    assert "characters" in refusal(post(http_client, COMPLETIONS, prompt="x" * 100_000))["message"]
+
+
+def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engine: ScriptedClient) -> None:
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 9}
+    http_client = client_of(engine, FACTS | {"default_sampling": own})
+    for route in BODIES:
+        post(http_client, route)
+        post(http_client, route, temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=11)
+        post(http_client, route, use_beam_search=True, n=2)
+    defaults = SamplingParams(**own)
+    explicit = SamplingParams(temperature=0, top_k=-1, min_p=0.1, max_tokens=11)
+    beams = SamplingParams(use_beam_search=True, n=2, max_tokens=9)
+    assert [params for _, params, _ in engine.added] == [defaults, explicit, beams] * 2
+
+
+@pytest.mark.parametrize(
+    ("cap", "value", "fields"),
+    [
+        ("max_prompts", 2, {"prompt": ["a"] * 3}),
+        ("max_stop_strings", 2, {"stop": ["a"] * 3}),
+        ("max_stop_length", 2, {"stop": ["abc"]}),
+        ("max_json_depth", 4, {"x": [[[[1]]]]}),
+        ("max_output_tokens", 20, {"prompt": ["a", "b"]}),
+        ("max_output_tokens", 20, {"n": 2}),
+        ("max_choices", 5, {"n": 6}),
+        ("max_choices", 5, {"prompt": ["a", "b"], "best_of": 3}),
+        ("max_choices", 5, {"prompt": ["a", "b"], "use_beam_search": True, "beam_width": 3}),
+    ],
+)
+def test_caps_are_named(engine: ScriptedClient, cap: str, value: int, fields: dict[str, Any]) -> None:
+    assert post(client_of(engine), COMPLETIONS, **fields).status_code == 200
+    message = refusal(post(client_of(engine, **{cap: value}), COMPLETIONS, **fields))["message"]
+    assert cap in message and str(value) in message
+
+
+def test_body_size_is_413(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, max_body_bytes=1024)
+    assert "max_body_bytes" in refusal(post(http_client, COMPLETIONS, user="x" * 1024), 413)["message"]
+    assert post(http_client, COMPLETIONS).status_code == 200

@@ -1,0 +1,431 @@
+"""The shapes of replies, whole and streamed, with a scripted engine; also where it refuses, fails or dies."""
+
+from __future__ import annotations
+
+import queue
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gevent
+import gevent.queue
+import gevent.socket
+import pytest
+from flask.testing import FlaskClient
+
+from client import EngineDeadError
+from config import DEMO, ServerConfig
+from plan import EngineOutput
+from processes import Board
+from scripted import (
+    BODIES,
+    BROKEN,
+    CHAT,
+    COMPLETIONS,
+    FACTS,
+    TEXT,
+    TOKENIZER,
+    ScriptedClient,
+    client_of,
+    events,
+    post,
+    refusal,
+    told,
+)
+from server import Api, create_app
+from tokenizer import Tokenizer
+
+
+def test_completion(http_client: FlaskClient) -> None:
+    answer = post(http_client, COMPLETIONS, max_tokens=8).json
+    text = TOKENIZER.decode((TOKENIZER.encode(TEXT) * 8)[:8])
+    assert answer["id"].startswith("cmpl-") and answer["object"] == "text_completion"
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer["choices"] == [choice]
+    prompt = len(TOKENIZER.encode("To be"))
+    assert answer["usage"] == {
+        "prompt_tokens": prompt, "completion_tokens": 8, "total_tokens": prompt + 8,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }  # fmt: skip
+
+
+def test_chat(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    answer = post(http_client, CHAT, max_tokens=8).json
+    assert answer["id"].startswith("chatcmpl-") and answer["object"] == "chat.completion"
+    text = TOKENIZER.decode((TOKENIZER.encode(TEXT) * 8)[:8])
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length", "stop_reason": None}
+    assert answer["choices"] == [choice]
+    assert engine.added[0][0] == TOKENIZER.encode("<|user|>Hi<|end|><|assistant|>", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "prompt"),
+    [
+        ([{"role": "user", "content": [{"type": "text", "text": text} for text in "ab"]}], {}, "<|user|>a\nb"),
+        ([{"role": "user", "content": "a", "name": None, "x": 1}], {}, "<|user|>a"),
+        ([{"role": "assistant", "content": None}], {}, "<|assistant|>"),
+        ([{"role": "user", "content": "a"}], {"add_generation_prompt": False}, "<|user|>a"),
+        ([{"role": "assistant", "content": "a "}], {"continue_final_message": True}, "<|assistant|>a "),
+        ([{"role": "user", "content": "a"}], {"chat_template_kwargs": {"enable_thinking": False}}, "<|user|>a"),
+    ],
+)  # fmt: skip
+def test_messages_become_a_prompt(
+    http_client: FlaskClient, engine: ScriptedClient, messages: Any, fields: dict[str, Any], prompt: str
+) -> None:
+    assert post(http_client, CHAT, messages=messages, **fields).status_code == 200
+    opened = "" if "continue_final_message" in fields else "<|end|>"
+    opened += "" if opened == "" or "add_generation_prompt" in fields else "<|assistant|>"
+    assert TOKENIZER.decode(engine.added[0][0], skip_special_tokens=False) == prompt + opened
+
+
+def test_tool_calls_reach_the_template_as_objects(engine: ScriptedClient, tmp_path: Path) -> None:
+    shutil.copy(Path(DEMO) / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].tool_calls[0].function.arguments.city }}")
+    app = create_app(Api(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"], Board()))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"city": "Bern"}'}}
+    post(app.test_client(), CHAT, messages=[{"role": "assistant", "tool_calls": [call]}])
+    assert TOKENIZER.decode(engine.added[0][0]) == "Bern"
+    error = refusal(post(app.test_client(), CHAT, messages=[{"role": "user", "content": "x"}]))
+    assert error["param"] == "messages" and "chat template" in error["message"]
+
+
+def test_stream_of_a_completion(http_client: FlaskClient) -> None:
+    sent = events(post(http_client, COMPLETIONS, max_tokens=5, stream=True))
+    assert {tuple(event) for event in sent} == {("id", "object", "created", "model", "choices")}
+    assert len({(event["id"], event["created"], event["model"]) for event in sent}) == 1
+    reasons = [event["choices"][0]["finish_reason"] for event in sent]
+    assert reasons == [None] * (len(sent) - 1) + ["length"]
+    assert sent[-1]["choices"][0]["text"]  # text in the finish chunk
+
+
+def test_stream_of_a_chat(http_client: FlaskClient) -> None:
+    sent = events(post(http_client, CHAT, max_tokens=5, stream=True))
+    assert {event["object"] for event in sent} == {"chat.completion.chunk"}
+    choices = [event["choices"][0] for event in sent]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert all(set(choice["delta"]) == {"content"} and choice["finish_reason"] is None for choice in choices[1:-1])
+    assert choices[-1] == {
+        "index": 0, "delta": {}, "logprobs": None, "finish_reason": "length", "stop_reason": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_usage_in_streams(http_client: FlaskClient, route: str) -> None:
+    whole = post(http_client, route, max_tokens=5).json["usage"]
+    sent = events(post(http_client, route, max_tokens=5, stream=True, stream_options={"include_usage": True}))
+    assert [event["usage"] for event in sent] == [None] * (len(sent) - 1) + [whole]
+    assert sent[-1]["choices"] == []
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    counts = [
+        event["usage"]["completion_tokens"]
+        for event in events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
+    ]
+    assert counts == sorted(counts) and counts[-1] == 5
+    for options in ({}, {"include_usage": False}, {"include_usage": None, "unknown": 1}):
+        sent = events(post(http_client, route, max_tokens=5, stream=True, stream_options=options))
+        assert not any("usage" in event for event in sent)
+
+
+@pytest.mark.parametrize("stop", [None, "wör", "ld 日", "lo,", "nothing", ["本! H", "rld"]])
+@pytest.mark.parametrize("route", BODIES)
+def test_joined_stream_equals_the_whole(http_client: FlaskClient, route: str, stop: Any) -> None:
+    whole = post(http_client, route, max_tokens=30, stop=stop).json["choices"][0]
+    choices = [event["choices"][0] for event in events(post(http_client, route, max_tokens=30, stop=stop, stream=True))]
+    if route == CHAT:
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == whole["message"]["content"]
+    else:
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+    for name in ("finish_reason", "stop_reason"):
+        assert choices[-1][name] == whole[name]
+    assert whole["stop_reason"] is None or whole["stop_reason"] in stop
+
+
+def test_a_stop_string_aborts_in_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    choice = post(http_client, COMPLETIONS, max_tokens=30, stop="wör").json["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wör")
+    assert len(engine.aborted) == 1 and not engine.open
+
+
+def test_batches(http_client: FlaskClient) -> None:
+    prompts = ["a", "b", "c"]
+    whole = post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6).json
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 18
+    sent = events(post(http_client, COMPLETIONS, prompt=prompts, max_tokens=6, stream=True))
+    for choice in whole["choices"]:
+        texts = [c["text"] for event in sent for c in event["choices"] if c["index"] == choice["index"]]
+        assert "".join(texts) == choice["text"]
+
+
+def test_token_prompts(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    for prompt in ([5, 6], [[5, 6]], [[5], [6]], ["a"]):
+        assert post(http_client, COMPLETIONS, prompt=prompt).status_code == 200
+    assert [ids for ids, _, _ in engine.added[:4]] == [[5, 6], [5, 6], [5], [6]]
+
+
+# --- several answers to a prompt -------------------------------------------------------------------------------------
+
+
+def texts_of(sent: list[dict[str, Any]]) -> dict[int, str]:
+    """The joined text of each index of a stream."""
+    texts: dict[int, str] = {}
+    for choice in (choice for event in sent for choice in event["choices"]):
+        text = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def content(choice: dict[str, Any]) -> str:
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_n(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    whole = post(http_client, route, n=3, max_tokens=6).json
+    ids = TOKENIZER.encode(TEXT) * 2
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert [content(choice) for choice in whole["choices"]] == [TOKENIZER.decode(ids[i : i + 6]) for i in range(3)]
+    assert [choice["finish_reason"] for choice in whole["choices"]] == ["length"] * 3
+    ((prompt, params, _),) = engine.added  # one request of the engine's, whose prompt counts once
+    assert params.n == 3
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (len(prompt), 18)
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
+@pytest.mark.parametrize("stop", [None, "wör"])
+@pytest.mark.parametrize("route", BODIES)
+def test_n_in_a_stream(http_client: FlaskClient, engine: ScriptedClient, route: str, stop: str | None) -> None:
+    fields = {"n": 3, "max_tokens": 9, "stop": stop}
+    whole = post(http_client, route, **fields).json
+    sent = events(post(http_client, route, stream=True, stream_options={"include_usage": True}, **fields))
+    assert texts_of(sent) == {choice["index"]: content(choice) for choice in whole["choices"]}
+    assert [event["usage"] for event in sent] == [None] * (len(sent) - 1) + [whole["usage"]]
+    choices = [event["choices"][0] for event in sent[:-1]]
+    indices = [choice["index"] for choice in choices]
+    ends = {choice["index"]: place for place, choice in enumerate(choices) if choice["finish_reason"]}
+    assert len(ends) == sum(choice["finish_reason"] is not None for choice in choices) == 3
+    for i in range(3):  # nothing comes after the end, not even for what the engine had sent on its way
+        assert ends[i] == max(place for place, index in enumerate(indices) if index == i)
+        assert choices[ends[i]]["stop_reason"] == whole["choices"][i]["stop_reason"]
+    talk = [choice["index"] for choice in choices if choice.get("text") or choice.get("delta", {}).get("content")]
+    assert talk != sorted(talk)  # each as it comes, not one after the other
+    if route == CHAT:
+        assert indices[:3] == [0, 1, 2] and all(choice["delta"]["role"] == "assistant" for choice in choices[:3])
+        assert all("role" not in choice["delta"] for choice in choices[3:])
+        assert all(choices[place]["delta"] == {} for place in ends.values())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"n": 2, "best_of": 2}])
+def test_the_index_is_that_of_the_prompt_times_n(http_client: FlaskClient, fields: dict[str, Any]) -> None:
+    fields |= {"prompt": ["a", "b", "c"], "max_tokens": 4}
+    whole = post(http_client, COMPLETIONS, **fields).json
+    texts = [choice["text"] for choice in whole["choices"]]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(6))
+    assert texts == texts[:2] * 3 and texts[0] != texts[1]  # the scripted engine answers by the sample
+    assert texts_of(events(post(http_client, COMPLETIONS, stream=True, **fields))) == dict(enumerate(texts))
+    assert whole["usage"]["completion_tokens"] == 24
+
+
+def ranked(tokens: list[tuple[int, float]]) -> list[EngineOutput | Exception]:
+    """Outputs of samples with so many tokens and, at their end, such a sum of log-probabilities."""
+    ids, news = TOKENIZER.encode(TEXT), []
+    for step in range(max(count for count, _ in tokens)):
+        for i, (count, logprob) in enumerate(tokens):
+            if step < count:
+                news.append(
+                    told([ids[i]], "length" if step == count - 1 else None, i, None, logprob * (step + 1) / count)
+                )
+    news[-1].finished = True
+    return news
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_best_of_ranks_by_mean_logprob(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    #                 mean:  -2.0        -0.5       -1.0       -0.75      by the sum the third would be the best
+    engine.script = ranked([(3, -6.0), (6, -3.0), (1, -1.0), (4, -3.0)])
+    whole = post(http_client, route, n=3, best_of=4).json
+    token = [TOKENIZER.decode([id]) for id in TOKENIZER.encode(TEXT)[:4]]
+    assert [content(choice) for choice in whole["choices"]] == [token[1] * 6, token[3] * 4, token[2]]
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert whole["usage"]["completion_tokens"] == 14  # all that was generated
+    assert [content(choice) for choice in post(http_client, route, best_of=4).json["choices"]] == [token[1] * 6]
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_beams_come_as_the_engine_ranks_them(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    fields = {"use_beam_search": True, "n": 2, "beam_width": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    whole = post(http_client, route, max_tokens=5, **fields).json
+    ids = TOKENIZER.encode(TEXT) * 2
+    assert [content(choice) for choice in whole["choices"]] == [TOKENIZER.decode(ids[i : i + 5]) for i in range(2)]
+    assert whole["usage"]["completion_tokens"] == 10
+    params = engine.added[0][1]
+    assert {name: getattr(params, name) for name in fields} == fields
+    post(http_client, route, use_beam_search=True, n=3)
+    assert engine.added[1][1].num_sequences == 3  # vLLM's habit: the width is n
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of", ["best_of is 2", "n, 3"]),
+        ({"best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 1"]),
+        ({"n": 2, "best_of": 3, "stream": True}, "stream", ["stream is true", "best_of 3", "n, 2"]),
+        ({"use_beam_search": True, "stream": True}, "stream", ["stream is true", "use_beam_search"]),
+        ({"use_beam_search": True, "n": 3, "beam_width": 2}, "beam_width", ["beam_width is 2", "n, 3"]),
+        ({"use_beam_search": True, "best_of": 2}, "best_of", ["best_of is 2", "use_beam_search"]),
+        ({"use_beam_search": True, "temperature": 0.5}, "temperature", ["0.5", "use_beam_search", "0 or 1"]),
+        ({"use_beam_search": True, "stop": "a"}, "stop", ["use_beam_search"]),
+        ({"use_beam_search": True, "logit_bias": {"1": 1}}, "logit_bias", ["use_beam_search", "left out"]),
+        ({"use_beam_search": True, "repetition_penalty": 1.5}, "repetition_penalty", ["1.5", "use_beam_search"]),
+        ({"logit_bias": {"7": 1, "x": 2, "8": 101}}, "logit_bias", ["'x': 2", "'8': 101", "-100 to 100"]),
+        ({"logit_bias": {"7": 1, "1024": 2, "1025": 1}}, "logit_bias", ["[1024, 1025]", "0 to 1023"]),
+        ({"n": 1025}, "n", ["n is 1025", "1024 (max_choices)"]),
+        ({"n": 513, "best_of": 1025}, "best_of", ["best_of is 1025", "1024 (max_choices)"]),
+        ({"n": 65537}, "n", ["n is 65537", "from 1 to 65536"]),
+    ],
+)
+def test_what_does_not_go_together_is_400(
+    http_client: FlaskClient, engine: ScriptedClient, fields: dict[str, Any], param: str, words: list[str]
+) -> None:
+    for route in BODIES:
+        error = refusal(post(http_client, route, **fields))
+        assert error["param"] == param and all(word in error["message"] for word in words), error
+    assert not engine.added
+
+
+def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    free, cut = (post(http_client, COMPLETIONS, n=3, max_tokens=4, stop=stop).json for stop in (None, "Hello"))
+    id, (first, *others) = cut["id"], cut["choices"]
+    assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("", "stop", "Hello")
+    assert others == free["choices"][1:]
+    assert engine.aborted == [(f"{id}-0", 0)]
+    taken = len(TOKENIZER.encode("Hello"))
+    assert cut["usage"]["completion_tokens"] == taken + 8 < free["usage"]["completion_tokens"]
+
+
+def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
+    http_client: FlaskClient, engine: ScriptedClient
+) -> None:
+    id = post(http_client, COMPLETIONS, n=3, max_tokens=12, stop="wör").json["id"]
+    assert [index for _, index in engine.aborted] == [2, 1, None] and not engine.open
+    assert {request_id for request_id, _ in engine.aborted} == {f"{id}-0"}
+    # The engine's last news was of another sample, before it knew of the stop string: it must be told to forget both.
+    hello, world = TOKENIZER.encode("Hello"), TOKENIZER.encode(" world")
+    engine.script, engine.aborted = [told(hello, index=1), told(world, "length", 0)], []
+    choices = post(http_client, COMPLETIONS, n=2, stop="Hello").json["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["length", "stop"]
+    assert [index for _, index in engine.aborted] == [1, None]
+
+
+# --- when the engine refuses, fails or dies --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("route", BODIES)
+def test_what_the_engine_refuses_is_400_before_the_first_byte(
+    http_client: FlaskClient, engine: ScriptedClient, route: str, stream: bool
+) -> None:
+    engine.script = [told([], "error", error="larger than the KV pool")]
+    assert "KV pool" in refusal(post(http_client, route, stream=stream))["message"]
+    engine.script = None
+    assert post(http_client, route).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (EngineDeadError("the engine process has ended"), 503),
+        (BROKEN, 503),
+    ],
+)
+def test_an_error_after_the_first_byte_is_an_event(
+    http_client: FlaskClient, engine: ScriptedClient, failure: Any, status: int
+) -> None:
+    engine.script = [told(TOKENIZER.encode("Hi")), failure]
+    sent = events(post(http_client, COMPLETIONS, stream=True))
+    assert sent[0]["choices"][0]["text"] == "Hi"
+    assert sent[-1]["error"]["code"] == status and len(sent) == 2
+    refusal(post(http_client, COMPLETIONS), status)
+
+
+def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    engine.trouble = "the engine process has ended"
+    for response in (post(http_client, COMPLETIONS), post(http_client, CHAT, stream=True), http_client.get("/health")):
+        assert "engine" in refusal(response, 503)["message"]
+
+
+def test_our_own_bugs_are_500_and_logged(
+    http_client: FlaskClient,
+    engine: ScriptedClient,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("/secret/path")
+
+    monkeypatch.setattr(engine, "add", fail)
+    assert "secret" not in refusal(post(http_client, COMPLETIONS), 500)["message"]
+    assert "/secret/path" in caplog.text
+
+
+def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, max_queue=2)
+    response = post(http_client, COMPLETIONS, prompt=["a", "b", "c"])
+    assert refusal(response, 429)["type"] == "rate_limit_error" and response.headers["Retry-After"]
+    for fields in ({"n": 3}, {"best_of": 3}, {"use_beam_search": True, "beam_width": 3}):
+        message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
+        assert "3" in message and "2 (max_queue)" in message
+    for fields in (
+        {"prompt": ["a", "b"]},
+        {"n": 2},
+        {"prompt": ["a", "b"]},
+    ):  # given back after answers, errors, streams
+        assert post(http_client, COMPLETIONS, **fields).status_code == 200
+        events(post(http_client, COMPLETIONS, stream=True, **fields))
+        engine.script = [told([], "error", error="no")]
+        refusal(post(http_client, COMPLETIONS, **fields))
+        engine.script = None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_total_time_is_limited(engine: ScriptedClient, stream: bool) -> None:
+    engine.script = [told(TOKENIZER.encode("Hi"))]
+    response = post(client_of(engine, request_timeout=1), COMPLETIONS, stream=stream)
+    error = events(response)[-1]["error"] if stream else refusal(response)
+    assert "request_timeout" in error["message"] and len(engine.aborted) == 1
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"prompt": ["a", "b"]}, {"n": 3, "stream": True}])
+def test_a_client_that_leaves_is_aborted(
+    http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(queue, "SimpleQueue", gevent.queue.SimpleQueue)  # as gunicorn's worker patches it
+    engine.script = []  # still in the queue
+    ours, theirs = gevent.socket.socketpair()
+    with ours:
+        environ = {"gunicorn.socket": ours}
+        body = BODIES[COMPLETIONS] | fields
+        waiting = gevent.spawn(http_client.post, COMPLETIONS, json=body, environ_overrides=environ)
+        gevent.sleep(0.25)
+        assert not waiting.ready() and len(engine.open) == len(engine.added) > 0
+        theirs.close()
+        assert waiting.get(timeout=5).status_code == 499
+    assert not engine.open
+
+
+def test_a_client_that_does_not_read_is_aborted(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, write_timeout=1)
+    response = http_client.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {"stream": True}, buffered=False)
+    next(response.iter_encoded())
+    with pytest.raises(ConnectionResetError):
+        gevent.sleep(3)  # as in gunicorn's write
+    response.close()
+    assert not engine.open
+
+
+def test_a_stream_that_is_never_begun_is_aborted(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    response = http_client.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {"stream": True}, buffered=False)
+    assert len(engine.open) == 1
+    response.close()
+    assert not engine.open
