@@ -143,7 +143,7 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
 
 
 def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator[Case]:
-    """The products of a layer in decode, plain and with what can be fused into them, against cuBLAS and the rest."""
+    """The products of a layer in decode, against cuBLAS."""
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     for name, inputs, outputs in (
         ("qkv", s.hidden, q + 2 * kv), ("o", q, s.hidden), ("gate_up", s.hidden, 2 * s.ffn), ("down", s.ffn, s.hidden),
@@ -154,29 +154,8 @@ def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator
                 x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
                 return Inputs(lambda ops: ops.linear(x, weight), (), {"cuBLAS": lambda: F.linear(x, weight)})
 
-            def fused(
-                device: str, t: int = t, inputs: int = inputs, outputs: int = outputs, name: str = name
-            ) -> Inputs:
-                x, weight = draw(device, t, inputs), draw(device, outputs, inputs, scale=inputs**-0.5)
-                norm, residual = draw(device, inputs), draw(device, t, outputs)
-                if name in ("o", "down"):
-                    add = lambda: residual.add_(F.linear(x, weight))  # noqa: E731
-                    return Inputs(lambda ops: ops.linear(x, weight, residual=residual), (residual,), {"torch": add})
-
-                def library() -> torch.Tensor:
-                    y = F.linear(F.rms_norm(x, (inputs,), norm, 1e-6), weight)
-                    return F.silu(y[:, : outputs // 2]).mul_(y[:, outputs // 2 :]) if name == "gate_up" else y
-
-                activation = "silu" if name == "gate_up" else ""
-                return Inputs(lambda ops: ops.linear(x, weight, None, norm, 1e-6, activation), (), {"torch": library})
-
             read, flops = 2 * (t * inputs + outputs * inputs), 2 * t * outputs * inputs
             yield Case("linear", f"{name}, {t} x {inputs} -> {outputs}", read + 2 * t * outputs, flops, plain)
-            # The residual is read and written; of a gated product half as much comes out.
-            written = (
-                4 * t * outputs if name in ("o", "down") else t * outputs if name == "gate_up" else 2 * t * outputs
-            )
-            yield Case("linear", f"{name} fused, {t} x {inputs} -> {outputs}", read + written, flops, fused)
 
 
 # --------------------------------------------------------------------------------------------------------- attention

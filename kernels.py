@@ -225,23 +225,22 @@ def qk_norm_rope_store(
 
 
 @triton.jit
-def _act_mul(b_gate, b_up, GELU: tl.constexpr):
-    """silu(gate) * up, or with GELU gelu(gate) * up by the tanh approximation: both are gate * sigmoid(z) * up."""
-    b_z = b_gate
-    if GELU:  # (1 + tanh(z / 2)) / 2 = sigmoid(z)
-        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    return b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
-
-
-@triton.jit
 def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK."""
+    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK.
+
+    Both activations are act(gate) = gate * sigmoid(z): SiLU's z is the gate itself, and GELU (by tanh) has the z below,
+    because (1 + tanh(z / 2)) / 2 = sigmoid(z).
+    """
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + i_token * SIZE + o_x, _cast(_act_mul(b_gate, b_up, GELU), y.dtype.element_ty), mask=m_x)
+    b_z = b_gate
+    if GELU:
+        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    b_y = b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+    tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -264,97 +263,66 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 @triton.jit
 def _linear_part(
-    x, weight, norm, o_m, o_w, m_m, m_n, i_s,
+    x, weight, o_m, o_n, m_m, m_n, i_s,
     K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(x * norm) W^T [BLOCK_M, BLOCK_N] and sum(x^2) [BLOCK_M] over part i_s of SPLITS of the K columns."""
+    """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    p_x, p_w = x + (o_m.to(tl.int64) * K)[:, None], weight + (o_w.to(tl.int64) * K)[None, :]
+    p_x, p_w = x + (o_m.to(tl.int64) * K)[:, None], weight + (o_n.to(tl.int64) * K)[None, :]
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
         o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
         m_k = o_k < K
         b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         b_w = tl.load(p_w + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
-        if norm is not None:
-            b_h = b_x.to(tl.float32)
-            b_square += b_h * b_h
-            b_scale = tl.load(norm + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_x = _cast(b_h * b_scale[None, :], b_x.dtype)
         b_acc = _dot(b_x, b_w, b_acc)
-    return b_acc, tl.sum(b_square, 1)
+    return b_acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, weight, bias, norm, residual, y, partial, squares, counters, M, eps,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, y, partial, counters, M,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = f(rstd (x * norm) W^T + b), rstd = rsqrt(mean(x^2) + eps); f is nothing, act(gate) * up, or + residual.
+    """y = x W^T + b; x [M, K], weight [N, K], y [M, N].
 
-    x [M, K], weight [N, K], y [M, N]; GATED: weight = (gate | up), y [M, N / 2], and the columns of a tile are gate 0,
-    up 0, gate 1, up 1, ..., which lie in one thread's registers side by side. K is summed in SPLITS parts that are then
-    added in their order. The parts have a program each if SHARED (then M <= BLOCK_M): the last one to finish adds them
-    up, from partial [SPLITS, M, N] and squares [SPLITS, M] float32. Else one program goes through all of them. Either
-    way a row is summed in the same order, whatever M is (He et al., "Defeating nondeterminism in LLM inference", 2025).
+    K is cut into SPLITS parts, whose products are added in their order. If SHARED (then M <= BLOCK_M), each part has a
+    program of its own, and the last program to finish adds them up, from partial [SPLITS, M, N] float32. Otherwise one
+    program computes all parts. Either way a row is summed in the same order, whatever M is (He et al., "Defeating
+    nondeterminism in LLM inference", 2025).
     """
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_w = o_n
-    if GATED:
-        o_w = o_n // 2 + o_n % 2 * (N // 2)
     m_m, m_n = o_m < M, o_n < N
+    m_y = m_m[:, None] & m_n[None, :]
     b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_square = tl.zeros([BLOCK_M], tl.float32)
     if SHARED:
         i_s = tl.program_id(2)
-        b_part, b_sum = _linear_part(
-            x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
-        o_part, m_part = o_m[:, None] * N + o_n[None, :], m_m[:, None] & m_n[None, :]
-        tl.store(partial + i_s * M * N + o_part, b_part, mask=m_part)
-        if norm is not None:  # the programs of all tiles write the same
-            tl.store(squares + i_s * M + o_m, b_sum, mask=m_m)
-        tl.debug_barrier()  # every thread's part is written before one thread counts it
+        b_part = _linear_part(x, weight, o_m, o_n, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
+        o_part = o_m[:, None] * N + o_n[None, :]
+        tl.store(partial + i_s * M * N + o_part, b_part, mask=m_y)
+        tl.debug_barrier()  # every thread has stored its share before one thread counts the part
         if tl.atomic_add(counters + i_n, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(counters + i_n, 0)  # for the next launch
         for i_s in range(SPLITS):
-            b_y += tl.load(partial + i_s * M * N + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-            if norm is not None:
-                b_square += tl.load(squares + i_s * M + o_m, mask=m_m, other=0.0, cache_modifier=".cg")
+            b_y += tl.load(partial + i_s * M * N + o_part, mask=m_y, other=0.0, cache_modifier=".cg")
     else:
         for i_s in range(SPLITS):
-            b_part, b_sum = _linear_part(
-                x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-            )  # fmt: skip
-            b_y += b_part
-            b_square += b_sum
-    if norm is not None:
-        b_y *= tl.rsqrt(b_square / K + eps)[:, None]
+            b_y += _linear_part(x, weight, o_m, o_n, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
-        b_y += tl.load(bias + o_w, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        b_gate, b_up = tl.split(tl.reshape(b_y, [BLOCK_M, BLOCK_N // 2, 2]))
-        o_y = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        p_y = y + (o_m.to(tl.int64) * (N // 2))[:, None] + o_y[None, :]
-        b_y = _act_mul(b_gate, b_up, GELU)
-        tl.store(p_y, _cast(b_y, y.dtype.element_ty), mask=m_m[:, None] & (o_y < N // 2)[None, :])
-    else:
-        o_y, m_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :], m_m[:, None] & m_n[None, :]
-        b_y = _cast(b_y, y.dtype.element_ty)
-        if residual is not None:
-            b_h = tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32) + b_y.to(tl.float32)
-            tl.store(residual + o_y, _cast(b_h, residual.dtype.element_ty), mask=m_y)
-        else:
-            tl.store(y + o_y, b_y, mask=m_y)
+        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    o_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :]
+    tl.store(y + o_y, _cast(b_y, y.dtype.element_ty), mask=m_y)
 
 
 def _linear_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, SPLITS and stages of linear_kernel: by the weight alone, so that a row's rounding is, too."""
+    """BLOCK_N, BLOCK_K, SPLITS and stages of linear_kernel.
+
+    They follow from the weight alone, so a row is rounded the same way however many rows there are.
+    """
     block_n, block_k, stages = (64, 32, 2) if dtype == torch.float32 else (128, 64, 4)
     tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(inputs, block_k)
     splits = 1
@@ -365,55 +333,38 @@ def _linear_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, in
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, which every launch of linear_kernel leaves as zeros; the launches of a device follow one another."""
+    """Zeros, which every launch of linear_kernel leaves as zeros. They can be shared, because the launches on a device
+    run one after the other."""
     return torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias.
 
     A row's result depends on nothing but the row: not on T, nor on its place among the others.
 
     Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
-        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is. `rms_norm` rounds x * norm / rms to x's
-            dtype, this rounds x * norm, and divides the float32 sum: as far from the truth, but float16 may overflow.
-        activation: "silu" or "gelu": weight is (gate | up), which are not rounded before they are multiplied.
-        residual: [T, N], not with an activation: y is rounded, then added, and the sum is rounded, as in `rms_norm`.
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
 
     Returns:
-        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
+        y [T, N] in x's dtype, rounded once from float32.
     """
     (tokens, inputs), outputs = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
     assert bias is None or bias.shape == (outputs,)
-    assert norm is None or (norm.shape == (inputs,) and x.dtype != torch.float16 and residual is not x)
-    assert activation in ("", "silu", "gelu") and not (activation and (outputs % 2 or residual is not None))
-    assert residual is None or (residual.shape == (tokens, outputs) and residual.is_contiguous())
 
     block_n, block_k, splits, stages = _linear_tile(outputs, inputs, x.dtype)
-    grid = [triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)]
-    width = outputs // 2 if activation else outputs
-    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if residual is None else residual
-    partial = squares = counters = None
-    if shared := splits > 1 and grid[0] == 1:
-        assert grid[1] <= LINEAR_COUNTERS
+    row_tiles, column_tiles = triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    partial = counters = None
+    if shared := splits > 1 and row_tiles == 1:
+        assert column_tiles <= LINEAR_COUNTERS
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device) if norm is not None else None
         counters = _counters(x.device)
 
-    linear_kernel[(*grid, splits if shared else 1)](
-        x, weight, bias, norm, residual, y, partial, squares, counters, tokens, eps,
-        outputs, inputs, activation != "", activation == "gelu", splits, shared, LINEAR_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
+    linear_kernel[(row_tiles, column_tiles, splits if shared else 1)](
+        x, weight, bias, y, partial, counters, tokens, outputs, inputs, splits, shared,
+        LINEAR_ROWS, block_n, block_k, num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
     )  # fmt: skip
     return y
 

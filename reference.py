@@ -109,30 +109,16 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     return gate.mul_(up).to(x)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias.
 
     Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
-        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is.
-        activation: "silu" or "gelu": weight is (gate | up).
-        residual: [T, N], not with an activation.
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
 
     Returns:
-        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
+        y [T, N] in x's dtype.
     """
-    y = F.linear(x if norm is None else rms_norm(x, norm, eps), weight, bias)
-    if activation:
-        y = act_mul(y, activation)
-    return y if residual is None else residual.add_(y)
+    return F.linear(x, weight, bias)
 
 
 class Span(NamedTuple):

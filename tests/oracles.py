@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
@@ -86,19 +86,11 @@ def rope(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    activation: str,
-    residual: torch.Tensor | None,
-    naive: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, naive: bool = False
 ) -> torch.Tensor:
     compute = x.dtype if naive else torch.float64
-    y = (x if norm is None else rms_norm(x, norm, 1e-5, naive)).to(compute) @ weight.to(compute).T
-    y = y if bias is None else y + bias.to(compute)
-    y = act_mul(y, activation, naive) if activation else y
-    return y if residual is None else y + residual.to(compute)
+    y = x.to(compute) @ weight.to(compute).T
+    return y if bias is None else y + bias.to(compute)
 
 
 def attention(
@@ -143,22 +135,13 @@ def decode(
     return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks)
 
 
-# What `linear` may be asked for beside the product.
-PRODUCTS = st.sampled_from([(), ("bias",), ("norm",), ("residual", "bias"), ("norm", "silu"), ("norm", "gelu", "bias")])
-
-
-def product(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...]) -> dict[str, Any]:
-    """Random arguments of `linear`: weight is [2 outputs, inputs] with an activation."""
-    activation = next((name for name in asked if name in ("silu", "gelu")), "")
-    width = outputs * 2 if activation else outputs
-    return {
-        "x": (torch.randn(rows, inputs) * 3).to(dtype),
-        "weight": (torch.randn(width, inputs) * inputs**-0.5).to(dtype),
-        "bias": torch.randn(width).to(dtype) if "bias" in asked else None,
-        "norm": torch.randn(inputs).to(dtype) if "norm" in asked else None,
-        "activation": activation,
-        "residual": torch.randn(rows, outputs).to(dtype) if "residual" in asked else None,
-    }
+def product(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Random arguments of `linear`: x [rows, inputs], weight [outputs, inputs], bias [outputs] or None."""
+    x = (torch.randn(rows, inputs) * 3).to(dtype)
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    return x, weight, torch.randn(outputs).to(dtype) if with_bias else None
 
 
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])

@@ -114,27 +114,23 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
 
 
 def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
-    """A layer's matrices, for few rows and for many, and as `run_fused` has them."""
+    """A layer's matrices, for few rows and for many."""
     heads = s.heads * s.head_dim
-
-    def product(outputs: int, inputs: int, rows: int, **fused: Any) -> Callable[[Any], object]:
-        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
-        return lambda ops: ops.linear(x, weight, **fused)
-
     qkv = heads + 2 * s.kv_heads * s.head_dim
-    norm, bias, residual = (torch.zeros(size, dtype=s.dtype) for size in ((s.hidden,), (qkv,), (2, s.hidden)))
-    yield product(qkv, s.hidden, 2, bias=bias)
+
+    def product(outputs: int, inputs: int, rows: int, with_bias: bool = False) -> Callable[[Any], object]:
+        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
+        bias = torch.zeros(outputs, dtype=s.dtype) if with_bias else None
+        return lambda ops: ops.linear(x, weight, bias)
+
+    yield product(qkv, s.hidden, 2, with_bias=True)
     yield product(qkv, s.hidden, 65)
-    yield product(qkv, s.hidden, 2, norm=norm)
-    yield product(s.hidden, s.ffn, 2, residual=residual)
-    yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="silu")
+    yield product(s.hidden, s.ffn, 2)
     if whole:
         for outputs, inputs in ((qkv, s.hidden), (s.hidden, heads), (2 * s.ffn, s.hidden), (s.hidden, s.ffn)):
             yield product(outputs, inputs, 2)
             yield product(outputs, inputs, 65)
-        yield product(qkv, s.hidden, 65, bias=bias)
-        yield product(s.hidden, heads, 2, residual=residual)
-        yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="gelu")
+        yield product(qkv, s.hidden, 65, with_bias=True)
 
 
 def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, Any]]]:

@@ -30,7 +30,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         "((H + 2 * KV) * D)", "((H + KV) * D)",
         test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
     "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
-    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, (), 1)),
+    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, False, 1)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
