@@ -404,7 +404,7 @@ def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, 
     assert any(fits(p) for p in ((top_p, top_p * (1 - 3e-6), top_p * (1 + 3e-6)) if top_p < 1 else (1.0,)))
 
 
-SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "GIST": 256, "BUFFER": 128, "GATHER": 64, "SEARCH": 64}
+SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "SUMMARY": 256, "BUFFER": 128, "GATHER": 64, "SEARCH": 64}
 
 
 @settings(parent=few, max_examples=45)
