@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 pytest.importorskip("triton")
 
 import bench_kernels
@@ -30,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.op} {case.size}")
 def test_each_case_is_checked_against_its_twin(case):
     with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of log(0)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -128,3 +132,11 @@ def test_weights_that_went_through_pinned_buffers_are_the_files(monkeypatch, buf
         load_weights(models[-1], DEMO)
     cpu, cuda = (model.parameters() for model in models)
     assert all(torch.equal(part.target, cuda[name].target.cpu()) for name, part in cpu.items())
+
+
+def test_interpreted_kernels_in_a_process_without_the_gpu():
+    """What is marked so: in this process kernels are compiled, and cannot be interpreted as well."""
+    command = [sys.executable, "-m", "pytest", "-m", "interpreted", "-p", "no:cacheprovider", "tests"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=Path(loader.__file__).parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

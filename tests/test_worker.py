@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 
 import model as model_module
 import oracles
@@ -227,6 +223,7 @@ def test_measured_shapes_decide_which_steps_are_fused(make, monkeypatch):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.interpreted
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
     """With batch_invariant, to the bit: in one go, in chunks, beside another row, and as decode."""
     kernels = pytest.importorskip("kernels")
@@ -314,7 +311,7 @@ class FakeGraph:
             self.ids.copy_(self.worker.forward(self.shape)[1])
 
 
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities; now and then a prompt comes, and is not replayed."""
     told, states = [], []
