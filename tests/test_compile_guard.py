@@ -51,7 +51,7 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
     ids=["swap", "windows", "batch invariant"],
 )
 def test_warm_up_covers_random_traffic(make, shape, fields):
-    """Chunks, batches of all sizes, samples that share blocks, beams, preemption by swap, every sampling parameter."""
+    """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
     core, rng, errors = make(shape, **fields), random.Random(3), []
     longest = core.facts["max_model_len"] - 20
     for i in range(8):
@@ -103,7 +103,7 @@ def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
     worker.rehearse()
     assert launched <= worker.guard.seen, launched - worker.guard.seen
     plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
-    assert worker.step(plan).token_ids[0] >= 0  # and they run again
+    assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 
 
 REHEARSAL = """
@@ -164,7 +164,7 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
 
 def test_what_is_never_compiled_for_may_change(make):
     worker = make({}).executor.worker
-    for count in (1, 2, 17, 33):  # tokens and rows size the grid alone
+    for count in (1, 2, 17, 33):  # the number of tokens changes nothing but the grid
         tokens = worker.step(
             StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
         ).token_ids
@@ -173,7 +173,7 @@ def test_what_is_never_compiled_for_may_change(make):
 
 
 def test_triton_is_asked_where_it_compiles(monkeypatch):
-    """On a GPU the hook that Triton calls before it compiles lets warm-up pass, and nothing else; it is taken back."""
+    """Triton calls a hook before it compiles. It lets warm-up pass and nothing later, and is taken back in the end."""
     guard = CompileGuard(kernels)
     guard.runtime = SimpleNamespace(interpret=False, jit_cache_hook="another's")
     compiled = {"signature": {"x": "*fp32", "eps": "fp32", "SIZE": "constexpr"}, "constants": {(2,): 40}}

@@ -1,4 +1,7 @@
-"""The Triton kernels against the float64 formulas and against reference.py: on a GPU, or in the interpreter without."""
+"""The Triton kernels against the float64 formulas and against reference.py.
+
+They run on a GPU, or without one in Triton's interpreter. Those of sampling have test_kernels_sampling.py.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,12 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 def call(ops: ModuleType, op: str) -> Callable[..., Any]:
+    """ops.<op>; attention_decode makes its own plan."""
     return functools.partial(oracles.decode, ops) if op == "attention_decode" else getattr(ops, op)
 
 
 def run(op: str, device: str, *args: Any) -> Any:
-    """kernels.<op> on the device; its result comes back to the CPU, and so does what it wrote in place."""
+    """Call kernels.<op> on the device. The result comes back to the CPU, and so does what was written in place."""
     moved = [x.to(device) if isinstance(x, torch.Tensor) and device != "cpu" else x for x in args]
     moved = [type(x)(*(y.to(device) for y in x)) if isinstance(x, tuple) else x for x in moved]
     result = call(kernels, op)(*moved)
@@ -55,12 +59,11 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
-        if name.startswith("_") or op.__module__ != "reference":  # in Python 3.11 NamedTuple is a function
+        if name.startswith("_") or op.__module__ != "reference":  # in Python 3.11 NamedTuple is a function, too
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
-        assert (inspect.getdoc(op) or "").splitlines()[0] == (
-            inspect.getdoc(getattr(kernels, name)) or ""
-        ).splitlines()[0]
+        formulas = [inspect.getdoc(twin).splitlines()[0] for twin in (op, getattr(kernels, name))]
+        assert formulas[0] == formulas[1], name
 
 
 @triton.jit
@@ -135,19 +138,19 @@ def test_linear(
         return counters[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "LINEAR_PROGRAMS", programs)  # with 64 these weights have up to 4 splits, else 1
+        patch.setattr(kernels, "LINEAR_PROGRAMS", programs)  # with 64 these weights have up to 4 splits, with 1 none
         patch.setattr(kernels, "_counters", zeros)
         got = run("linear", device, *args)
         splits = kernels._linear_tile(outputs, inputs, dtype)[2]
     oracles.check_error(got, oracles.linear(*args), oracles.linear(*args, naive=True))
     assert len(counters) == (splits > 1 and rows <= 64)
-    assert not any(part.any() for part in counters)  # as the next launch wants them
+    assert not any(part.any() for part in counters)  # the next launch needs zeros
 
 
 @pytest.mark.usefixtures("products_by_rows")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither how many there are nor where it is changes a bit: of 65 rows one program sums all parts of K."""
+    """Neither the number of rows nor a row's place changes its bits. With 65 rows one program sums all parts of K."""
     monkeypatch.setattr(kernels, "LINEAR_PROGRAMS", 64)
     assert kernels._linear_tile(140, 1100, dtype)[2] > 1
     x, weight = torch.randn(67, 1100).to(dtype), torch.randn(140, 1100).to(dtype)
@@ -178,7 +181,7 @@ def test_qk_norm_rope_store(
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
     q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
-    places = torch.randperm(32)[:tokens] - 1  # of 2 blocks of 16, and now and then -1
+    places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
     pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
     twin = pool.clone()
     args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
@@ -306,9 +309,9 @@ EVERY_OPTION = (150, 2.5, torch.tensor([0.5, -1.0, 2.0, 0.0]))
 @pytest.mark.usefixtures("products_by_rows")
 @pytest.mark.parametrize("options", [(0, 0.0, None), EVERY_OPTION], ids=["plain", "every option"])
 def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple[int, float, torch.Tensor | None]) -> None:
-    """And in any batch. Where a tile of keys is masked for one chunk and not for another, its keys count the same."""
+    """The batch does not matter either, nor whether a tile of keys is masked, as it is for some chunks only."""
     paged = oracles.paged(kernels, [300, 77], 2, 32, 16, torch.bfloat16)
-    q = torch.randn(160, 4, 32).to(torch.bfloat16)  # the last tokens of slot 0; all tiles have both
+    q = torch.randn(160, 4, 32).to(torch.bfloat16)  # the last tokens of slot 0
     args = (q, paged.kv, paged.tables, ints(0), ints(300), ints(0, 160), 160, 0.3, *options)
     whole = run("attention_prefill", device, *args)
     for begin, end in itertools.pairwise([0, 1, 64, 65, 127, 128, 159, 160]):
@@ -320,7 +323,7 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple[in
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_pieces_of_rows_are_added_up_when_all_are_stored() -> None:
-    """A hundred times the same, from one plan: `arrived` serves each time, and no program reads a piece too soon."""
+    """One plan gives the same bits a hundred times: `arrived` still tells the last piece, and none is read too soon."""
     torch.manual_seed(0)
     lengths = torch.randint(1, 3000, (61,)).tolist()
     paged = oracles.paged(kernels, lengths, 2, 64, 16, torch.bfloat16)
@@ -338,8 +341,8 @@ def test_pieces_of_rows_are_added_up_when_all_are_stored() -> None:
 @pytest.mark.parametrize("window", [33, 64, 65])
 @pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
 def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, op: str, window: int) -> None:
-    """They were given back: -1 stands in the table, and NaN where a careless read would end, block 0 among others."""
-    for before in (100, 111, 112, 187):  # the window begins where a block does, or within one
+    """They were given back, so -1 stands in the table. A careless read would find NaN, in block 0 as well."""
+    for before in (100, 111, 112, 187):  # the window begins at a block's begin or inside a block
         n = 1 if op == "attention_decode" else 40
         paged = oracles.paged(kernels, [before + n], 2, 32, 16, torch.float32, passed=[before + 1 - window])
         assert int((paged.tables == -1).sum()) == (before + 1 - window) // 16 > 0
@@ -357,7 +360,7 @@ def test_attention_leaves_blocks_alone_that_the_window_has_passed(device: str, o
 
 
 def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
-    """The last block lies 2^31 elements into the pool, of which a CPU has no more in memory than is used."""
+    """The last block lies 2^31 elements into the pool. On a CPU only the pages that are touched take memory."""
     if device == "cpu":
         memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
         pool = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)
@@ -404,7 +407,7 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     slots = torch.where(torch.tensor([live for live, _ in rows]), torch.randperm(8)[:count], -1).to(torch.int32)
     starts = ints(0, *np.cumsum([n for _, n in rows]).tolist())
     total = max(1, int(starts[-1]) + unowned)
-    for slot, n in enumerate(computed.tolist()):  # a window may have passed all that was computed
+    for slot, n in enumerate(computed.tolist()):  # a window may have passed all computed tokens
         tables[slot, : n // 16] = -1
     args = (token_ids, computed, tables, slots, starts, total, 16)
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
@@ -448,11 +451,13 @@ def test_swap_blocks(device: str) -> None:
     kernels.swap_blocks(host, pool, there.to(device))
     assert torch.equal(pool[0].cpu(), host[4]) and torch.equal(pool[6].cpu(), host[1]) and not pool[1:6].any()
     kernels.swap_blocks(pool, host, back.to(device))
+    if device == "cuda":
+        torch.cuda.synchronize()  # the host's memory is read without asking the GPU
     assert torch.equal(host[2], host[1]) and torch.equal(host[3], host[4])
 
 
 def test_few_programs_swap_many_blocks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes several turns, and the last chunk of a block is not full."""
+    """Each program takes several turns, and a block's last chunk is not full."""
     monkeypatch.setattr(kernels, "SWAP_BYTES", 256)
     source, target = torch.randn(40, 3, 50).to(device), torch.zeros(50, 3, 50, device=device)
     pairs = torch.stack((torch.randperm(40), torch.randperm(50)[:40]), 1)
@@ -463,7 +468,7 @@ def test_few_programs_swap_many_blocks(device: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_blocks_beyond_32_bits_are_moved(device: str, tmp_path: Path) -> None:
-    """The last block lies 2^32 items into the pool: a file with a hole, of which only what is touched takes room."""
+    """The last block lies 2^32 items into the pool. The pool is a file with a hole, so only touched pages take room."""
     count, size = 2**20 + 1, 4096
     with (tmp_path / "pool").open("wb") as file:
         file.truncate(count * size)
@@ -481,7 +486,7 @@ def test_blocks_beyond_32_bits_are_moved(device: str, tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other sizes and offsets of a step meet the kernels that its first sizes compiled."""
+    """Steps of other sizes and offsets use the kernels that the first step compiled."""
 
     def step(rows: int, offset: int) -> None:
         paged = oracles.paged(kernels, [70, 20, 33, 90, 5], 2, 32, 16, torch.bfloat16)

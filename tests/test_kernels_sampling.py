@@ -19,7 +19,7 @@ from test_kernels import dtypes, few, ints, run
 
 
 def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
-    """`drawn` may be drawn, and u falls into its share of the mass: up to float32's rounding of running sums."""
+    """Check that `drawn` may be drawn and that u falls into its share of the mass, up to float32's rounding of sums."""
 
     def fits(p: float) -> bool:
         allowed, mass = oracles.survivors(x, top_k, p, min_p, heat)
@@ -62,7 +62,7 @@ def test_sample(
     ascending: bool,
     kinds: int | None,
 ) -> None:
-    """With small sizes a row of 1,000 has several chunks, and more candidates than fit into the buffer."""
+    """With `small` sizes a row of 1,000 has several chunks, and more candidates than fit into the buffer."""
     vocab = min(vocab, 1000) if small else vocab
     logits = torch.randn(3, vocab) * 4
     if kind == "ties":
@@ -78,7 +78,7 @@ def test_sample(
         logits[:, vocab // 2] = 1.0
     elif kind == "huge":
         logits *= 1e4
-    elif kind == "samples mislead":  # the kernel takes them from every 4th place or more
+    elif kind == "samples mislead":  # the kernel samples every 4th place, or fewer
         logits = logits / 8 - torch.where(torch.arange(vocab) % 4 == 0, 2.0, 0.0)
     logits = (logits.sort().values if ascending else logits).to(dtype)
     untouched = logits.clone()
@@ -87,7 +87,7 @@ def test_sample(
     heats[2] = 0.0
     seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
     slots = ints(3, -1, 2)
-    if ascending:  # with u close to 0 the first survivor is drawn: the one at the threshold itself
+    if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
         seeds[3] = reference._uniform(torch.arange(4096), known[3].expand(4096)).argmin()
     args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
     adjust: tuple[Any, ...] = (None, None)
@@ -111,7 +111,7 @@ def test_sample(
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch, heat: float) -> None:
-    """So much that it is drawn: the first and the last of each chunk, too."""
+    """A bias makes each token the one that is drawn, the first and the last of each chunk as well."""
     for name, size in {"CHUNK": 16, "GROUP": 8, "GATHER": 16, "SEARCH": 16}.items():
         monkeypatch.setattr(kernels, f"SAMPLE_{name}", size)
     fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
@@ -131,7 +131,7 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("spread", [1.5, 2**-23])
 def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
-    """With logits in ascending order and u near 0 the token at the threshold is drawn: it must be the oracle's."""
+    """With ascending logits and u near 0 the token at the threshold is drawn, and it must be the oracle's."""
     seed = reference._uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
     logits = 1 + (torch.randn(1, 300) if spread > 1 else torch.randint(0, 80, (1, 300))).sort().values * spread
     for top_k, top_p, min_p in (
@@ -190,22 +190,24 @@ def test_logprobs(device: str, vocab: int, k: int, kind: str, dtype: torch.dtype
     oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
     assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
     assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[1])
-    for j in {0, k // 2, k - 1} if k else ():  # an id has one value: chosen or among the likeliest, in any batch
+    # An id has one value, whether it was asked for or is among the likeliest, and in any batch.
+    for j in {0, k // 2, k - 1} if k else ():
         assert torch.equal(run("logprobs", device, logits, top_ids[:, j].clone(), 0)[0], top_values[:, j])
         assert torch.equal(run("logprobs", device, logits[1:2], top_ids[1:2, j].clone(), 0)[0], top_values[1:2, j])
 
 
 @pytest.mark.parametrize("vocab", [3, 4099, 2 * 4096 + 1])
 def test_logprobs_sums_each_logit_once(device: str, vocab: int) -> None:
-    """Equal logits, far from 0, of which the first or the last one stands out: nothing is left out or put in."""
+    """All logits are equal but the first or the last, so a sum that misses one or has one too many is seen."""
+    step = 3 * 2.0**-15  # three of float32's steps at 300, where x and lse are rounded before they are subtracted
     for level in (-300.0, 0.0, 300.0):
         for place, more in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
             logits = torch.full((2, vocab), level)
             logits[:, place] += more
             values, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
             want = oracles.logprobs(logits)
-            torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=1e-4, rtol=0)
-            torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=1e-4, rtol=0)
+            torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=step, rtol=0)
+            torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=step, rtol=0)
             assert top_ids.tolist() == [[place, int(place == 0)]] * 2
 
 
