@@ -1,10 +1,12 @@
 """No compile after ready: once a worker is warm, a kernel that would have to be compiled is an error that names it.
 
-A compile takes up to seconds, in which every stream stands still, and it comes when the load is of a kind not seen
-before. So warm-up compiles all that can be launched, and `CompileGuard` holds that nothing was forgotten. On a GPU it
-is Triton that knows. Its interpreter compiles nothing: there the guard works out from a launch's arguments what Triton
-would have compiled for them, so that a machine without a GPU finds what a warm-up lacks. A launch waits for its kernel,
-so warm-up is preceded by a rehearsal, in which all kernels are compiled at the same time and none runs.
+A compile takes up to seconds, in which every stream stands still, and it would come whenever a new kind of load does.
+So warm-up compiles all that can be launched, and `CompileGuard` checks that nothing was forgotten. On a GPU Triton
+itself says what it compiles. Its interpreter compiles nothing, so there the guard works out from a launch's arguments
+what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
+
+A launch waits for its kernel. So a rehearsal comes before warm-up: it compiles all kernels at the same time, and runs
+none.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 
-ALIGNED = 16  # Triton compiles anew for pointers and integers that this divides
+ALIGNED = 16  # Triton compiles a kernel of its own for pointers and integers that are multiples of this
 
 
 class LateCompile(RuntimeError):
@@ -35,19 +37,19 @@ class CompileGuard:
     """
 
     def __init__(self, ops: ModuleType):
-        import triton  # here, for a machine that runs plain torch may have none
+        import triton  # imported here, because a machine that runs plain torch may not have it
 
         self.runtime = triton.knobs.runtime
         self.kernels = {name: kernel for name, kernel in vars(ops).items() if name.endswith("_kernel")}
-        self.seen: set[tuple[str, ...]] = set()  # what the interpreter has been given
-        self.armed = False  # from when the worker is warm
+        self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
+        self.armed = False  # True once the worker is warm
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """While launches are watched.
+        """Watch the launches inside the `with` block.
 
         Raises:
-            LateCompile: one of them would compile, and the guard is armed.
+            LateCompile: a launch would compile a kernel, and the guard is armed.
         """
         runtime = self.runtime
         if not runtime.interpret:
@@ -68,9 +70,10 @@ class CompileGuard:
 
     @contextlib.contextmanager
     def rehearse(self) -> Iterator[None]:
-        """While kernels that are launched are compiled, by as many threads as there are cores, and do not run.
+        """Compile the kernels that are launched inside the `with` block, and run none of them.
 
-        Nobody waits for them before the end. Tensors may be torch's `meta` ones, which have no memory.
+        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
+        torch's `meta` device, where they have no memory.
         """
         import triton
 
@@ -81,35 +84,49 @@ class CompileGuard:
                 yield
         finally:
             for kernel in self.kernels.values():
-                del kernel.run  # and so it is the class's again
+                del kernel.run  # uncovers the method of the class
 
     def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """What takes the place of a kernel's `run`."""
+        """Stands in for a kernel's `run`."""
         if self.runtime.interpret:
-            self._launch(name, *args)  # the options are Triton's, not the kernel's
+            self._launch(name, *args)  # without the options, which are for Triton and not the kernel's own
         else:
             run(*args, grid=grid, warmup=True, **options)
 
-    def _compile(self, *, repr: str, compile: dict[str, Any], **_: Any) -> bool:
-        """What Triton calls before it compiles, or loads what it has compiled another time; False lets it."""
+    def _compile(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton calls this before it compiles a kernel, or loads it from its cache on disk; False lets it go on.
+
+        `compile` has the name and type of each parameter, and by the parameter's place the constants and attributes.
+        """
         if self.armed:
-            raise LateCompile(f"{repr} with {compile['constants']} was not compiled in warm-up")
+            kinds, constants, (attributes,) = [], compile["constants"], compile["configs"]
+            for i, (param, kind) in enumerate(compile["signature"].items()):
+                if (i,) in constants:
+                    kind = repr(constants[i,])
+                elif (i,) in attributes:
+                    kind += " aligned"
+                kinds.append(f"{param}: {kind}")
+            raise LateCompile(f"{fn.name}({', '.join(kinds)}) was not compiled in warm-up")
         return False
 
     def _launch(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """What the interpreter calls before it runs a kernel."""
+        """The interpreter calls this before it runs a kernel."""
         kernel = self.kernels[name]
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         kinds = [f"{param}: {specialization(kernel, param, value)}" for param, value in arguments.items()]
-        if (key := (name, *kinds)) in self.seen:
+        if (launch := f"{name}({', '.join(kinds)})") in self.seen:
             return
         if self.armed:
-            raise LateCompile(f"{name}({', '.join(kinds)}) was not launched in warm-up")
-        self.seen.add(key)
+            raise LateCompile(f"{launch} was not launched in warm-up")
+        self.seen.add(launch)
 
 
 def specialization(kernel: Any, name: str, value: Any) -> str:
-    """What of an argument Triton compiles for: a constexpr's value, a type, and whether 16 divides it."""
+    """What Triton compiles for in an argument: a constexpr's value, or a type and whether 16 divides the value.
+
+    Args:
+        kernel: the interpreted kernel. name: its parameter. value: the argument.
+    """
     if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
         return repr(value)
     unaligned = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())

@@ -1,16 +1,16 @@
 """The Triton kernels and their launchers; `reference.py` states the same ops in plain torch.
 
-Each op is a kernel, opened by its formula and shapes, and a launcher in three parts: check, allocate, launch. Inside
-kernels a name tells its kind: i_ index, o_ offsets, m_ mask, p_ pointers, b_ block of values. Kernels run on CUDA, and
-on the CPU under TRITON_INTERPRET=1.
+Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
+launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1.
 
-Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
-sequence, H query heads, KV key/value heads, G = H / KV, D head_dim, V vocabulary. A slot is a row of the batch state
-and -1 marks a padding row, which changes nothing. The pool of keys and values is
-[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it: pool[:, layer]; `keys_of` says how keys
-lie in their block.
+Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
+has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
+marks a padding row, which changes nothing. The pool of keys and values is
+[num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one layer of it, pool[:, layer]. `keys_of` says how keys lie
+in their block.
 
-What fixes a kernel's compilation is a model's shape, never a step's: sizes of a step only size the grid, and arrays of
+A kernel is compiled for a model's shape, never for a step's: the sizes of a step only size the grid, and arrays of
 integers that callers slice at any offset are not specialized on alignment.
 """
 
@@ -20,7 +20,7 @@ import functools
 import os
 from typing import NamedTuple
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does unasked, but it warns that it was not asked
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # this is Triton's default, but unset it warns
 
 import torch
 import triton
@@ -32,36 +32,37 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
-MAX_BIASES = tl.constexpr(1024)  # of a slot
+MAX_BIASES = tl.constexpr(1024)  # entries of logit_bias that a slot holds
 
-LINEAR_ROWS = 64  # of a tile: the least for which sm_90 issues wgmma; rows that are padding fetch nothing
-LINEAR_PROGRAMS = 128  # at least, where K allows: each has 48 KB of weights on their way, 6 MB in all; 1 us brings 4.3
-LINEAR_REGISTERS = 255  # unasked, ptxas allows 128 for some shapes and spills; two programs of 128 threads still fit
-LINEAR_COUNTERS = 1 << 14  # tiles of outputs that programs may share
+LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
+LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus
+LINEAR_REGISTERS = 255  # left alone, ptxas allows 128 for some shapes and spills; two programs still fit a processor
+LINEAR_COUNTERS = 1 << 14  # tiles of outputs that several programs may share
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
-PROCESSORS = 132  # of an H200: what is assumed where there is no GPU
-DECODE_PROGRAMS = 2  # of attention_decode on each: while one starts a row, the other one's loads go on
-DECODE_PARTIALS = 4096  # numbers of pieces that are added up at a time: all at once spilled up to 586 registers
-DECODE_ROWS = 512  # whose items are counted, or looked at, at a time; with 1024 the counting kernel spills
+PROCESSORS = 132  # assumed where there is no GPU to ask
+DECODE_PROGRAMS = 2  # programs of attention_decode per processor: while one starts a row, the other keeps loading
+DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
+DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
-# Between device and host there are 1 to 2 us and at most 55 GB/s (PCIe 5), that is 110 KB on their way: 16 programs of
-# 256 threads that each hold 64 bytes are twice that, on an eighth of 132 processors. Counted, not measured.
+# A transfer between device and host takes up to 2 us, in which PCIe 5 moves 110 KB. 16 programs of 256 threads with 64
+# bytes each hold twice that, which should keep the bus busy, and most processors stay free for the next step.
 SWAP_PROGRAMS = 16
 SWAP_BYTES = 16384
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
-SAMPLE_GATHER = 1024  # while it picks some of them
-SAMPLE_SEARCH = 1024  # and while it searches, with 8 pivots for each of them
-SAMPLE_REGISTERS = 128  # so that two programs of 8 warps share a processor: 256 rows in one wave
-SAMPLE_GROUP = 64  # logits of which the largest is known: a cache line of bfloat16
-SAMPLE_GIST = 8192  # largest logits and samples of a row, which are held at a time: with more, groups are larger
-SAMPLE_BUFFER = 16384  # candidates for which sampling has room beside the row: at 256 rows 34 MB
+SAMPLE_GATHER = 1024  # logits that it holds while it gathers candidates
+SAMPLE_SEARCH = 1024  # logits that it holds while it searches for the threshold, with 8 pivots for each of them
+SAMPLE_REGISTERS = 128  # lets two programs of 8 warps share a processor, so 256 rows are one wave
+SAMPLE_GROUP = 64  # logits that share one entry of the row's summary: a cache line of bfloat16
+SAMPLE_SUMMARY = 8192  # values in a row's summary, which is held all at once: with a larger vocabulary groups grow
+SAMPLE_BUFFER = 16384  # candidates of a row for which sampling has room in a buffer
 
 
 @triton.jit
 def _cast(x, dtype: tl.constexpr):
     """x [..] float32 rounded to `dtype`, to nearest even.
 
-    The interpreter loses the carry from bfloat16's mantissa into its exponent (1.9999 becomes 1.0): round by hand.
+    In the interpreter bfloat16 is rounded by hand, because the interpreter itself loses the carry from the mantissa
+    into the exponent (1.9999 becomes 1.0).
     """
     if INTERPRET and dtype == tl.bfloat16:
         b_bits = x.to(tl.uint32, bitcast=True)
@@ -72,7 +73,7 @@ def _cast(x, dtype: tl.constexpr):
 
 @triton.jit
 def _dot(a, b, acc):
-    """acc + a b in float32. The interpreter multiplies bfloat16 as integers: give it float32."""
+    """acc + a b in float32. The interpreter would multiply bfloat16 as integers, so there both become float32 first."""
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -129,8 +130,8 @@ def qk_norm_rope_store_kernel(
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
-    qkv [T, H + 2 KV, D]; one program per token and BLOCK_H of its heads. A partner half of ROTARY away is read again
-    (from L1) rather than shuffled, so that no shape is special: any D, any number of heads, any ROTARY <= D.
+    qkv [T, H + 2 KV, D]. One program per token and BLOCK_H of its heads. A partner that lies ROTARY / 2 away is read
+    again (from L1) rather than shuffled between threads, so D, the number of heads and ROTARY <= D may be anything.
     """
     i_token = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -141,12 +142,12 @@ def qk_norm_rope_store_kernel(
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
     m_d = o_d < D
-    if NORM:  # of v as well, which is then not used
+    if NORM:  # v is normed as well, and the result is not used
         b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
         b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-    if INTERLEAVED:  # neighbours are in one thread's registers; those that are not rotated have a sine of 0
+    if INTERLEAVED:  # partners are neighbours in one thread's registers; what is not rotated has a sine of 0
         b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
         b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
     else:
@@ -164,7 +165,7 @@ def qk_norm_rope_store_kernel(
     tl.store(p_q, b_y, mask=m_x & m_q[:, None])
     i_place = tl.load(slot_mapping + i_token)
     if i_place >= 0:
-        # The k heads, then the v heads of a block lie side by side: [2, KV, BLOCK_SIZE, D] = [2 KV, BLOCK_SIZE, D].
+        # In a block the v heads follow the k heads, so [2, KV, BLOCK_SIZE, D] is also [2 KV, BLOCK_SIZE, D].
         p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * D
         b_y = tl.where(m_qk[:, None], b_y, b_raw)
         tl.store(p_kv + ((o_h - H) * (BLOCK_SIZE * D))[:, None] + o_d[None, :], b_y, mask=m_x & (o_h >= H)[:, None])
@@ -173,8 +174,8 @@ def qk_norm_rope_store_kernel(
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
     """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
 
-    How a block's keys lie is each module's own matter. Here it is in this order, for a tile of keys is loaded by 128
-    bits along D.
+    Each module decides how keys lie in a block. Here they lie in this order, because a tile of keys is loaded 128 bits
+    at a time along D.
     """
     return kv[:, 0]
 
@@ -192,10 +193,11 @@ def qk_norm_rope_store(
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
-    Interleaved, a pair is not x[i] and x[i + r/2] but x[2i] and x[2i + 1]: the columns of `rotation` are in that order.
+    With `interleaved`, a pair is x[2i] and x[2i + 1] instead of x[i] and x[i + r/2], and the columns of `rotation` are
+    in that order.
 
     Args:
-        qkv: [T, (H + 2 KV) D], of no use afterwards: q may be a part of it.
+        qkv: [T, (H + 2 KV) D]. It may be overwritten: q may be a part of it.
         q_weight, k_weight: [D], or both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
@@ -225,23 +227,22 @@ def qk_norm_rope_store(
 
 
 @triton.jit
-def _act_mul(b_gate, b_up, GELU: tl.constexpr):
-    """silu(gate) * up, or with GELU gelu(gate) * up by the tanh approximation: both are gate * sigmoid(z) * up."""
-    b_z = b_gate
-    if GELU:  # (1 + tanh(z / 2)) / 2 = sigmoid(z)
-        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    return b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
-
-
-@triton.jit
 def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK."""
+    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK.
+
+    Both activations are act(gate) = gate * sigmoid(z): SiLU's z is the gate itself, and GELU (by tanh) has the z below,
+    because (1 + tanh(z / 2)) / 2 = sigmoid(z).
+    """
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    tl.store(y + i_token * SIZE + o_x, _cast(_act_mul(b_gate, b_up, GELU), y.dtype.element_ty), mask=m_x)
+    b_z = b_gate
+    if GELU:
+        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
+    b_y = b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+    tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
@@ -264,97 +265,66 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 @triton.jit
 def _linear_part(
-    x, weight, norm, o_m, o_w, m_m, m_n, i_s,
+    x, weight, o_m, o_n, m_m, m_n, i_s,
     K: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """(x * norm) W^T [BLOCK_M, BLOCK_N] and sum(x^2) [BLOCK_M] over part i_s of SPLITS of the K columns."""
+    """x W^T over part i_s of SPLITS of the K columns, [BLOCK_M, BLOCK_N] float32."""
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    p_x, p_w = x + (o_m.to(tl.int64) * K)[:, None], weight + (o_w.to(tl.int64) * K)[None, :]
+    p_x, p_w = x + (o_m.to(tl.int64) * K)[:, None], weight + (o_n.to(tl.int64) * K)[None, :]
     b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for i_k in range(i_s * STEPS // SPLITS, (i_s + 1) * STEPS // SPLITS):
         o_k = i_k * BLOCK_K + tl.arange(0, BLOCK_K)
         m_k = o_k < K
         b_x = tl.load(p_x + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
         b_w = tl.load(p_w + o_k[:, None], mask=m_k[:, None] & m_n[None, :], other=0.0)
-        if norm is not None:
-            b_h = b_x.to(tl.float32)
-            b_square += b_h * b_h
-            b_scale = tl.load(norm + o_k, mask=m_k, other=0.0).to(tl.float32)
-            b_x = _cast(b_h * b_scale[None, :], b_x.dtype)
         b_acc = _dot(b_x, b_w, b_acc)
-    return b_acc, tl.sum(b_square, 1)
+    return b_acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
-    x, weight, bias, norm, residual, y, partial, squares, counters, M, eps,
-    N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, GELU: tl.constexpr, SPLITS: tl.constexpr,
-    SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, weight, bias, y, partial, counters, M,
+    N: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y = f(rstd (x * norm) W^T + b), rstd = rsqrt(mean(x^2) + eps); f is nothing, act(gate) * up, or + residual.
+    """y = x W^T + b; x [M, K], weight [N, K], y [M, N].
 
-    x [M, K], weight [N, K], y [M, N]; GATED: weight = (gate | up), y [M, N / 2], and the columns of a tile are gate 0,
-    up 0, gate 1, up 1, ..., which lie in one thread's registers side by side. K is summed in SPLITS parts that are then
-    added in their order. The parts have a program each if SHARED (then M <= BLOCK_M): the last one to finish adds them
-    up, from partial [SPLITS, M, N] and squares [SPLITS, M] float32. Else one program goes through all of them. Either
-    way a row is summed in the same order, whatever M is (He et al., "Defeating nondeterminism in LLM inference", 2025).
+    K is cut into SPLITS parts, whose products are added in their order. If SHARED (then M <= BLOCK_M), each part has a
+    program of its own, and the last program to finish adds them up, from partial [SPLITS, M, N] float32. Otherwise one
+    program computes all parts. Either way a row is summed in the same order, whatever M is (He et al., "Defeating
+    nondeterminism in LLM inference", 2025).
     """
     i_m, i_n = tl.program_id(0), tl.program_id(1)
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = i_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    o_w = o_n
-    if GATED:
-        o_w = o_n // 2 + o_n % 2 * (N // 2)
     m_m, m_n = o_m < M, o_n < N
+    m_y = m_m[:, None] & m_n[None, :]
     b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    b_square = tl.zeros([BLOCK_M], tl.float32)
     if SHARED:
         i_s = tl.program_id(2)
-        b_part, b_sum = _linear_part(
-            x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
-        o_part, m_part = o_m[:, None] * N + o_n[None, :], m_m[:, None] & m_n[None, :]
-        tl.store(partial + i_s * M * N + o_part, b_part, mask=m_part)
-        if norm is not None:  # the programs of all tiles write the same
-            tl.store(squares + i_s * M + o_m, b_sum, mask=m_m)
-        tl.debug_barrier()  # every thread's part is written before one thread counts it
+        b_part = _linear_part(x, weight, o_m, o_n, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
+        o_part = o_m[:, None] * N + o_n[None, :]
+        tl.store(partial + i_s * M * N + o_part, b_part, mask=m_y)
+        tl.debug_barrier()  # every thread has stored its share before one thread counts the part
         if tl.atomic_add(counters + i_n, 1, sem="acq_rel") < SPLITS - 1:
             return
         tl.store(counters + i_n, 0)  # for the next launch
         for i_s in range(SPLITS):
-            b_y += tl.load(partial + i_s * M * N + o_part, mask=m_part, other=0.0, cache_modifier=".cg")
-            if norm is not None:
-                b_square += tl.load(squares + i_s * M + o_m, mask=m_m, other=0.0, cache_modifier=".cg")
+            b_y += tl.load(partial + i_s * M * N + o_part, mask=m_y, other=0.0, cache_modifier=".cg")
     else:
         for i_s in range(SPLITS):
-            b_part, b_sum = _linear_part(
-                x, weight, norm, o_m, o_w, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K
-            )  # fmt: skip
-            b_y += b_part
-            b_square += b_sum
-    if norm is not None:
-        b_y *= tl.rsqrt(b_square / K + eps)[:, None]
+            b_y += _linear_part(x, weight, o_m, o_n, m_m, m_n, i_s, K, SPLITS, BLOCK_M, BLOCK_N, BLOCK_K)
     if bias is not None:
-        b_y += tl.load(bias + o_w, mask=m_n, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        b_gate, b_up = tl.split(tl.reshape(b_y, [BLOCK_M, BLOCK_N // 2, 2]))
-        o_y = i_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        p_y = y + (o_m.to(tl.int64) * (N // 2))[:, None] + o_y[None, :]
-        b_y = _act_mul(b_gate, b_up, GELU)
-        tl.store(p_y, _cast(b_y, y.dtype.element_ty), mask=m_m[:, None] & (o_y < N // 2)[None, :])
-    else:
-        o_y, m_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :], m_m[:, None] & m_n[None, :]
-        b_y = _cast(b_y, y.dtype.element_ty)
-        if residual is not None:
-            b_h = tl.load(residual + o_y, mask=m_y, other=0.0).to(tl.float32) + b_y.to(tl.float32)
-            tl.store(residual + o_y, _cast(b_h, residual.dtype.element_ty), mask=m_y)
-        else:
-            tl.store(y + o_y, b_y, mask=m_y)
+        b_y += tl.load(bias + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
+    o_y = (o_m.to(tl.int64) * N)[:, None] + o_n[None, :]
+    tl.store(y + o_y, _cast(b_y, y.dtype.element_ty), mask=m_y)
 
 
 def _linear_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_N, BLOCK_K, SPLITS and stages of linear_kernel: by the weight alone, so that a row's rounding is, too."""
+    """BLOCK_N, BLOCK_K, SPLITS and stages of linear_kernel.
+
+    They follow from the weight alone, so a row is rounded the same way however many rows there are.
+    """
     block_n, block_k, stages = (64, 32, 2) if dtype == torch.float32 else (128, 64, 4)
     tiles, steps = triton.cdiv(outputs, block_n), triton.cdiv(inputs, block_k)
     splits = 1
@@ -365,55 +335,38 @@ def _linear_tile(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[int, in
 
 @functools.cache
 def _counters(device: torch.device) -> torch.Tensor:
-    """Zeros, which every launch of linear_kernel leaves as zeros; the launches of a device follow one another."""
+    """Zeros, which every launch of linear_kernel leaves as zeros. They can be shared, because the launches on a device
+    run one after the other."""
     return torch.zeros(LINEAR_COUNTERS, dtype=torch.int32, device=device)
 
 
-def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """y = f(rms_norm(x) W^T + bias), where f is nothing, act(gate) * up (see `act_mul`), or residual + in place.
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y = x W^T + bias.
 
     A row's result depends on nothing but the row: not on T, nor on its place among the others.
 
     Args:
-        x: [T, K], any float dtype. weight: [N, K]. bias: [N].
-        norm: [K], the weight of an RMSNorm with `eps` over x; None: x as it is. `rms_norm` rounds x * norm / rms to x's
-            dtype, this rounds x * norm, and divides the float32 sum: as far from the truth, but float16 may overflow.
-        activation: "silu" or "gelu": weight is (gate | up), which are not rounded before they are multiplied.
-        residual: [T, N], not with an activation: y is rounded, then added, and the sum is rounded, as in `rms_norm`.
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
 
     Returns:
-        y in x's dtype: [T, N], or [T, N / 2] with an activation, or `residual` itself.
+        y [T, N] in x's dtype, rounded once from float32.
     """
     (tokens, inputs), outputs = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and weight.shape[1] == inputs and weight.dtype == x.dtype
     assert bias is None or bias.shape == (outputs,)
-    assert norm is None or (norm.shape == (inputs,) and x.dtype != torch.float16 and residual is not x)
-    assert activation in ("", "silu", "gelu") and not (activation and (outputs % 2 or residual is not None))
-    assert residual is None or (residual.shape == (tokens, outputs) and residual.is_contiguous())
 
     block_n, block_k, splits, stages = _linear_tile(outputs, inputs, x.dtype)
-    grid = [triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)]
-    width = outputs // 2 if activation else outputs
-    y = torch.empty(tokens, width, dtype=x.dtype, device=x.device) if residual is None else residual
-    partial = squares = counters = None
-    if shared := splits > 1 and grid[0] == 1:
-        assert grid[1] <= LINEAR_COUNTERS
+    row_tiles, column_tiles = triton.cdiv(tokens, LINEAR_ROWS), triton.cdiv(outputs, block_n)
+    y = torch.empty(tokens, outputs, dtype=x.dtype, device=x.device)
+    partial = counters = None
+    if shared := splits > 1 and row_tiles == 1:
+        assert column_tiles <= LINEAR_COUNTERS
         partial = torch.empty(splits, tokens, outputs, dtype=torch.float32, device=x.device)
-        squares = torch.empty(splits, tokens, dtype=torch.float32, device=x.device) if norm is not None else None
         counters = _counters(x.device)
 
-    linear_kernel[(*grid, splits if shared else 1)](
-        x, weight, bias, norm, residual, y, partial, squares, counters, tokens, eps,
-        outputs, inputs, activation != "", activation == "gelu", splits, shared, LINEAR_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
+    linear_kernel[(row_tiles, column_tiles, splits if shared else 1)](
+        x, weight, bias, y, partial, counters, tokens, outputs, inputs, splits, shared,
+        LINEAR_ROWS, block_n, block_k, num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
     )  # fmt: skip
     return y
 
@@ -427,14 +380,16 @@ def _attend(
     KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at positions o_pos [rows].
+    """acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max').
 
-    acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max'), where scale has
-    log2(e) in it. MASKED also holds keys below i_end, at most at the query's position and inside its window; what lies
-    before i_begin, which no row's window reaches, is not even read: its blocks may be gone. Keys that are masked leave
-    acc, max and sum as they were, and the others go through the same instructions as without MASKED (so the mask comes
-    before the scale, which the exponent's FMA takes): a query's bits do not depend on its neighbours in the tile.
-    Online softmax: Milakov and Gimelshein, 2018; tiling: FlashAttention-2, Dao, 2023; soft cap: Gemma 2, 2024.
+    One step of an online softmax: it takes in the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at
+    positions o_pos [rows]. log2(e) is already part of scale.
+    With MASKED a key counts only if it lies below i_end, at most at the query's position, and inside its window. Keys
+    before i_begin, which no row's window reaches, are not even read, because their blocks may have been given back.
+    A masked key leaves acc, max and sum as they were, and the other keys go through the same instructions as without
+    MASKED, so a query's bits do not depend on its neighbours in the tile. (For this the mask is applied before the
+    scale: the exponent's fused multiply-add includes the scale.)
+    Online softmax: Milakov and Gimelshein, 2018. Tiling: FlashAttention-2, Dao, 2023. Soft cap: Gemma 2, 2024.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
@@ -461,7 +416,7 @@ def _attend(
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     b_base = b_new
     if MASKED:
-        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # a row that has seen no key yet: not -inf - -inf
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
     b_p = tl.exp2(b_s * scale - b_base[:, None])
     b_scale = tl.exp2(b_max - b_base)
     b_v = tl.load(p_k + KV * BLOCK_SIZE * D, mask=m_kv, other=0.0)
@@ -474,10 +429,10 @@ def plan_decode_kernel(
     slots, seq_lens, items, arrived, num_rows,
     KV: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """items[b + 1] = items[b] + max(1, ceil(len_b / ITEM) - floor(first_b / ITEM)), first_b the first key that row b
-    sees; arrived = 0. items [B + 1], arrived [KV, B] int32. One program.
+    """items[b + 1] = items[b] + max(1, ceil(len_b / ITEM) - floor(first_b / ITEM)); arrived = 0.
 
-    A padding row has one item, without a key: its zeros are work as well, and it is shared out like any other.
+    first_b is the first key that row b sees. items [B + 1], arrived [KV, B] int32. One program. A padding row has one
+    item without a key, because writing its zeros is work that some program must be given.
     """
     tl.store(items, 0)
     total = 0
@@ -502,11 +457,10 @@ def _combine(
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces of one row.
+    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
 
-    BLOCK_P of them at once, for BLOCK_R of its ROWS queries, while the next ones are on their way. A row begins at the
-    end of program i_first's share (place 1), and goes on at the beginning of those of the programs that follow (place
-    0).
+    It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
+    piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
     """
     G: tl.constexpr = H // KV
     o_p = tl.arange(0, BLOCK_P)
@@ -543,13 +497,15 @@ def attention_decode_kernel(
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
-    q, out [B TOKENS, H, D]. The list of all rows' items of BLOCK_N keys is cut into equal shares, and program p of P
-    takes the p-th. It goes through its share row by row: the TOKENS * G queries of a row that share a KV head are the
-    rows of its matrix products. A row that a border cuts leaves a piece in each program, at most two of which are cut,
-    the first and the last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. Which program
-    stores the last one, `arrived` tells, and this one adds them up. Every layer adds a row's number of pieces to
-    `arrived`, so it need not be reset: a multiple of it means the last, however often a CUDA graph is replayed.
-    LeanAttention: Sanovar et al., 2024; Stream-K: Osama et al., 2023.
+    q, out [B TOKENS, H, D]. The list of all rows' items, of BLOCK_N keys each, is cut into equal shares, and program p
+    of P takes the p-th share. It goes through its share row by row. The TOKENS * G queries of a row that share a KV
+    head are the rows of its matrix products.
+
+    Where shares cut a row, several programs have a piece of it. A program has at most two such pieces, of its first row
+    and of its last: partial [P, 2, KV, TOKENS G, D] and partial_lse [P, 2, KV, TOKENS G] float32. `arrived` counts a
+    row's stored pieces, and the program that stores the last one adds them up. The count is never reset: every layer
+    adds the same number, so a multiple of it means the last piece, however often a CUDA graph is replayed.
+    LeanAttention: Sanovar et al., 2024. Stream-K: Osama et al., 2023.
     """
     i_p, i_kv = tl.program_id(0), tl.program_id(1)
     G: tl.constexpr = H // KV
@@ -559,7 +515,8 @@ def attention_decode_kernel(
     if i_p >= programs:
         return
     i_item, i_stop = (i_p * total // programs).to(tl.int32), ((i_p + 1) * total // programs).to(tl.int32)
-    # The row of the first item: so many rows end before it. One load finds it sooner than log2(B) loads in turn.
+    # The first item's row is the number of rows that end before it. One wide load finds it sooner than a binary search,
+    # whose loads wait for each other.
     i_b = tl.zeros([], tl.int32)
     for i_o in tl.range(0, num_rows, BLOCK_B, num_stages=1):
         o_b = i_o + tl.arange(0, BLOCK_B)
@@ -587,7 +544,7 @@ def attention_decode_kernel(
         b_q = tl.load(q + i_row + o_x, mask=m_q, other=0.0)
         o_pos = i_len - TOKENS + o_q // G
         b_acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-        b_max = tl.where(i_item == i_from, b_sink, float("-inf"))  # a sink is one more key, whose value is 0
+        b_max = tl.where(i_item == i_from, b_sink, float("-inf"))  # a sink is one more key, with value 0
         b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
         for i_n in range(i_begin, i_end, BLOCK_N):
             b_acc, b_max, b_sum = _attend(
@@ -599,12 +556,12 @@ def attention_decode_kernel(
             tl.store(out + i_row + o_x, _cast(b_acc, out.dtype.element_ty), mask=m_q)
         else:
             i_piece = i_p * 2 + (i_item == i_from)
-            i_one = (((i_from + 1) * programs - 1) // total).to(tl.int32)  # whose item i_from is
+            i_one = (((i_from + 1) * programs - 1) // total).to(tl.int32)  # the program that has item i_from
             pieces = ((i_to * programs - 1) // total).to(tl.int32) - i_one + 1
             o_row = (i_piece.to(tl.int64) * KV + i_kv) * ROWS + o_q
             tl.store(partial + (o_row * D)[:, None] + o_d[None, :], b_acc, mask=m_q)
             tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=o_q < ROWS)
-            tl.debug_barrier()  # all threads have stored before one of them says so, and it says so to the whole device
+            tl.debug_barrier()  # all threads have stored before one of them tells the whole device
             if (tl.atomic_add(arrived + i_kv * num_rows + i_b, 1, sem="acq_rel") + 1) % pieces == 0:
                 _combine(
                     out + i_row, partial, partial_lse, i_kv, i_one, pieces,
@@ -614,19 +571,19 @@ def attention_decode_kernel(
 
 
 class DecodePlan(NamedTuple):
-    """What the kernel reads for itself, and the list of its work: see `plan_decode`."""
+    """A step's decode work as `plan_decode` derives it: the kernel's inputs, and the list of items to share out."""
 
     block_tables: torch.Tensor
     slots: torch.Tensor
     seq_lens: torch.Tensor
     window: int
     tokens: int
-    items: torch.Tensor  # [B + 1] int32: where in the list of all rows' items each row's begin
-    arrived: torch.Tensor  # [KV, B] int32: stored pieces of each row; 0 when planned, so also when a graph is replayed
+    items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
+    arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
 
 
 def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel for so many queries of a KV head in a row."""
+    """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
     block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
     assert block_q * block_d * dtype.itemsize <= 32768, f"{rows} queries a row are too many: use attention_prefill"
     many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048)
@@ -636,7 +593,7 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
 
 @functools.cache
 def _decode_programs(device: torch.device, kv_heads: int) -> int:
-    """Programs of attention_decode for each KV head: as many as run at once, whatever the batch is."""
+    """Programs of attention_decode for each KV head: as many as run at once. The batch does not matter."""
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
     return max(1, DECODE_PROGRAMS * processors // kv_heads)
@@ -653,10 +610,13 @@ def plan_decode(
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
+    This is how the work is shared out among the kernel's programs.
+
     Args:
         kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
         seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
-        window: 0 for all keys, else only the last `window` of them: blocks before these are not looked at.
+        window: 0 for all keys, otherwise only the last `window` keys count. Blocks before these are not looked at.
+        tokens: queries of each row, which are the last tokens of its context.
     """
     batch, (kv_heads, _, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and window >= 0 and len(seq_lens) == batch
@@ -683,8 +643,8 @@ def attention_decode(
         q: [B * tokens, H, D], the last `tokens` of each row's context.
         kv: a layer of the pool, which has the K and V of these tokens already.
         plan: of `plan_decode` for these rows.
-        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
-        sinks: [H] float, for each head one more score, of a key whose value is 0.
+        soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
+        sinks: [H] float, one more score for each head, of a key whose value is 0.
 
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
@@ -700,7 +660,7 @@ def attention_decode(
     partial = torch.empty(programs, 2, kv_heads, rows, head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(programs, 2, kv_heads, rows, dtype=torch.float32, device=q.device)
 
-    least = max(1, 32 * rows // block_n)  # so that pieces, stored and loaded, are a sixteenth of the bytes at most
+    least = max(1, 32 * rows // block_n)  # items of a share: then at most a sixteenth of the bytes moved are pieces
     block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
     attention_decode_kernel[(programs, kv_heads)](
         q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse, batch,
@@ -719,10 +679,11 @@ def attention_prefill_kernel(
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at t's position, in its window.
 
-    q, out [T, H, D]. One program per sequence, tile and KV head; row r of a tile is head r % G of its token r // G, so
-    that the G heads share the keys they read. Of all sequences the last tiles, which have most keys, start first. Only
-    the keys that the causal diagonal or the window's lower edge crosses are masked. Tiles of keys begin at multiples of
-    BLOCK_N, wherever the chunk begins: so no bit of a token depends on how its sequence was cut, or on the batch.
+    q, out [T, H, D]. One program per sequence, tile and KV head. Row r of a tile is head r % G of its token r // G, so
+    the G heads share the keys they read. The last tiles of the sequences have most keys, so they start first. Only the
+    tiles of keys that the causal diagonal or the window's lower edge crosses are masked. Tiles of keys begin at
+    multiples of BLOCK_N wherever the chunk begins, so no bit of a token depends on how its sequence was cut, or on the
+    batch.
     """
     G: tl.constexpr = H // KV
     TOKENS: tl.constexpr = BLOCK_M // G
@@ -747,7 +708,8 @@ def attention_prefill_kernel(
         b_max = tl.load(sinks + i_kv * G + o_m % G).to(tl.float32) * LOG2E  # one more key, whose value is 0
     b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
 
-    # The first token of the tile sees keys from i_first to i_low, the last one up to i_end - 1 (none in a padding row).
+    # The tile's first token sees the keys from i_first to i_low, its last token sees them up to i_end - 1. A padding
+    # row sees none.
     i_low = i_len - i_count + i_tile
     i_end = tl.maximum(tl.minimum(i_low + TOKENS, i_len), 0)
     i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
@@ -777,10 +739,10 @@ def attention_prefill_kernel(
 
 
 def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) -> tuple[int, int, int, int, int]:
-    """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel; what spills no register.
+    """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel, chosen so that no register spills.
 
-    Warp-group units read K and V from shared memory; older ones hold them in registers, so there the tiles are smaller.
-    The pipeline is deep because half of its stages go to the load of the block table that leads to K and V.
+    Matrix units for warp groups read K and V from shared memory. Older units hold them in registers, so there the tiles
+    are smaller. The pipeline is deep because half of its stages load the block table, which K and V wait for.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
@@ -797,7 +759,7 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
 def _has_wgmma(device: torch.device) -> bool:
     """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not.
 
-    Without a GPU it is as if there were; a `meta` tensor stands for one of the current GPU.
+    Without a GPU the answer is yes. A `meta` tensor stands for one of the current GPU.
     """
     if device.type == "cpu" or not torch.cuda.is_available():
         return True
@@ -824,9 +786,9 @@ def attention_prefill(
         kv: a layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
         seq_lens: [B] int32, tokens of context including these, whose K and V are in the pool already.
         query_starts: [B + 1] int32. max_query_len: most tokens of a row; sizes the grid.
-        window: 0 for all keys, else token t sees only the last `window` keys up to itself.
-        soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
-        sinks: [H] float, for each head one more score, of a key whose value is 0.
+        window: 0 for all keys, otherwise token t sees only the last `window` keys up to itself.
+        soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
+        sinks: [H] float, one more score for each head, of a key whose value is 0.
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -854,7 +816,7 @@ def attention_prefill(
 
 @triton.jit
 def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
-    """What `_logits` reads of row i_r."""
+    """The pointers and values that `_logits` needs to read row i_r."""
     p_logits = logits + i_r.to(tl.int64) * V
     if kinds is None:
         return (p_logits,)
@@ -868,14 +830,14 @@ def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, 
 
 @triton.jit
 def _logits(row, o_v, m_v):
-    """x [..] float32 of the row: its logits at o_v, as `Adjust` changes them; -inf outside of m_v, and never +inf."""
+    """x [..] float32: the row's logits at o_v, changed as `Adjust` says. It is -inf outside of m_v, and never +inf."""
     b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
     if len(row) > 1:
         _, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
         if kinds & 4 != 0:
             b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
             b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
-        if kinds & 2 != 0:  # the ids ascend: look at those between the first of o_v and the last
+        if kinds & 2 != 0:  # the ids ascend, so only those between the first and the last of o_v are looked at
             b_id = tl.load(p_bias_ids + tl.arange(0, MAX_BIASES))
             i_begin = tl.sum((b_id < tl.min(tl.where(m_v, o_v, NO_ID))).to(tl.int32), 0)
             i_end = tl.sum((b_id <= tl.max(tl.where(m_v, o_v, -1))).to(tl.int32), 0)
@@ -887,45 +849,45 @@ def _logits(row, o_v, m_v):
             b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
             b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
             b_x -= tl.where(b_count > 1, tl.load(p_penalties + 2), 0.0)
-    return tl.minimum(b_x, FLOAT_MAX)  # x - peak stays a number
+    return tl.minimum(b_x, FLOAT_MAX)  # with +inf, x - peak would be NaN
 
 
 @triton.jit
 def _candidates(row, p_values, o_v, n, held):
-    """x [..] float32: where `held`, the n values at p_values, else the n logits of the row; -inf from n on."""
+    """x [..] float32: the n values at p_values if `held`, otherwise the n logits of the row; -inf from n on."""
     m_v = o_v < n
     return tl.load(p_values + o_v, mask=m_v, other=float("-inf")) if held else _logits(row, o_v, m_v)
 
 
 @triton.jit
 def _keys(b_x):
-    """int32 in the order of the float32 b_x; the two zeros are equal."""
+    """int32 keys that sort as the float32 b_x do. The two zeros have the same key."""
     b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
 
 
 @triton.jit
 def _key(x):
-    """`_keys` of one number, int64."""
+    """The key of one float32, int64."""
     return tl.max(_keys(tl.zeros([1], tl.float32) + x), 0).to(tl.int64)
 
 
 @triton.jit
 def _values(keys):
-    """The float32 whose `_keys` are these, for keys from -inf's to inf's."""
+    """The float32 that have these `_keys`; the keys must be from -inf's to inf's."""
     b_bits = keys.to(tl.int32)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale(heat):
-    """log2(e) / temperature, finite, so that exp(x / temperature) is exp2 of a number, and of 0 where x is 0."""
+    """log2(e) / temperature, by which exp(x / temperature) = exp2(x scale). It is kept finite: 0 times inf is NaN."""
     return tl.minimum(LOG2E / heat, FLOAT_MAX)
 
 
 @triton.jit
 def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
-    """top_k, 0 where it is off; top_p; min_p; and whether any of them is on."""
+    """(top_k, or 0 where it is off; top_p; min_p; whether any of them is on)."""
     k, share, least = tl.load(p_top_k + i_slot), tl.load(p_top_p + i_slot), tl.load(p_min_p + i_slot)
     k = tl.where((k > 0) & (k < V), k, 0)
     return k, share, least, (k > 0) | (share < 1.0) | (least > 0.0)
@@ -934,14 +896,14 @@ def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
 @triton.jit
 def sample_chunks_kernel(
     logits, slots, temperature, top_k, top_p, min_p, kinds, penalties, token_counts, bias_ids, biases, bitmask,
-    chunk_max, chunk_sum, chunk_id, gist, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
+    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
 
     chunk_max, chunk_sum float32 and chunk_id int32, [R, CHUNKS]. One program per row and chunk. A row that is filtered
-    also gets its gist [R, 3 GROUPS] float32: the max of each GROUP logits, and then two samples of each group, of the
-    others (-inf, where that is the max).
+    also gets its summary [R, 3 GROUPS] float32: first the max of each group of GROUP logits, then two samples from each
+    group (-inf where the sample is the max itself, which has been told already).
     """
     i_r, i_c = tl.program_id(0), tl.program_id(1)
     i_slot = tl.load(slots + i_r)
@@ -963,16 +925,16 @@ def sample_chunks_kernel(
         tl.store(chunk_sum + i_r * CHUNKS + i_c, tl.sum(tl.sum(b_p, 1), 0))
         _, _, _, filtered = _filters(top_k, top_p, min_p, i_slot, V)
         if filtered:
-            p_gist = gist + i_r.to(tl.int64) * (3 * GROUPS)
-            tl.store(p_gist + o_g, b_top, mask=o_g < GROUPS)
+            p_summary = summary + i_r.to(tl.int64) * (3 * GROUPS)
+            tl.store(p_summary + o_g, b_top, mask=o_g < GROUPS)
             o_s = (GROUPS + o_g * 2)[:, None] + (o_l // (GROUP // 2))[None, :]
             m_s = (o_g < GROUPS)[:, None] & (o_l % (GROUP // 2) == 0)[None, :]
-            tl.store(p_gist + o_s, tl.where(o_l[None, :] == b_at[:, None], float("-inf"), b_x), mask=m_s)
+            tl.store(p_summary + o_s, tl.where(o_l[None, :] == b_at[:, None], float("-inf"), b_x), mask=m_s)
 
 
 @triton.jit
 def _cut(b_x, b_w, goal, low, high):
-    """The largest key t in [low, high) for which the b_w of {key(b_x) >= t} add up to `goal`; `low`, if none does."""
+    """max {t in [low, high): sum of b_w where key(b_x) >= t reaches `goal`}, or `low` if there is no such key t."""
     while high - low > 1:
         middle = low + (high - low) // 2
         reached = tl.sum(tl.where(b_x >= _values(middle), b_w, 0.0), 0) >= goal
@@ -983,9 +945,11 @@ def _cut(b_x, b_w, goal, low, high):
 
 @triton.jit
 def _search(row, p_values, n, held, scale, peak, low, high, goal, CHUNK: tl.constexpr, MASS: tl.constexpr):
-    """As `_cut`, over the n `_candidates`: the measure is their count, or with MASS exp((x - peak) / temperature).
+    """max {t in [low, high): the measure of the candidates with key >= t reaches `goal`}, or `low` if there is none.
 
-    Each pass tests 8 pivots, so the search ends within 11, on a key that is there: equal logits are never parted.
+    The measure is the count of the n `_candidates`, or with MASS the sum of exp((x - peak) / temperature). Each pass
+    tests 8 pivots, so at most 11 passes are needed. The search ends on the key of a candidate, so equal logits are
+    never parted.
     """
     o_p = tl.arange(0, 8)
     while high - low > 1:
@@ -1006,7 +970,7 @@ def _search(row, p_values, n, held, scale, peak, low, high, goal, CHUNK: tl.cons
 
 @triton.jit
 def _masses(row, p_values, n, held, scale, peak, floor, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """sum(exp((x - peak) / temperature)) of keys from `floor` on, in each chunk of the n `_candidates`, [BLOCK_C]."""
+    """sum(exp((x - peak) / temperature)) of keys from `floor` on, for each chunk of the n `_candidates`: [BLOCK_C]."""
     o_c = tl.arange(0, BLOCK_C)
     b_mass = tl.zeros([BLOCK_C], tl.float32)
     for i_c in range(0, tl.cdiv(n, CHUNK)):
@@ -1018,11 +982,20 @@ def _masses(row, p_values, n, held, scale, peak, floor, CHUNK: tl.constexpr, BLO
 
 @triton.jit
 def _gather(
-    row, p_groups, num_groups, scale, peak, low, high, p_values, p_ids,
-    V: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BUFFER: tl.constexpr,
+    row, b_a, p_groups, scale, peak, low, high, p_values, p_ids,
+    V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_A: tl.constexpr,
+    BUFFER: tl.constexpr,
 ):  # fmt: skip
-    """Write the logits of some groups with keys in [low, high), and their ids, one after the other, as far as there is
-    room; returns how many there are, their mass, and the mass of what is above them."""
+    """(n, inside, above): how many logits have keys in [low, high), their mass, and the mass of the keys from high on.
+
+    The n logits are written to p_values in order of their ids, and the ids to p_ids, as far as BUFFER has room. Only
+    groups whose largest logit is at least `low` are read; b_a [BLOCK_A] is the row's summary.
+    """
+    o_a = tl.arange(0, BLOCK_A)
+    m_a = (o_a < GROUPS) & (b_a >= _values(low))
+    tl.store(p_groups + tl.cumsum(m_a.to(tl.int32), 0) - 1, o_a, mask=m_a)
+    tl.debug_barrier()  # other threads read what was stored
+    num_groups = tl.sum(m_a.to(tl.int32), 0)
     n = 0
     b_inside = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
     b_above = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
@@ -1041,15 +1014,20 @@ def _gather(
         tl.store(p_values + o_n, b_x, mask=m_in & (o_n < BUFFER))
         tl.store(p_ids + o_n, o_v, mask=m_in & (o_n < BUFFER))
         n += tl.sum(tl.sum(m_in.to(tl.int32), 1), 0)
+    tl.debug_barrier()
     return n, tl.sum(tl.sum(b_inside, 1), 0), tl.sum(tl.sum(b_above, 1), 0)
 
 
 @triton.jit
 def _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS: tl.constexpr, BLOCK_A: tl.constexpr):
-    """(low, high, goal, guessed): t, of top_k or else of top_p, is a key in [low, high), which is checked if `guessed`;
-    the count, or the mass, of what is at least t reaches `goal`. b_a [BLOCK_A] is the row's gist, `total` its mass."""
+    """(low, high, goal, guessed): the threshold t of top_k, or else of top_p, has its key in [low, high).
+
+    What is at least t reaches `goal`, which is a count for top_k and a mass for top_p. If `guessed`, the bounds are
+    only likely, and the caller checks them. b_a [BLOCK_A] is the row's summary, `total` is the row's mass.
+    """
     o_a = tl.arange(0, BLOCK_A)
-    # t is at least the k-th largest of the groups' largest; and at least where their mass alone reaches top_p.
+    # t is at least the k-th largest of the groups' largest logits. For top_p it is at least the key from which on their
+    # mass alone reaches the goal.
     b_w = tl.exp2((b_a - peak) * scale)
     goal = share * total
     if k > 0:
@@ -1058,8 +1036,9 @@ def _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS: tl.constexpr
     low, high = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top), top
     guessed = (low == bottom) & (k == 0)
     if guessed:
-        # These have too little mass. Guess from samples how much the others have at each key, and search 4
-        # standard errors to both sides (Floyd and Rivest, "Expected time bounds for selection", 1975).
+        # The groups' largest have too little mass. The samples tell how much mass the other logits are likely to have
+        # above each key. The bounds are 4 standard errors to both sides of that guess (Floyd and Rivest, "Expected time
+        # bounds for selection", 1975).
         m_s = o_a >= GROUPS
         sampled = tl.maximum(tl.sum(tl.where(m_s, b_w, 0.0), 0), 1e-30)
         rest = tl.maximum(total - tl.sum(tl.where(m_s, 0.0, b_w), 0), 1e-30)
@@ -1075,21 +1054,42 @@ def _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS: tl.constexpr
 
 
 @triton.jit
+def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
+    """min {i: sum_{j <= i} p_j > u sum_j p_j}, over the n `_candidates` with keys from `floor` on.
+
+    b_mass [BLOCK_C] is the mass of each chunk of them. The chunk in which the running sum passes u times the whole is
+    found first, then the place within it. Where rounding hides the crossing, the last chunk (or place) that has any
+    mass is taken.
+    """
+    o_c = tl.arange(0, BLOCK_C)
+    b_sum = tl.cumsum(b_mass, 0)
+    goal = u * tl.max(b_sum, 0)
+    i_c = tl.min(tl.where((b_sum > goal) & (b_mass > 0), o_c, NO_ID), 0)
+    i_c = tl.where(i_c < BLOCK_C, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
+    before = tl.sum(tl.where(o_c < i_c, b_mass, 0.0), 0)
+    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
+    b_x = _candidates(row, p_values, o_v, n, held)
+    b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
+    i_v = tl.min(tl.where((before + tl.cumsum(b_p, 0) > goal) & (b_p > 0), o_v, NO_ID), 0)
+    return tl.where(i_v < n, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
+
+
+@triton.jit
 def sample_pick_kernel(
     logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
     kinds, penalties, token_counts, bias_ids, biases, bitmask,
-    chunk_max, chunk_sum, chunk_id, gist, groups, values, value_ids, ids,
+    chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
     V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr, GATHER: tl.constexpr,
     SEARCH: tl.constexpr,
 ):  # fmt: skip
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
 
-    Shapes as in sample_chunks_kernel, whose results spare a greedy row every look at its logits and an unfiltered row
-    all but one chunk. Of a filtered row they give bounds of t, so that only the groups of logits whose largest is above
-    the lower one are read, and what is between the two fits into the buffer: values float32 and value_ids int32,
-    [R, BUFFER], in order of id. The search for t goes on there. Where it does not fit, or the upper bound, which is
-    guessed, was wrong, the search goes over the whole row. groups [R, GROUPS] int32; ids [R] int64.
+    The results of sample_chunks_kernel, with the shapes given there, spare a greedy row every look at its logits, and
+    an unfiltered row all but one chunk. For a filtered row they give bounds of t. Only the groups whose largest logit
+    reaches the lower bound are read, and the logits between the bounds go into the buffer: values float32 and value_ids
+    int32, [R, BUFFER], in order of id. The search for t goes on there. It goes over the whole row instead where the
+    buffer is too small, or where the bounds were guessed and turn out wrong. groups [R, GROUPS] int32; ids [R] int64.
     """
     i_r = tl.program_id(0)
     i_slot = tl.load(slots + i_r)
@@ -1112,33 +1112,23 @@ def sample_pick_kernel(
     b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)
     k, share, least, filtered = _filters(top_k, top_p, min_p, i_slot, V)
     p_values, p_ids = values + i_r.to(tl.int64) * BUFFER, value_ids + i_r.to(tl.int64) * BUFFER
-    no = heat <= 0  # as a value, that an `if` may change
+    no = heat <= 0  # False as a value, so that an `if` may change it
     floor, n, held = _key(float("-inf")), V, no
     if filtered:
         total = tl.sum(b_mass, 0)
         bottom, top = floor, _key(peak) + 1
         floor = _key(tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf")))
         low, high, goal, guessed = floor, top, total * 0.0, no
-        p_gist = gist + i_r.to(tl.int64) * (3 * GROUPS)
         o_a = tl.arange(0, BLOCK_A)
-        b_a = tl.load(p_gist + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
+        b_a = tl.load(summary + i_r.to(tl.int64) * (3 * GROUPS) + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
         if (k > 0) | (share < 1.0):
             low, high, goal, guessed = _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS, BLOCK_A)
-
-        # Write what may survive, or what is between the guesses, into the buffer.
-        m_g = (o_a < GROUPS) & (b_a >= _values(low))
-        p_groups = groups + i_r * GROUPS
-        tl.store(p_groups + tl.cumsum(m_g.to(tl.int32), 0) - 1, o_a, mask=m_g)
-        tl.debug_barrier()  # other threads read it
-        num_groups = tl.sum(m_g.to(tl.int32), 0)
         n, inside, above = _gather(
-            row, p_groups, num_groups, scale, peak, low, high, p_values, p_ids, V, GROUP, GATHER, BUFFER
-        )
-        tl.debug_barrier()
+            row, b_a, groups + i_r * GROUPS, scale, peak, low, high, p_values, p_ids,
+            V, GROUPS, GROUP, GATHER, BLOCK_A, BUFFER,
+        )  # fmt: skip
         right = (guessed == 0) | ((above < goal) & (above + inside >= goal))
         held = right & (n <= BUFFER)
-
-        # Search there, or, if they were too many or the guesses wrong, in the whole row.
         if not held:
             low, high = tl.where(right, low, bottom), tl.where(right, high, top)
             n, above = V, total * 0.0
@@ -1148,22 +1138,11 @@ def sample_pick_kernel(
         if share < 1.0:
             low = _search(row, p_values, n, held, scale, peak, low, high, share * total - above, SEARCH, True)
         floor = tl.maximum(low, floor)
-        if guessed:  # what is above the guesses is in the row alone
+        if guessed:  # the buffer lacks the logits above the upper bound
             n, held = V, no
         b_mass = _masses(row, p_values, n, held, scale, peak, floor, CHUNK, BLOCK_C)
-
-    # Find the chunk in which the running sum passes the goal, then the token. Where rounding hides the crossing, the
-    # last chunk (or token) that has any mass is the one.
-    b_sum = tl.cumsum(b_mass, 0)
-    goal = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot)) * tl.max(b_sum, 0)
-    i_c = tl.min(tl.where((b_sum > goal) & (b_mass > 0), o_c, NO_ID), 0)
-    i_c = tl.where(i_c < BLOCK_C, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
-    before = tl.sum(tl.where(o_c < i_c, b_mass, 0.0), 0)
-    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-    b_x = _candidates(row, p_values, o_v, n, held)
-    b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
-    i_v = tl.min(tl.where((before + tl.cumsum(b_p, 0) > goal) & (b_p > 0), o_v, NO_ID), 0)
-    i_v = tl.where(i_v < n, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
+    u = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot))
+    i_v = _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK, BLOCK_C)
     if held:
         i_v = tl.load(p_ids + i_v, mask=n > 0, other=0)
     tl.store(ids + i_r, i_v.to(tl.int64))
@@ -1172,11 +1151,12 @@ def sample_pick_kernel(
 class Adjust(NamedTuple):
     """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
 
-    x = -inf where the bitmask does not allow it; x += bias; x = x / repetition if x > 0 else x * repetition, where the
-    prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
+    x = -inf where the bitmask does not allow the token; x += bias; x = x / repetition if x > 0 else x * repetition,
+    where the prompt or the output has the token; x -= frequency * times in the output; x -= presence, if the output has
+    it at all.
     """
 
-    kinds: torch.Tensor  # [S] int32, what of this the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    kinds: torch.Tensor  # [S] int32, which changes the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
     penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
@@ -1197,8 +1177,8 @@ def sample(
 ) -> torch.Tensor:
     """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
 
-    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x; t_p the
-    largest threshold that leaves at least top_p of the mass of {x >= t_k}; t_m = max x + temperature * log(min_p).
+    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x, t_p is the
+    largest threshold that leaves at least top_p of the mass of {x >= t_k}, and t_m = max x + temperature * log(min_p).
     Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
     its seed and its position alone.
 
@@ -1206,7 +1186,7 @@ def sample(
         logits: [R, V] float; not modified. slots: [R] int32.
         temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
         top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
-        adjust: what makes x of the logits; None: nothing does, in any row.
+        adjust: how the logits become x; None: they are x, in every row.
 
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
@@ -1218,15 +1198,14 @@ def sample(
 
     chunk = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
     chunks = triton.cdiv(vocab, chunk)
-    group = min(chunk, max(SAMPLE_GROUP, triton.next_power_of_2(triton.cdiv(3 * vocab, SAMPLE_GIST))))
+    group = min(chunk, max(SAMPLE_GROUP, triton.next_power_of_2(triton.cdiv(3 * vocab, SAMPLE_SUMMARY))))
     groups = triton.cdiv(vocab, group)
     room = min(SAMPLE_BUFFER, chunks * chunk)
     chunk_max = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    chunk_sum = torch.empty_like(
-        chunk_max
-    )  # as a half of one tensor, it would be aligned for some numbers of rows only
+    # A tensor of its own: as half of another one, only some numbers of rows would leave it aligned.
+    chunk_sum = torch.empty_like(chunk_max)
     chunk_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    gist = torch.empty(rows, 3 * groups, dtype=torch.float32, device=logits.device)
+    summary = torch.empty(rows, 3 * groups, dtype=torch.float32, device=logits.device)
     group_ids = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
     values = torch.empty(rows, room, dtype=torch.float32, device=logits.device)
     value_ids = torch.empty(rows, room, dtype=torch.int32, device=logits.device)
@@ -1234,15 +1213,14 @@ def sample(
 
     state = adjust or (None,) * len(Adjust._fields)
     sample_chunks_kernel[(rows, chunks)](
-        logits, slots, temperature, top_k, top_p, min_p, *state, chunk_max, chunk_sum, chunk_id, gist,
+        logits, slots, temperature, top_k, top_p, min_p, *state, chunk_max, chunk_sum, chunk_id, summary,
         vocab, chunks, chunk, groups, group, num_warps=4,
     )  # fmt: skip
     sample_pick_kernel[(rows,)](
         logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, chunk_max, chunk_sum, chunk_id,
-        gist, group_ids, values, value_ids, ids, vocab, chunks, chunk, triton.next_power_of_2(chunks),
+        summary, group_ids, values, value_ids, ids, vocab, chunks, chunk, triton.next_power_of_2(chunks),
         groups, group, triton.next_power_of_2(3 * groups), room, min(chunk, SAMPLE_GATHER),
-        min(chunk, SAMPLE_SEARCH), num_warps=8,
-        maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
+        min(chunk, SAMPLE_SEARCH), num_warps=8, maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
     )  # fmt: skip
     return ids
 
@@ -1254,8 +1232,9 @@ def logprobs_kernel(
 ):  # fmt: skip
     """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
 
-    One pass: the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 order a row's groups of GROUP
-    logits by their largest, the first group first among equals, which is -key mod GROUPS. values, lse [R] float32.
+    One pass is enough, because the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 sort a row's
+    groups of GROUP logits by their largest logit, and equal ones by their place, so a group is -key mod GROUPS.
+    values, lse [R] float32.
     """
     i_r = tl.program_id(0).to(tl.int64)
     p_logits = logits + i_r * V
@@ -1264,9 +1243,9 @@ def logprobs_kernel(
     for i_v in range(0, V, BLOCK):
         o_v = i_v + tl.arange(0, BLOCK)
         b_x = tl.load(p_logits + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-        b_x = tl.where(b_x > FLOAT_MAX, FLOAT_MAX, b_x)  # x - peak stays a number
+        b_x = tl.where(b_x > FLOAT_MAX, FLOAT_MAX, b_x)  # with +inf, x - peak would be NaN
         higher = tl.maximum(peak, tl.max(b_x, 0))
-        fall = tl.maximum(peak - higher, -128.0)  # exp(-128) is 0 as well, and times LOG2E it is finite
+        fall = tl.maximum(peak - higher, -128.0)  # exp(-128) is 0 too, and fall * LOG2E stays finite
         b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
         peak = higher
         if HAS_KEYS:
@@ -1274,7 +1253,7 @@ def logprobs_kernel(
             b_key = _keys(tl.max(tl.reshape(b_x, [BLOCK // GROUP, GROUP]), 1))
             tl.store(keys + i_r * GROUPS + o_g, b_key.to(tl.int64) * GROUPS - o_g, mask=o_g < GROUPS)
     total = tl.sum(b_sum, 0)
-    b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # no finite logit: all logprobs are -inf, not NaN
+    b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # without a finite logit: -inf and not NaN
     x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
     tl.store(values + i_r, tl.where(x > FLOAT_MAX, FLOAT_MAX, x) - b_lse)
     tl.store(lse + i_r, b_lse)
@@ -1287,9 +1266,9 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
         logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
 
     Returns:
-        values [R] float32, of `ids`; top_ids [R, k] int64, the likeliest first, the lowest id first among equals; and
-        their top_values [R, k] float32. All are rounded once from float32 x and lse, so an id has one value. A row
-        without a finite logit has -inf everywhere.
+        values [R] float32, those of `ids`; top_ids [R, k] int64, the likeliest first, and among equals the lowest id
+        first; and top_values [R, k] float32, those of top_ids. All are rounded once from float32 x and lse, so an id
+        has one value. A row without a finite logit has -inf everywhere.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
@@ -1304,9 +1283,9 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
     if keys is None:
         return values, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
-    # The k likeliest lie in the k groups that come first: in each of these one comes before all of any other group's.
-    # They are rarely asked for, so torch finds them. It sorts keys and not logits, because it leaves open which of two
-    # equals comes first, and equals are common in bfloat16. At 256 rows of 152k and k = 20 that takes 20 MB.
+    # The k likeliest lie in the first k groups, because each of these groups has a logit that comes before all logits
+    # of the other groups. They are rarely asked for, so torch finds them. It sorts keys and not logits: torch leaves
+    # open which of two equal logits comes first, and in bfloat16 equal ones are common.
     first = -keys.topk(min(k, groups)).values % groups
     at = (first[:, :, None] * group + torch.arange(group, device=logits.device)).flatten(1)
     x = logits.gather(1, at.clamp(max=vocab - 1)).float().clamp_(max=FLOAT_MAX.value)
@@ -1332,9 +1311,9 @@ def apply_writes_kernel(state, writes, values, BLOCK: tl.constexpr):
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them.
-    `staged` [6 count + V] int32, as it comes in one copy from the host, has the writes, and behind them V values. No
-    two writes may overlap.
+    All tensors of the batch state are parts of `state` [N] int32, so one launch writes all of a plan's differences.
+    `staged` [6 count + V] int32 comes in one copy from the host: the writes, and then V values. No two writes may
+    overlap.
     """
     assert state.dtype == staged.dtype == torch.int32 and staged.is_contiguous()
 
@@ -1353,7 +1332,7 @@ def prepare_inputs_kernel(
 ):  # fmt: skip
     """position = num_computed[slot] + j for token j of a row; id = token_ids[slot, position]; and where its K/V go.
 
-    One program per row and BLOCK of its tokens; row num_rows stands for the tokens that no row owns.
+    One program per row and BLOCK of its tokens. Row number num_rows stands for the tokens that no row owns.
     """
     i_b = tl.program_id(0)
     i_start = tl.load(query_starts + i_b)
@@ -1421,8 +1400,7 @@ def post_update_kernel(
 ):  # fmt: skip
     """num_computed[slot] += tokens of the row; token_ids[slot, num_known[slot]++] = its token, where it sampled one.
 
-    And news[:, index] = (token, bit `token` of stop_bits[slot]), and token_counts[slot, token] += 2 for slots with
-    penalties.
+    news[:, index] = (token, bit `token` of stop_bits[slot]). token_counts[slot, token] += 2 for slots with penalties.
     """
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m_b = o_b < num_rows
@@ -1463,12 +1441,12 @@ def post_update(
         token_ids: [S, max_model_len + 1] int32. num_known, num_computed: [S] int32. All three are changed in place.
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
-        stop_bits: [S, ceil(vocab / 32)] int32, bit token % 32 of word token // 32 set for tokens that end the sequence.
-        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
+        stop_bits: [S, ceil(vocab / 32)] int32. Bit token % 32 of word token // 32 says that it ends the sequence.
+        adjust: where its slots have penalties, their count of the token goes up by 2; None: no slot has penalties.
 
     Returns:
-        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. What of `sampled`
-        is no row's is undefined there.
+        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, otherwise 0. An entry of
+        `sampled` that no row refers to leaves its column undefined.
     """
     rows = len(slots)
     assert len(query_starts) == rows + 1 and len(sample_index) == rows and token_ids.stride(1) == 1
@@ -1487,9 +1465,9 @@ def post_update(
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["pairs"])
 def move_blocks_kernel(source, target, pairs, num_pairs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """target[dst] = source[src]; both [num_blocks, SIZE], pairs [num_pairs, 2] int64.
+    """target[dst] = source[src] for each (src, dst) of pairs; both [num_blocks, SIZE], pairs [num_pairs, 2] int64.
 
-    The programs, however many, take turns with the pairs' chunks of BLOCK items.
+    The programs, of which there may be any number, take turns with the chunks of BLOCK items.
     """
     CHUNKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     for i_c in range(tl.program_id(0), num_pairs * CHUNKS, tl.num_programs(0)):
@@ -1511,8 +1489,8 @@ def copy_blocks(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def swap_blocks(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """target[dst] = source[src] for each (src, dst) of pairs [N, 2] int64, between two pools of equal blocks.
 
-    One of them lies in pinned host memory, which the device reads and writes in place: all layers of all blocks move in
-    one launch, without a copy call for each. Few programs do it, so that the next step finds room beside them.
+    One of them lies in pinned host memory, which the device reads and writes in place. So all layers of all blocks move
+    in one launch, without a copy call for each. Few programs do it, so that the next step finds room beside them.
     """
     assert source.is_contiguous() and target.is_contiguous() and source.shape[1:] == target.shape[1:]
     assert pairs.is_contiguous() and pairs.dtype == torch.int64 and source.dtype == target.dtype

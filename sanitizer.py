@@ -1,17 +1,18 @@
 """A sanitizer for the paged KV cache: what attention is about to read must be the sequence's own, and nobody else's.
 
 The idea is AddressSanitizer's (Serebryany et al., 2012): memory has a shadow that tells what each place holds, and what
-is freed is poisoned. Every step is checked twice, before the model runs:
+is freed is poisoned. Every step is checked in two ways before the model runs:
 
-    books   on the host: a block's generation goes up whenever its last reference goes, and an entry of a block table
-            keeps the generation that it was made with (as a pointer and its tag do in Arm's memory tagging); an entry
-            of an old generation is a block freed too early
-    shadow  on the device: each KV slot's hash of the tokens up to and including the one whose key it holds; a context
-            that does not hash to the sequence's own tokens is a stale prefix, a wrong slot or another's overwrite
+    books   on the host. A block's generation goes up when its last reference goes, and an entry of a block table keeps
+            the generation that it was made with (as a pointer keeps its tag in Arm's memory tagging). An entry of an
+            old generation is a block that was freed too early.
+    shadow  on the device. Each KV slot has a hash of the tokens up to and including the one whose key it holds. A
+            context that does not hash to the sequence's own tokens is a stale prefix, a wrong slot, or another
+            sequence's overwrite.
 
-The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, which goes on with each token (AdHash: Bellare and Micciancio,
-"Incrementality at reduced cost", 1997). Freed blocks are filled with NaN as well, so that a kernel which reads where no
-table points shows, too: in the hidden states.
+The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, so each token just adds to it (AdHash: Bellare and Micciancio,
+"Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN. If a kernel reads where no table points,
+the NaN shows in the hidden states.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ import torch
 
 from plan import StepPlan
 
-POISON = -0x5A5A5A5A5A5A5A5B  # no sequence hashes to it, but for one in 2^64
-FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, from splitmix64, the sign bit cleared
+POISON = -0x5A5A5A5A5A5A5A5B  # a sequence hashes to it with a chance of one in 2^64
+FACTORS = (
+    0x1E3779B97F4A7C15,
+    0x3F58476D1CE4E5B9,
+    0x14D049BB133111EB,
+)  # splitmix64's, odd, without the sign bit
 
 
 class SanitizerError(AssertionError):
-    """A sequence's context holds what is not its own: an invariant of the engine is broken."""
+    """A sequence's context holds what is not its own, so an invariant of the engine is broken."""
 
 
 def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """64 bits, int64, that depend on token and position: the finalizer of splitmix64 (Steele et al., 2014), or nearly.
+    """A hash of token and position, int64. It is nearly the finalizer of splitmix64 (Steele et al., 2014).
 
     Args:
-        token_ids, positions: integers of one shape.
+        token_ids, positions: integers of one shape, which the result has, too.
     """
     x = (token_ids.long() + 1) * FACTORS[0] + positions.long() * FACTORS[1]
     x = (x ^ (x >> 30)) * FACTORS[1]
@@ -42,15 +47,15 @@ def mix(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Shadow:
-    """What the blocks of one pool hold, and who wrote it. One block more is for -1: nothing is ever read there."""
+    """What the blocks of one pool hold, and who wrote it. It has one block more, which -1 means and nobody reads."""
 
     def __init__(self, num_blocks: int, block_size: int, device: str):
         self.hashes = torch.full((num_blocks + 1, block_size), POISON, dtype=torch.int64, device=device)
         self.writers = np.full(num_blocks + 1, "", dtype=object)  # the latest request that wrote to each block
-        self.steps = np.full(num_blocks + 1, -1)  # and when
+        self.steps = np.full(num_blocks + 1, -1)  # the step in which it did
 
     def move(self, pairs: list[tuple[int, int]], target: Shadow) -> None:
-        """Copy blocks, (from, to) each, to `target`, as `copy_blocks` and `swap_blocks` do with the pools."""
+        """Copy blocks to `target` for each (from, to), as `copy_blocks` and `swap_blocks` do with the pools."""
         if pairs:
             source_ids, target_ids = torch.tensor(pairs, device=self.hashes.device).unbind(1)
             target.hashes[target_ids] = self.hashes[source_ids]
@@ -59,15 +64,15 @@ class Shadow:
 
 
 class KVSanitizer:
-    """Follows a worker's plans. Nothing may be in its pools yet that a plan refers to.
+    """Follows a worker's plans and checks each of them. It must be made before any plan, while the pools are empty.
 
     Args:
-        pool: the KV pool, [num_blocks, ..], filled with NaN here.
-        num_host_blocks: size of the host pool.
-        token_ids: [slots, max_model_len + 1] int32, the worker's own: the tokens of each sequence.
-        block_tables: [slots, max_blocks] int32, the worker's own: what attention goes by.
+        pool: the KV pool, [num_blocks, ..], which is filled with NaN here.
+        num_host_blocks: blocks of the host pool.
+        token_ids: [slots, max_model_len + 1] int32, the worker's own tokens of each sequence.
+        block_tables: [slots, max_blocks] int32, the worker's own tables, which attention reads.
         block_size: tokens in a block.
-        window: where attention sees no more than this many tokens in every layer; 0: all.
+        window: the most tokens that any layer's attention sees; 0 where a layer sees all.
     """
 
     def __init__(
@@ -85,24 +90,24 @@ class KVSanitizer:
         self.shadow = Shadow(len(pool), block_size, device)
         self.host_shadow = Shadow(num_host_blocks, block_size, device)
         self.generations = np.zeros(len(pool) + 1, dtype=np.int64)
-        self.freed_in = np.full(len(pool) + 1, -1)  # step whose plan told it
+        self.freed_in = np.full(len(pool) + 1, -1)  # the step whose plan freed the block
         self.names = np.full(slots, "", dtype=object)
         self.computed = np.zeros(slots, dtype=np.int64)
-        self.lengths = np.zeros(slots, dtype=np.int64)  # of the tables
+        self.lengths = np.zeros(slots, dtype=np.int64)  # blocks in each slot's table
         self.tables, self.tags = (np.full((slots, columns), -1, dtype=np.int64) for _ in range(2))
-        # [slot, i]: hash of the sequence's first i tokens. The last row is for padding.
+        # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
         pool.fill_(torch.nan)
 
     # --- what a plan changes ----------------------------------------------------------------------------------------
 
     def follow(self, plan: StepPlan) -> None:
-        """Take in a plan's differences, after its blocks have been moved: they move here as well, then poison comes."""
+        """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed."""
         freed = [block for block, _ in plan.freed]
         self.generations[freed] += 1
         self.freed_in[freed] = plan.step
         self.shadow.move(plan.swap_out, self.host_shadow)
-        # What is freed may still have been read by a move to the host, and be filled already by one of the others.
+        # A freed block may have been moved to the host just now, and another move may have filled it again already.
         if dropped := {block for block, kept in plan.freed if not kept}:
             self.shadow.hashes[list(dropped)] = POISON
             if empty := dropped.difference(block for _, block in (*plan.swap_in, *plan.copies)):
@@ -142,7 +147,10 @@ class KVSanitizer:
         slot_mapping: torch.Tensor,
         seq_lens: torch.Tensor,
     ) -> None:
-        """Check all that the plan's rows are about to read and write; the tensors are those of `prepare_inputs`.
+        """Check all that the plan's rows are about to read and write.
+
+        Args:
+            plan: the plan that `follow` was given. The tensors are the results of `prepare_inputs` for it.
 
         Raises:
             SanitizerError: names the request, the block and the step.
@@ -161,12 +169,12 @@ class KVSanitizer:
         device = self.pool.device
         owners = torch.from_numpy(np.repeat(slots, counts)).to(device)
         rows_on_device = torch.from_numpy(slots).to(device)
-        last = seq_lens.long() - 1  # the one token that the device may know and the plans did not tell
+        last = seq_lens.long() - 1  # the device may have sampled this token, and no plan has told it
         self.hashes[rows_on_device, last + 1] = self.hashes[rows_on_device, last] + mix(
             self.token_ids[rows_on_device, last], last
         )
         hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
-        flat = self.shadow.hashes.view(-1)  # -1, which stores nothing, is in the block that nobody reads
+        flat = self.shadow.hashes.view(-1)  # a slot of -1 stores nothing; here it is in the block that nobody reads
         if len(shared):
             self._check_writes(plan.step, owners, positions, slot_mapping, hashes, shared)
         flat[slot_mapping] = hashes
@@ -187,7 +195,7 @@ class KVSanitizer:
             self._report_read(plan.step, int(slots[row]), block, place, int(held[row, place]), mapped)
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
-        """Check that the hidden states [T, hidden] of a step hold no NaN: none of it has read poison.
+        """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.
 
         Raises:
             SanitizerError: names the request and the step.
@@ -202,9 +210,9 @@ class KVSanitizer:
             )
 
     def _check_generations(self, step: int, slots: np.ndarray, read: np.ndarray) -> None:
-        """Check that the blocks that are read, [B, columns] bool, have not been freed since they came into the table.
+        """Check that no block that is read, [B, columns] bool, has been freed since it came into the table.
 
-        A -1 has no generation, and so is wrong wherever it is read.
+        An entry of -1 has no generation, so it is wrong wherever it is read.
         """
         tables, tags = self.tables[slots, : read.shape[1]], self.tags[slots, : read.shape[1]]
         wrong = read & ((tags != self.generations[tables]) | (tables < 0))
@@ -224,7 +232,7 @@ class KVSanitizer:
         )
 
     def _shared(self, blocks: np.ndarray) -> np.ndarray:
-        """Those of `blocks` that stand in several tables, where these can still be read by their sequences."""
+        """Those of `blocks` that stand in several tables, in places that the tables' sequences can still read."""
         seen = np.maximum(self.computed - self.window + 1, 0) // self.block_size if self.window else 0 * self.computed
         valid = (self.tags == self.generations[self.tables]) & (np.arange(self.tables.shape[1]) >= seen[:, None])
         references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
@@ -239,9 +247,9 @@ class KVSanitizer:
         hashes: torch.Tensor,
         shared: np.ndarray,
     ) -> None:
-        """Check that tokens [T] which go into shared blocks change nothing there.
+        """Check that the tokens [T] which go into shared blocks change nothing there.
 
-        To compute a cached prompt's last token again is no change, and others may share its block meanwhile.
+        A cached prompt's last token is computed again, which changes nothing, and others may share its block meanwhile.
         """
         inside = torch.isin(slot_mapping // self.block_size, torch.from_numpy(shared).to(slot_mapping.device))
         wrong = inside & (self.shadow.hashes.view(-1)[slot_mapping] != hashes)
@@ -257,7 +265,7 @@ class KVSanitizer:
             )
 
     def _report_read(self, step: int, slot: int, block: int, place: int, held: int, mapped: list[int]) -> None:
-        """Say what a sequence would have read as its token at position `place`."""
+        """Raise an error that says what a sequence would have read as its token at position `place`."""
         found = (self.hashes == held).nonzero().tolist() if held != POISON else []
         writer, written = self.shadow.writers[block], self.shadow.steps[block]
         if held == POISON:

@@ -1,8 +1,9 @@
-"""Shared by the tests that run the bundled demo model."""
+"""Shared by all tests: where kernels run, and the bundled demo model."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,17 +16,57 @@ from config import DEMO, SamplingParams
 from engine import LLM
 from tasks import Tasks
 
+GPU = torch.cuda.is_available()
+# A process either compiles kernels or interprets them. Triton decides which when the tests import it.
+if not GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(2)
 if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each would mostly wait for each other
     settle = cpu.settle
     cpu.settle = lambda threads, *more: settle(threads or 1, *more)
     torch.set_num_threads(1)
-# A GPU machine may hold no more than `LLM` needs. Where requirements.txt is installed nothing is left out.
+# A machine with a GPU may have no more installed than `LLM` needs. With requirements.txt nothing is left out.
 SERVED = [
     "test_server.py", "test_protocol.py", "test_replies.py", "test_processes.py", "test_client.py", "test_survival.py",
     "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the interpreted kernels to a process that sees no GPU: test_gpu.py starts one for them."""
+    if GPU:
+        left = [item for item in items if item.get_closest_marker("interpreted")]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
+def kernel_device(request: pytest.FixtureRequest) -> str:
+    """The device for kernels: the GPU, or without one the CPU, where they are interpreted."""
+    return request.param
+
+
+@pytest.fixture
+def device(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """`kernel_device`, with torch.empty poisoned: it gives NaN (integers: -7), which shows a place nobody wrote."""
+    kernels = pytest.importorskip("kernels")
+    torch.manual_seed(0)
+    monkeypatch.setattr(kernels, "PROCESSORS", 6)  # few programs for the interpreter, and rows in several of them
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(x: torch.Tensor) -> torch.Tensor:
+        return x.fill_(float("nan") if x.is_floating_point() else -7)
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: poison(empty(*args, **kwargs)))
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **kwargs: poison(empty_like(*args, **kwargs)))
+    with np.errstate(all="ignore"):  # the interpreter computes in numpy, which warns of an overflow to inf
+        yield kernel_device
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +98,7 @@ def http_client(engine: Any) -> Any:
 
 @pytest.fixture(scope="session")
 def conversations() -> list[list[dict[str, str]]]:
-    """Fifty conversations of all five tasks, the recalls among them up to some 800 tokens long."""
+    """Fifty conversations of all five tasks. The recalls among them have up to some 800 tokens."""
     words = "amber bridge candle dragon ember forest garden hollow island jungle kettle lantern meadow needle orchard"
     lines = "\n".join(f"The {a} was by the {b}, and nobody saw it." for a in words.split() for b in words.split())
     tasks, made = Tasks(lines, seed=5), []
@@ -92,8 +133,11 @@ def answers(llm, work) -> list[list[int]]:
 
 @pytest.fixture
 def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter multiplies by NumPy, of whose products a row's bits can depend on where it is in a tile (on
-    CPUs without AVX-512, and some with it). On a GPU they do not; here each row is multiplied by itself."""
+    """Makes a row's product the same wherever the row is in its tile, as it is on a GPU.
+
+    Triton's interpreter multiplies by NumPy, and there the bits of a row's product can depend on the row's place. So
+    here each row is multiplied by itself.
+    """
     matmul = np.matmul
 
     def by_rows(a: np.ndarray, b: np.ndarray, **options: Any) -> np.ndarray:
@@ -104,7 +148,7 @@ def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs programs one after the other: 6 of attention_decode instead of 2 on each of 132."""
+    """Lets attention_decode have 6 programs, because the interpreter runs them one after the other."""
     kernels = pytest.importorskip("kernels")
-    if not torch.cuda.is_available():
+    if not GPU:
         monkeypatch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)

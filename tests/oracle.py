@@ -1,13 +1,14 @@
-"""Run by itself, in a process that cannot see this project: makes random tiny checkpoints with transformers and writes
-down what transformers says of them.
+"""Makes random tiny checkpoints with transformers, and writes down what transformers computes for them.
 
     python -I oracle.py CASES.json FOLDER
 
-For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it the prompts' logits and greedy
-tokens; for entry j of the case's `beams`, a dict of arguments of `generate`, prompt i has `beams{j}.{i}` (an answer a
-row, filled up with -1) and `scores{j}.{i}`. For each length of `tables`, `table<length>` has cos | sin of
-so many positions. (transformers looks for a package called `kernels` and would find ours,
-hence the separate process.)
+It runs in a process that cannot see this project, because transformers looks for a package called `kernels` and would
+find ours.
+
+For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it. That file has the logits
+`logits{i}` and the greedy tokens `tokens{i}` of prompt i. Entry j of the case's `beams` is a dict of arguments of
+`generate`: its answers to prompt i are `beams{j}.{i}`, one a row, filled up with -1, and their scores `scores{j}.{i}`.
+For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
 """
 
 import json
@@ -34,13 +35,13 @@ def make(name: str, case: dict, folder: Path) -> None:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             found[f"logits{i}"] = model(ids).logits[0].contiguous()
-            mask = torch.ones_like(ids)  # else a token 0 in the prompt passes for padding
+            mask = torch.ones_like(ids)  # without it a token 0 in the prompt passes for padding
             greedy = model.generate(
                 ids, attention_mask=mask, max_new_tokens=case["new"], do_sample=False, pad_token_id=0
             )
         found[f"tokens{i}"] = greedy[0, len(prompt) :].contiguous()
         for j, arguments in enumerate(case.get("beams", [])):
-            # By name, because `generate` takes a single beam for greedy search, which has no scores.
+            # The method is named, because `generate` would take a single beam for greedy search, which has no scores.
             beams = model.generate(
                 ids, attention_mask=mask, do_sample=False, pad_token_id=-1, return_dict_in_generate=True,
                 output_scores=True, custom_generate=transformers.GenerationMixin._beam_search, **arguments,

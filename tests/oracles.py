@@ -1,21 +1,21 @@
-"""The ops' formulas in float64, written as plainly as can be: what the tests of kernels and reference compare with."""
+"""The ops' formulas in float64, as plain as can be. The tests of kernels and reference compare with them."""
 
 from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from hypothesis import strategies as st
 
 
 class Paged(NamedTuple):
-    """A random paged context: what it is, and how it lies in the pool, whose other places are all NaN."""
+    """A random paged context, and how it lies in a pool whose other places are all NaN."""
 
     kv: torch.Tensor  # [num_blocks, 2, KV, block_size, D], a strided layer of a pool
-    tables: torch.Tensor  # [S, M] int32, -1 beyond a slot's blocks and where a block was given back
-    context: list[torch.Tensor]  # of each slot, [length, 2, KV, D]
+    tables: torch.Tensor  # [S, M] int32; -1 beyond a slot's blocks, and where a block was given back
+    context: list[torch.Tensor]  # the keys and values of each slot, [length, 2, KV, D]
 
 
 def paged(
@@ -28,12 +28,10 @@ def paged(
     width: int = 0,
     passed: list[int] | None = None,
 ) -> Paged:
-    """Slots with contexts of these lengths, their blocks shuffled; `width` blocks in a table, if that is more.
+    """Slots with contexts of these lengths, whose blocks are shuffled. A table has at least `width` columns.
 
-    Keys lie as `ops` has them, which is kernels or reference.
-
-    Of each slot the blocks that hold nothing but its first `passed` tokens were given back: -1 stands in the table, and
-    the block that -1 would be, too, is NaN.
+    Keys lie in a block as `ops`, a module such as kernels or reference, wants them. The blocks of a slot that hold
+    nothing but its first `passed` tokens were given back: -1 stands in the table, and the block at index -1 is NaN.
     """
     counts = [-(-n // block_size) for n in lengths]
     pool = torch.full((sum(counts) + 3, 3, 2, kv_heads, block_size, head_dim), float("nan"), dtype=dtype)
@@ -52,7 +50,7 @@ def paged(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = False) -> torch.Tensor:
-    """In float64, or as naive torch in x's own dtype; and so in the next two."""
+    """In float64, or with `naive` in x's own dtype, as torch computes it. The next functions have the same choice."""
     x = x if naive else x.double()
     return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
@@ -65,7 +63,7 @@ def act_mul(x: torch.Tensor, activation: str, naive: bool = False) -> torch.Tens
 
 
 def rotation(cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """cos | sin, [T, r], as the ops want it: [T, 2, r]."""
+    """The `rotation` [T, 2, r] that the ops take, made of cos | sin [T, r]."""
     cos, sin = cos_sin.chunk(2, dim=1)
     if interleaved:
         return torch.stack((cos.repeat_interleave(2, 1), torch.stack((-sin, sin), 2).flatten(1)), 1)
@@ -86,19 +84,11 @@ def rope(
 
 
 def linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: torch.Tensor | None,
-    activation: str,
-    residual: torch.Tensor | None,
-    naive: bool = False,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, naive: bool = False
 ) -> torch.Tensor:
     compute = x.dtype if naive else torch.float64
-    y = (x if norm is None else rms_norm(x, norm, 1e-5, naive)).to(compute) @ weight.to(compute).T
-    y = y if bias is None else y + bias.to(compute)
-    y = act_mul(y, activation, naive) if activation else y
-    return y if residual is None else y + residual.to(compute)
+    y = x.to(compute) @ weight.to(compute).T
+    return y if bias is None else y + bias.to(compute)
 
 
 def attention(
@@ -110,7 +100,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     naive: bool = False,
 ) -> torch.Tensor:
-    """q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
+    """Attention of q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
     compute = q.dtype if naive else torch.float64
     n, heads, _ = q.shape
     length, _, kv_heads, _ = context.shape
@@ -138,27 +128,18 @@ def decode(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """attention_decode of `ops`, which is kernels or reference, with its own plan: of so many tokens a row as q has."""
+    """attention_decode of the module `ops` with a plan of its own. q tells how many tokens a row has."""
     plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots))
     return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks)
 
 
-# What `linear` may be asked for beside the product.
-PRODUCTS = st.sampled_from([(), ("bias",), ("norm",), ("residual", "bias"), ("norm", "silu"), ("norm", "gelu", "bias")])
-
-
-def product(rows: int, outputs: int, inputs: int, dtype: torch.dtype, asked: tuple[str, ...]) -> dict[str, Any]:
-    """Random arguments of `linear`: weight is [2 outputs, inputs] with an activation."""
-    activation = next((name for name in asked if name in ("silu", "gelu")), "")
-    width = outputs * 2 if activation else outputs
-    return {
-        "x": (torch.randn(rows, inputs) * 3).to(dtype),
-        "weight": (torch.randn(width, inputs) * inputs**-0.5).to(dtype),
-        "bias": torch.randn(width).to(dtype) if "bias" in asked else None,
-        "norm": torch.randn(inputs).to(dtype) if "norm" in asked else None,
-        "activation": activation,
-        "residual": torch.randn(rows, outputs).to(dtype) if "residual" in asked else None,
-    }
+def product(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Random arguments of `linear`: x [rows, inputs], weight [outputs, inputs], bias [outputs] or None."""
+    x = (torch.randn(rows, inputs) * 3).to(dtype)
+    weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
+    return x, weight, torch.randn(outputs).to(dtype) if with_bias else None
 
 
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])
@@ -192,7 +173,7 @@ def logprobs(x: torch.Tensor) -> torch.Tensor:
 def survivors(
     x: torch.Tensor, top_k: int, top_p: float, min_p: float, heat: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the logits x [V] float32 may be drawn at temperature `heat`, and exp((x - max) / heat) in float64."""
+    """Which of the logits x [V] float32 may be drawn at temperature `heat`; and exp((x - max) / heat) in float64."""
     mass = ((x.double() - x.double().max()) / heat).exp()
     k_ok = (
         x >= x.sort(descending=True).values[top_k - 1] if 0 < top_k < len(x) else torch.ones_like(x, dtype=torch.bool)
@@ -205,7 +186,7 @@ def survivors(
 
 
 def adjustments(kinds: list[int], vocab: int) -> tuple[torch.Tensor, ...]:
-    """The fields of a random `Adjust` for as many slots as `kinds`; what a slot has no use for is NaN or nonsense."""
+    """The fields of a random `Adjust` for as many slots as `kinds`. What a slot does not use is NaN or nonsense."""
     slots = len(kinds)
     uses = [torch.tensor([kind & bit != 0 for kind in kinds])[:, None] for bit in (1, 2, 4)]
     penalties = torch.stack((0.5 + torch.rand(slots), 4 * torch.rand(slots) - 2, 4 * torch.rand(slots) - 2), 1)
@@ -223,7 +204,7 @@ def adjustments(kinds: list[int], vocab: int) -> tuple[torch.Tensor, ...]:
 
 
 def adjusted(x: torch.Tensor, slot: int, fields: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Logits x [V] as `sample` changes them for a slot, float32: token by token, each step rounded as IEEE has it."""
+    """Logits x [V] float32 as `sample` changes them for a slot. Each step is rounded, token by token."""
     kinds, penalties, counts, bias_ids, biases, bitmask = (field[slot] for field in fields)
     repetition, frequency, presence = penalties
     bias, y = dict(zip(bias_ids.tolist(), biases, strict=True)), x.float().clone()
@@ -253,7 +234,7 @@ def philox(seed: int, position: int) -> float:
 
 
 def check_logprobs(logits: torch.Tensor, ids: torch.Tensor, got: torch.Tensor) -> None:
-    """`got` [R, N] float32 are the log-probabilities of `ids` [R, N]."""
+    """Check that `got` [R, N] float32 are the log-probabilities of `ids` [R, N]."""
     want, naive = (x.gather(1, ids) for x in (logprobs(logits), logits.float().log_softmax(-1)))
     finite = want.isfinite()
     assert torch.equal(got[~finite].double(), want[~finite])
@@ -262,8 +243,8 @@ def check_logprobs(logits: torch.Tensor, ids: torch.Tensor, got: torch.Tensor) -
 
 
 def check_error(got: torch.Tensor, want: torch.Tensor, naive: torch.Tensor) -> None:
-    """`got` is at most twice as far from the float64 truth as naive torch is at the dtype, and never NaN."""
-    # On top come one rounding, and float32's luck: over a few numbers the naive error is small by chance.
+    """Check that `got` has no NaN and at most twice the error of naive torch in the same dtype; `want` is the truth."""
+    # One rounding is allowed on top, and in float32 some more: over a few numbers the naive error is small by chance.
     step = torch.finfo(got.dtype).eps * want.abs().max() * (4 if got.dtype == torch.float32 else 0.5)
     assert not got.isnan().any()
     error, allowed = (got.double() - want).abs().max(), 2 * (naive.double() - want).abs().max() + step

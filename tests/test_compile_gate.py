@@ -1,8 +1,8 @@
 """The Triton specializations that the shapes below need, compiled for sm_80, sm_90 and sm_100 without a GPU.
 
-The test compiles those of BRIEF for sm_80 and sm_100 and all but those of WHOLE_ONLY, which are much like others, for
-sm_90, and of matrix products and activations just what differs in kind. The whole table, which docs/kernels.md has,
-takes ten minutes on two cores: python tests/test_compile_gate.py
+The test compiles a part of them. For sm_80 and sm_100 it takes the shapes of BRIEF, and for sm_90 all shapes but
+those of WHOLE_ONLY, which are much like others. Matrix products and activations are compiled once for each kind. The
+whole table, which stands in docs/kernels.md, takes some ten minutes: python tests/test_compile_gate.py
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch
 
 import oracles
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may use, CUDA guide, table 30
-REGISTERS = 64 * 1024  # of a processor
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that a program may use (CUDA guide, table 30)
+REGISTERS = 64 * 1024  # that a processor has
 SHARDS = 2
 
 
 class Shape(NamedTuple):
-    """What of a model and an engine fixes the compilation of the kernels."""
+    """The sizes of a model and the settings of an engine that kernels are compiled for."""
 
     name: str
     hidden: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
-    tokens: int = 1  # of a row that decodes
+    tokens: int = 1  # that a decoding row computes in a step
 
 
 QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
@@ -67,7 +67,7 @@ WHOLE_ONLY = (LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-t
 
 
 def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
-    """Calls of the launchers of a module `ops`, on small CPU tensors with the shape's fixed sizes."""
+    """Calls of the launchers of a module `ops`, on small CPU tensors that have the shape's fixed sizes."""
     s, dtype, int32 = shape, shape.dtype, torch.int32
     kv = torch.zeros(4, 2, 2, s.kv_heads, s.block_size, s.head_dim, dtype=dtype)[:, 1]
     q, tables, ints = torch.zeros(2, s.heads, s.head_dim, dtype=dtype), torch.zeros(4, 512, dtype=int32), torch.zeros(4)
@@ -114,31 +114,27 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
 
 
 def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
-    """A layer's matrices, for few rows and for many, and as `run_fused` has them."""
+    """A layer's matrices, for few rows and for many."""
     heads = s.heads * s.head_dim
-
-    def product(outputs: int, inputs: int, rows: int, **fused: Any) -> Callable[[Any], object]:
-        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
-        return lambda ops: ops.linear(x, weight, **fused)
-
     qkv = heads + 2 * s.kv_heads * s.head_dim
-    norm, bias, residual = (torch.zeros(size, dtype=s.dtype) for size in ((s.hidden,), (qkv,), (2, s.hidden)))
-    yield product(qkv, s.hidden, 2, bias=bias)
+
+    def product(outputs: int, inputs: int, rows: int, with_bias: bool = False) -> Callable[[Any], object]:
+        x, weight = torch.zeros(rows, inputs, dtype=s.dtype), torch.zeros(outputs, inputs, dtype=s.dtype)
+        bias = torch.zeros(outputs, dtype=s.dtype) if with_bias else None
+        return lambda ops: ops.linear(x, weight, bias)
+
+    yield product(qkv, s.hidden, 2, with_bias=True)
     yield product(qkv, s.hidden, 65)
-    yield product(qkv, s.hidden, 2, norm=norm)
-    yield product(s.hidden, s.ffn, 2, residual=residual)
-    yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="silu")
+    yield product(s.hidden, s.ffn, 2)
     if whole:
         for outputs, inputs in ((qkv, s.hidden), (s.hidden, heads), (2 * s.ffn, s.hidden), (s.hidden, s.ffn)):
             yield product(outputs, inputs, 2)
             yield product(outputs, inputs, 65)
-        yield product(qkv, s.hidden, 65, bias=bias)
-        yield product(s.hidden, heads, 2, residual=residual)
-        yield product(2 * s.ffn, s.hidden, 2, norm=norm, activation="gelu")
+        yield product(qkv, s.hidden, 65, with_bias=True)
 
 
 def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, Any]]]:
-    """(name, ASTSource, compile options) of each distinct kernel that the launchers start on sm_<arch>."""
+    """(name, ASTSource, compile options) of each distinct kernel that the launchers would start on sm_<arch>."""
     from triton.compiler import ASTSource
     from triton.runtime.jit import JITFunction
 
@@ -174,8 +170,9 @@ def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, An
 def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: int, folder: Path) -> dict[str, Any]:
     """Compile one kernel for sm_<arch> and read its machine code.
 
-    Registers and threads, shared and local bytes, and how many instructions spill, multiply matrices by warp groups
-    (HGMMA), and load or copy 128 bits from global memory; of copies to shared memory also those that are narrower.
+    The result has registers and threads, and shared and local bytes. It also counts the instructions: all of them,
+    those that spill, those that multiply matrices by warp groups (HGMMA), those that load or copy 128 bits from global
+    memory, and those that copy less than that to shared memory.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -188,7 +185,7 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
     usage = dict(
         field.split(":") for line in dump.splitlines() if "REG:" in line for field in line.split() if ":" in field
     )
-    # A line is /*address*/, perhaps @predicate, and the instruction.
+    # A line has /*address*/, then perhaps @predicate, then the instruction.
     code = [line.split()[1:] for line in dump.splitlines() if line.lstrip().startswith("/*") and ";" in line]
     opcodes = [words[words[0].startswith("@")].rstrip(";") for words in code]
     return {
@@ -207,7 +204,7 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
-    """In Markdown: the most that any specialization of a kernel has of each, by shape and chip."""
+    """Print, in Markdown, the most of each figure that any specialization of a kernel has, by shape and chip."""
     columns = ("registers", "threads", "shared", "instructions", "wide", "hgmma", "spills")
     print("| kernel | shape | sm |", " | ".join(columns).replace("wide", "128-bit loads"), "|")
     print("|---" * (3 + len(columns)) + "|")
@@ -220,7 +217,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def run_shard(shard: int, folder: Path, *whole: str) -> list[dict[str, Any]]:
-    """Results of every SHARDS-th kernel, in a process in which Triton compiles rather than interprets."""
+    """Results of every SHARDS-th kernel, from a process in which Triton compiles and does not interpret."""
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
     env["TRITON_CACHE_DIR"] = str(folder / "cache")
     command = [sys.executable, __file__, str(shard), str(folder), *whole]
@@ -230,7 +227,7 @@ def run_shard(shard: int, folder: Path, *whole: str) -> list[dict[str, Any]]:
 
 
 def compile_shard(shard: int, folder: Path, whole: bool) -> None:
-    """What the process of `run_shard` does."""
+    """Compile a shard and print a line of JSON for each kernel: what the process of `run_shard` does."""
     jobs = [(*case, arch) for arch in SHARED_LIMIT for case in specializations(arch, whole)]
     shapes = [(job, job[0].split(":")[1]) for job in jobs]
     taken = [job for job, name in shapes if whole or name in BRIEF or (job[-1] == 90 and name not in WHOLE_ONLY)]
@@ -267,7 +264,7 @@ def test_linear_streams_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
 
 
 def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:
-    """What is narrower copies the block table and the log2-sum-exps of pieces."""
+    """The narrower loads are of the block table and of the pieces' log2-sum-exps."""
     decode = [r for r in gate if "attention_decode" in r["kernel"] and "fp32" not in r["kernel"]]
     assert {r["arch"] for r in decode} == set(SHARED_LIMIT)
     assert all(r["wide"] >= 24 and r["narrow"] < 16 for r in decode), decode

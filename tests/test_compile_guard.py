@@ -1,4 +1,4 @@
-"""No compile after ready: what warm-up covers, and how a kernel that it does not is refused."""
+"""No compile after ready: what warm-up covers, and how a kernel that it does not cover is refused."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 pytest.importorskip("triton")
 
 import kernels
@@ -25,25 +23,19 @@ from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
 from test_worker import SHAPE, row
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.fixture
-def make(tmp_path: Path, few_programs: None):
+def make(tmp_path: Path, kernel_device: str, few_programs: None):
     """Makes an engine with Triton's kernels on a tiny model of random weights."""
 
     def make_core(shape: dict, **fields) -> EngineCore:
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
-        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": DEVICE}
-        options |= {
-            "block_size": 16,
-            "max_num_seqs": 5,
-            "max_model_len": 120,
-            "backend": "triton",
-            "max_num_batched_tokens": 128,
-        }
+        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": kernel_device}
+        options |= {"block_size": 16, "max_num_seqs": 5, "max_model_len": 120, "max_num_batched_tokens": 128}
         options |= {"num_gpu_blocks_override": 10, "swap_space": 0.001, "distributed_executor_backend": "uni"}
+        options |= {"backend": "triton"}
         return EngineCore(EngineConfig(**options | fields))
 
     return make_core
@@ -59,7 +51,7 @@ def make(tmp_path: Path, few_programs: None):
     ids=["swap", "windows", "batch invariant"],
 )
 def test_warm_up_covers_random_traffic(make, shape, fields):
-    """Chunks, batches of all sizes, samples that share blocks, beams, preemption by swap, every sampling parameter."""
+    """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
     core, rng, errors = make(shape, **fields), random.Random(3), []
     longest = core.facts["max_model_len"] - 20
     for i in range(8):
@@ -85,11 +77,11 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
         assert metrics["num_preemptions_total"] > 0 and metrics["num_swapped_tokens_total"] > 0
 
 
-def test_a_new_shape_is_refused_by_name(make, monkeypatch):
+def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
     """One step asks for a kernel that warm-up has not launched: the request is refused, and the engine goes on."""
     core = make({})
     worker = core.executor.worker
-    plain, odd = worker.model.logits, torch.zeros(2, 40, device=DEVICE)
+    plain, odd = worker.model.logits, torch.zeros(2, 40, device=kernel_device)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         kernels.rms_norm(odd, odd[0], 1e-6)
@@ -112,7 +104,7 @@ def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
     worker.rehearse()
     assert launched <= worker.guard.seen, launched - worker.guard.seen
     plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
-    assert worker.step(plan).token_ids[0] >= 0  # and they run again
+    assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 
 
 REHEARSAL = """
@@ -120,13 +112,13 @@ import sys, threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
 
-class Driver:  # of a GPU that is not here
+class Driver:  # for a GPU that this machine need not have
     get_current_device = get_current_stream = lambda self, device=0: 0
     get_current_target = lambda self: GPUTarget("cuda", 90, 32)
 
 triton.runtime.driver.set_active(Driver())
 import kernels
-from compile_guard import CompileGuard
+from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
 from worker import Worker
 
@@ -139,11 +131,20 @@ worker.rehearse()
 for name, kernel in worker.guard.kernels.items():
     compiled = [found.asm["cubin"] for found in kernel.device_caches[0][0].values()]
     print(name, len(compiled), "run" in vars(kernel), len(threads))
+worker.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
+try:
+    with worker.guard.watch(), worker.guard.rehearse():
+        kernels.rms_norm(odd, odd[0], 1e-6)
+except LateCompile as error:
+    print(error)
 """
 
 
 def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
-    """With Triton's own compiler, for an H100: every kernel but `linear`, which only some products are."""
+    """Triton's own compiler compiles every kernel but `linear`, which only --batch-invariant uses, and no other later.
+
+    That one is named with its arguments, though Triton 3.9 itself fails to print them.
+    """
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
@@ -151,16 +152,20 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     command = [sys.executable, "-c", REHEARSAL, str(tmp_path)]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found = [line.split() for line in done.stdout.splitlines()]
+    *found, late = done.stdout.splitlines()
+    assert late == (
+        "rms_norm_kernel(x: *fp32 aligned, weight: *fp32 aligned, residual: None, y: *fp32 aligned, eps: fp32, "
+        "SIZE: 40, HAS_RESIDUAL: False, BLOCK: 64) was not compiled in warm-up"
+    )
     assert len(found) == 14
-    for name, count, patched, threads in found:
+    for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) == (name != "linear_kernel") and patched == "False"
         assert int(threads) > 1 or os.cpu_count() == 1
 
 
 def test_what_is_never_compiled_for_may_change(make):
     worker = make({}).executor.worker
-    for count in (1, 2, 17, 33):  # tokens and rows size the grid alone
+    for count in (1, 2, 17, 33):  # the number of tokens changes nothing but the grid
         tokens = worker.step(
             StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
         ).token_ids
@@ -169,18 +174,20 @@ def test_what_is_never_compiled_for_may_change(make):
 
 
 def test_triton_is_asked_where_it_compiles(monkeypatch):
-    """On a GPU the hook that Triton calls before it compiles lets warm-up pass, and nothing else; it is taken back."""
+    """Triton calls a hook before it compiles. It lets warm-up pass and nothing later, and is taken back in the end."""
     guard = CompileGuard(kernels)
     guard.runtime = SimpleNamespace(interpret=False, jit_cache_hook="another's")
-    call = {"repr": "rms_norm_kernel[num_warps=1](x: *fp32)", "compile": {"constants": {(5,): 40}}, "fn": None}
+    compiled = {"signature": {"x": "*fp32", "eps": "fp32", "SIZE": "constexpr"}, "constants": {(2,): 40}}
+    compiled["configs"] = [{(0,): [["tt.divisibility", 16]]}]
+    call = {"repr": "rms_norm_kernel[..](x: ()", "compile": compiled, "fn": SimpleNamespace(name="rms_norm_kernel")}
     with guard.watch():
         assert guard.runtime.jit_cache_hook(**call, is_manual_warmup=False) is False
         guard.armed = True
-        with pytest.raises(LateCompile, match=r"rms_norm_kernel\[num_warps=1\]\(x: \*fp32\) with .* 40.* warm-up"):
+        with pytest.raises(LateCompile, match=r"^rms_norm_kernel\(x: \*fp32 aligned, eps: fp32, SIZE: 40\) was not"):
             guard.runtime.jit_cache_hook(**call, is_manual_warmup=False)
     assert guard.runtime.jit_cache_hook == "another's"
 
 
-def test_plain_torch_has_no_guard(monkeypatch, make):
+def test_plain_torch_has_no_guard(make, kernel_device):
     worker = make({}, backend="torch").executor.worker
-    assert worker.guard is None and worker.ops is not worker_module.pick_ops("triton", DEVICE)
+    assert worker.guard is None and worker.ops is not worker_module.pick_ops("triton", kernel_device)

@@ -1,10 +1,14 @@
-"""The engine on a CUDA device: the same tokens as on the CPU, the demo's skill, and a step of 256 sequences."""
+"""The engine on a CUDA device: the CPU's tokens, the demo's skill, graphs, start-up, and a step of 256 sequences."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,7 +48,7 @@ def test_demo_keeps_its_skill_in_bfloat16(llm, conversations):
 
 
 def test_graphs_give_the_tokens_of_eager_steps(make_llm, conversations, tmp_path):
-    """In steps of 1 to 9 rows, most of them padded; the trace says which were replayed."""
+    """The steps have 1 to 9 rows, and most of them are padded. The trace says which were replayed."""
     told, path = [], tmp_path / "trace"
     params = [replace(GREEDY, max_tokens=3 + 5 * i, ignore_eos=True) for i in range(9)]
     params[4] = replace(params[4], temperature=0.8, seed=1, repetition_penalty=1.2)
@@ -59,7 +63,7 @@ def test_graphs_give_the_tokens_of_eager_steps(make_llm, conversations, tmp_path
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
     replayed = {event["args"]["step"] for event in events if event["name"] == "decode" and event["tid"] == 2}
     steps = {event["args"]["step"] for event in events if event["name"] == "update"}
-    assert len(replayed) > 30 and len(steps) - len(replayed) <= 3  # the prompts
+    assert len(replayed) > 30 and len(steps) - len(replayed) <= 3  # steps with prompts are not replayed
     device = [event for event in events if event["tid"] == 2]
     for event, following in pairwise(device):
         assert event["dur"] >= 0 and event["ts"] + event["dur"] <= following["ts"] + 1
@@ -110,7 +114,7 @@ def test_a_rehearsal_leaves_warm_up_nothing_to_compile(make_llm, monkeypatch):
 
     def rehearse_and_arm(made: Startup) -> None:
         for kernel in made.guard.kernels.values():
-            kernel.device_caches.clear()  # of the tests before
+            kernel.device_caches.clear()  # what the tests before have compiled
         rehearse(made)
         made.guard.armed = True
 
@@ -128,3 +132,11 @@ def test_weights_that_went_through_pinned_buffers_are_the_files(monkeypatch, buf
         load_weights(models[-1], DEMO)
     cpu, cuda = (model.parameters() for model in models)
     assert all(torch.equal(part.target, cuda[name].target.cpu()) for name, part in cpu.items())
+
+
+def test_interpreted_kernels_in_a_process_without_the_gpu():
+    """The tests that are marked `interpreted`, because in this process kernels are compiled."""
+    command = [sys.executable, "-m", "pytest", "-m", "interpreted", "-p", "no:cacheprovider", "tests"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=Path(loader.__file__).parent, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

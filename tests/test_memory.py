@@ -18,9 +18,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
-
 import memory
 import parallel
 import reference
@@ -156,6 +153,7 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
 WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("shape", "rows", "size", "dtype"),
     [
@@ -186,6 +184,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     assert live.peak <= predicted <= plan.step and predicted <= 1.5 * live.peak, (live.peak, plan)
 
 
+@pytest.mark.interpreted
 def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     worker = made.worker
@@ -201,6 +200,7 @@ def test_the_plan_knows_the_kernels_constants():
     assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
     """However many are asked for; the answers do not depend on how many rows go at a time."""
@@ -219,6 +219,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
         np.testing.assert_allclose(np.concatenate(found), want.numpy(), atol=1e-5)
 
 
+@pytest.mark.interpreted
 def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     """In several rows where one cannot be so long; with torch's count of a CPU in the place of CUDA's."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
@@ -250,6 +251,7 @@ def test_room_is_what_is_left():
     assert plan.room(600, 560) == 0
 
 
+@pytest.mark.interpreted
 def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     """On a GPU, or on what passes for one here: of 1,000 MB 90% may be used, and 120 are, by whomever."""
     made = make(max_num_seqs=2, max_num_batched_tokens=8)

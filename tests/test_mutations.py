@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 pytest.importorskip("triton")
 
 import kernels
 import test_kernels
-from test_kernels import device  # noqa: F401 (a fixture)
+import test_kernels_sampling
 
 F32 = torch.float32
 # The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
@@ -30,7 +27,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         "((H + 2 * KV) * D)", "((H + KV) * D)",
         test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
     "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
-    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, (), 1)),
+    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, False, 1)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
@@ -42,11 +39,11 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         test_kernels.test_attention_prefill, ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False)),
     "sample_chunks": (
         "o_v, o_v < V)", "o_v, o_v < V - 1)",
-        test_kernels.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
+        test_kernels_sampling.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
     "sample_pick": (
         "m_c = o_c < CHUNKS", "m_c = o_c < CHUNKS - 1",
-        test_kernels.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
-    "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels.test_logprobs, (50, 5, "normal", F32)),
+        test_kernels_sampling.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
+    "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels_sampling.test_logprobs, (50, 5, "normal", F32)),
     "apply_writes": ("o_x < n", "o_x < n - 1", test_kernels.test_apply_writes, ([5, 0, 3], 0)),
     "prepare_inputs": (
         "i_slot * table_stride", "i_slot * (table_stride - 1)",
@@ -79,19 +76,15 @@ def test_each_kernel_has_a_mutation() -> None:
 
 
 @pytest.mark.parametrize("kernel", MUTATIONS)
-def test_the_tests_catch_it(
-    kernel: str,
-    device: str,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+def test_the_tests_catch_it(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     old, new, test, example = MUTATIONS[kernel]
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
     given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
     plain(*given, *example)
     module = mutant(tmp_path, kernel, old, new)
     monkeypatch.setattr(module, "PROCESSORS", 6)
-    monkeypatch.setattr(test_kernels, "kernels", module)
+    for tests in (test_kernels, sys.modules[plain.__module__]):  # `run` is of the first one
+        monkeypatch.setattr(tests, "kernels", module)
     torch.manual_seed(0)
     with pytest.raises(AssertionError):
         plain(*given, *example)

@@ -36,14 +36,8 @@ def make_core(tmp_path: Path):
     def make(shape: dict | None = None, **fields) -> EngineCore:
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | (shape or {})))
         options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": "cpu"}
-        options |= {
-            "block_size": 4,
-            "max_num_seqs": 8,
-            "max_model_len": 64,
-            "num_gpu_blocks_override": 32,
-            "threads": 1,
-        }
-        return EngineCore(EngineConfig(**options | {"swap_space": 0.001, "sanitize_kv": True} | fields))
+        options |= {"block_size": 4, "max_num_seqs": 8, "max_model_len": 64, "num_gpu_blocks_override": 32}
+        return EngineCore(EngineConfig(**options | {"threads": 1, "swap_space": 0.001, "sanitize_kv": True} | fields))
 
     return make
 
@@ -199,7 +193,7 @@ def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
 
 
 def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
-    """The plans are right, and so is the shadow; the poison shows."""
+    """The plans are right, and so is the shadow. Only the poison in the pool shows the fault."""
     core = make_core()
     monkeypatch.setattr(reference, "copy_blocks", lambda pool, pairs: None)
     core.add("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20))
@@ -215,7 +209,7 @@ def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
 
 
 class CheckedWorker(FakeWorker):
-    """The worker made of integers, with a sanitizer that follows it over a pool of numbers."""
+    """The worker made of integers, with a sanitizer that follows it. Its pool holds the tokens themselves."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
         super().__init__(config, num_blocks, num_host_blocks, window)
@@ -272,7 +266,7 @@ def test_no_false_alarm_in_random_scenarios(monkeypatch, part):
 @pytest.mark.parametrize("window", [None, 5], ids=["whole context", "window"])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_no_false_alarm_on_a_random_model(make_core, window, mode):
-    """Samples, beams, chunks and prefixes that come and go, in a pool that is far too small."""
+    """Samples, beams, chunks and prefixes come and go in a pool that is far too small."""
     answers = []
     for checked in (True, False):
         core = make_core(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: its own library reads it then
 
 import oracles
 import reference
@@ -196,6 +192,7 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
     assert seen == [(64, 32), (32, 32), (96, 32), (32, 48)] * 2 + [(97, 32)]
 
 
+@pytest.mark.interpreted
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
     """With batch_invariant, to the bit: in one go, in chunks, beside another row, and as decode."""
     kernels = pytest.importorskip("kernels")
@@ -283,7 +280,7 @@ class FakeGraph:
             self.ids.copy_(self.worker.forward(self.shape)[1])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
     """Rows come and go, some with penalties or log-probabilities; now and then a prompt comes, and is not replayed."""
     told, states = [], []

@@ -1,0 +1,222 @@
+"""The Triton kernels of sampling and log-probabilities against the float64 formulas and against reference.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracles
+import reference
+
+pytest.importorskip("triton")
+
+import kernels
+from test_kernels import dtypes, few, ints, run
+
+
+def check_drawn(x: torch.Tensor, heat: float, drawn: int, u: float, top_k: int, top_p: float, min_p: float) -> None:
+    """Check that `drawn` may be drawn and that u falls into its share of the mass, up to float32's rounding of sums."""
+
+    def fits(p: float) -> bool:
+        allowed, mass = oracles.survivors(x, top_k, p, min_p, heat)
+        share = (mass * allowed / mass[allowed].sum()).cumsum(0)
+        low = share[drawn] - mass[drawn] / mass[allowed].sum()
+        return bool(allowed[drawn] and low - 1e-6 <= u <= share[drawn] + 1e-6)
+
+    assert any(fits(p) for p in ((top_p, top_p * (1 - 3e-6), top_p * (1 + 3e-6)) if top_p < 1 else (1.0,)))
+
+
+SAMPLE_SIZES = {"CHUNK": 128, "GROUP": 8, "SUMMARY": 256, "BUFFER": 128, "GATHER": 64, "SEARCH": 64}
+
+
+@settings(parent=few, max_examples=45)
+@given(
+    st.booleans(),
+    st.sampled_from([1, 2, 50, 257, 1000, 4097, 5001]),
+    st.sampled_from([0.3, 1.0, 2.5]),
+    st.sampled_from([0, -1, 1, 2, 40, 4096, 10**6]),
+    st.sampled_from([1.0, 0.9, 0.5, 1e-6]),
+    st.sampled_from([0.0, 0.0, 0.05, 1.0]),
+    st.sampled_from(
+        ["normal", "ties", "flat", "zeros of both signs", "neighbours", "mostly -inf", "huge", "samples mislead"]
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.sampled_from([None, None, 0, 1, 2, 3, 4, 7]),
+)
+def test_sample(
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+    small: bool,
+    vocab: int,
+    heat: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    kind: str,
+    dtype: torch.dtype,
+    ascending: bool,
+    kinds: int | None,
+) -> None:
+    """With `small` sizes a row of 1,000 has several chunks, and more candidates than fit into the buffer."""
+    vocab = min(vocab, 1000) if small else vocab
+    logits = torch.randn(3, vocab) * 4
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":
+        logits = torch.full_like(logits, -3.0)
+    elif kind == "zeros of both signs":
+        logits = torch.copysign(torch.zeros(()), logits)
+    elif kind == "neighbours":
+        logits = 1 + torch.randint(0, 50, (3, vocab)) * 2**-23
+    elif kind == "mostly -inf":
+        logits[:, torch.rand(vocab) < 0.9] = -torch.inf
+        logits[:, vocab // 2] = 1.0
+    elif kind == "huge":
+        logits *= 1e4
+    elif kind == "samples mislead":  # the kernel samples every 4th place, or fewer
+        logits = logits / 8 - torch.where(torch.arange(vocab) % 4 == 0, 2.0, 0.0)
+    logits = (logits.sort().values if ascending else logits).to(dtype)
+    untouched = logits.clone()
+    full = (torch.full((4,), value) for value in (heat, top_k, top_p, min_p))
+    heats, top_ks, top_ps, min_ps = next(full), next(full).to(torch.int32), next(full), next(full)
+    heats[2] = 0.0
+    seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
+    slots = ints(3, -1, 2)
+    if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
+        seeds[3] = reference._uniform(torch.arange(4096), known[3].expand(4096)).argmin()
+    args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
+    adjust: tuple[Any, ...] = (None, None)
+    if kinds is not None:
+        fields = oracles.adjustments([0, 7, kinds, kinds], vocab)
+        x = torch.stack([oracles.adjusted(logits[i], slot, fields) for i, slot in enumerate((3, 1, 2))])
+        adjust = kernels.Adjust(*fields), reference.Adjust(*fields)
+    with monkeypatch.context() as patch:
+        for name in SAMPLE_SIZES if small else ():
+            patch.setattr(kernels, f"SAMPLE_{name}", SAMPLE_SIZES[name])
+        got, twin = run("sample", device, *args, adjust[0]), reference.sample(*args, adjust[1])
+    assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
+    assert got[2] == twin[2] == int((x[2] == x[2].max()).nonzero()[0])
+    u = oracles.philox(int(seeds[3]), int(known[3]))
+    for drawn in (int(got[0]), int(twin[0])):
+        if x[0].isfinite().any():
+            check_drawn(x[0], heat, drawn, u, top_k, float(top_ps[0]), float(min_ps[0]))
+        else:
+            assert drawn == 0
+
+
+@pytest.mark.parametrize("heat", [0.0, 1.0])
+def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch, heat: float) -> None:
+    """A bias makes each token the one that is drawn, the first and the last of each chunk as well."""
+    for name, size in {"CHUNK": 16, "GROUP": 8, "GATHER": 16, "SEARCH": 16}.items():
+        monkeypatch.setattr(kernels, f"SAMPLE_{name}", size)
+    fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
+    fields[3][:], fields[4][:] = 2**31 - 1, 0.0
+    fields[3][:, 0], fields[4][:, 0] = torch.arange(19), 90.0
+    state = (
+        torch.full((19,), heat),
+        ints(*[3] * 19),
+        torch.ones(19),
+        torch.zeros(19),
+        torch.arange(19),
+        ints(*range(19)),
+    )
+    got = run("sample", device, torch.randn(19, 19), ints(*range(19)), *state, kernels.Adjust(*fields))
+    assert got.tolist() == list(range(19))
+
+
+@pytest.mark.parametrize("spread", [1.5, 2**-23])
+def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
+    """With ascending logits and u near 0 the token at the threshold is drawn, and it must be the oracle's."""
+    seed = reference._uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
+    logits = 1 + (torch.randn(1, 300) if spread > 1 else torch.randint(0, 80, (1, 300))).sort().values * spread
+    for top_k, top_p, min_p in (
+        (0, 0.9, 0.0),
+        (0, 0.5, 0.0),
+        (0, 0.03, 0.0),
+        (7, 1.0, 0.0),
+        (100, 0.7, 0.0),
+        (9, 1.0, 0.4),
+    ):
+        state = torch.ones(1), ints(top_k), torch.tensor([top_p]), torch.tensor([min_p]), seed[None], ints(0)
+        drawn = int(run("sample", device, logits, ints(0), *state))
+        allowed, _ = oracles.survivors(logits[0], top_k, float(state[2]), float(state[3]))
+        assert drawn == int(allowed.nonzero()[0])
+
+
+def test_sample_without_a_finite_logit(device: str) -> None:
+    state = (
+        torch.tensor([1.0, 0.0]),
+        ints(0, 0),
+        torch.tensor([0.9, 0.9]),
+        torch.zeros(2),
+        torch.zeros(2).long(),
+        ints(5, 5),
+    )
+    assert run("sample", device, torch.full((2, 300), -torch.inf), ints(0, 1), *state).tolist() == [0, 0]
+
+
+def test_sample_survives_a_tiny_temperature(device: str) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
+    state = torch.tensor([1e-30]), ints(0), torch.tensor([0.5]), torch.zeros(1), torch.zeros(1).long(), ints(5)
+    assert run("sample", device, logits, ints(0), *state).tolist() == [1]
+
+
+def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
+    logits, slots = torch.randn(5, 700), ints(4, 0, 2, 1, 3)
+    state = torch.full((5,), 0.8), ints(0, 5, 0, 50, 0), torch.tensor([1, 1, 0.7, 0.9, 0.3]), torch.zeros(5)
+    state = (*state, torch.arange(5), ints(9, 8, 7, 6, 5))
+    together = run("sample", device, logits, slots, *state)
+    alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in range(5)]
+    assert torch.equal(together, torch.cat(alone))
+
+
+@settings(parent=few, max_examples=60)
+@given(
+    st.sampled_from([1, 2, 16, 50, 257, 1000, 4095, 4096, 4097, 8200]),
+    st.sampled_from([0, 1, 5, 128, 10**6]),
+    oracles.LOGITS,
+    dtypes,
+)
+def test_logprobs(device: str, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
+    logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
+    ids, untouched = torch.randint(0, vocab, (3,)), logits.clone()
+    values, top_ids, top_values = run("logprobs", device, logits, ids, k)
+    assert torch.equal(logits, untouched) and top_ids.shape == top_values.shape == (3, k)
+    oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
+    assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
+    assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[1])
+    # An id has one value, whether it was asked for or is among the likeliest, and in any batch.
+    for j in {0, k // 2, k - 1} if k else ():
+        assert torch.equal(run("logprobs", device, logits, top_ids[:, j].clone(), 0)[0], top_values[:, j])
+        assert torch.equal(run("logprobs", device, logits[1:2], top_ids[1:2, j].clone(), 0)[0], top_values[1:2, j])
+
+
+@pytest.mark.parametrize("vocab", [3, 4099, 2 * 4096 + 1])
+def test_logprobs_sums_each_logit_once(device: str, vocab: int) -> None:
+    """All logits are equal but the first or the last, so a sum that misses one or has one too many is seen."""
+    step = 3 * 2.0**-15  # three of float32's steps at 300, where x and lse are rounded before they are subtracted
+    for level in (-300.0, 0.0, 300.0):
+        for place, more in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
+            logits = torch.full((2, vocab), level)
+            logits[:, place] += more
+            values, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
+            want = oracles.logprobs(logits)
+            torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=step, rtol=0)
+            torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=step, rtol=0)
+            assert top_ids.tolist() == [[place, int(place == 0)]] * 2
+
+
+def test_logprobs_of_infinite_logits(device: str) -> None:
+    logits = torch.randn(3, 300)
+    logits[0], logits[1, 7], logits[2, 5], logits[2, 6] = -torch.inf, torch.inf, torch.nan, -torch.inf
+    for ops in (reference, kernels):
+        args = [x.to(device) for x in (logits, torch.tensor([4, 7, 6]))]
+        values, top_ids, top_values = (x.cpu() for x in ops.logprobs(*args, 2))
+        assert values[:2].tolist() == [-torch.inf, 0] and top_values[:2, 0].tolist() == [-torch.inf, 0]
+        assert top_ids[0].tolist() == [0, 1] and top_ids[1, 0] == 7
+        assert values[2].isnan() and top_values[2].isnan().all()  # a broken model is not hidden
