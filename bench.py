@@ -39,7 +39,9 @@ import bench_engine
 import bench_process
 import bench_serve
 from config import VERSION, EngineConfig, SamplingParams
-from scheduler import Request, Scheduler, StepResult
+from plan import StepResult
+from scheduler import Scheduler
+from sequence import Request
 
 Figures = list[dict[str, Any]]
 
@@ -70,7 +72,7 @@ def scheduler_figures(repeats: int = 300) -> Figures:
             plan = scheduler.schedule()
             middle = time.perf_counter()
             seqs = scheduler.in_flight[-1].seqs
-            tokens = [5 if seq.num_computed == len(seq.tokens) else -1 for seq in seqs]
+            tokens = [5 if seq.num_computed == seq.num_tokens else -1 for seq in seqs]
             again = time.perf_counter()
             scheduler.update(plan, StepResult(plan.step, tokens))
             if [count for _, count in plan.rows] == [1] * running:

@@ -20,8 +20,10 @@ from typing import Any
 
 from config import EngineConfig, SamplingParams
 from data_parallel import Router
+from plan import StepResult
 from ring import RingBuffer
-from scheduler import Request, Scheduler, StepResult
+from scheduler import Scheduler
+from sequence import Request
 
 Figures = list[dict[str, Any]]
 

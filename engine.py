@@ -25,7 +25,9 @@ from config import VERSION, EngineConfig, ModelConfig, SamplingParams
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
-from scheduler import EngineOutput, Outputs, Request, Scheduler, StepPlan
+from plan import EngineOutput, Outputs, StepPlan
+from scheduler import Scheduler
+from sequence import Request
 from tokenizer import Tokenizer
 from tracing import Trace
 

@@ -31,8 +31,8 @@ from typing import Any, NoReturn
 from tqdm import tqdm
 
 from config import EngineConfig, ModelConfig
+from plan import StepPlan, StepResult
 from ring import RingBuffer, RingTimeout
-from scheduler import StepPlan, StepResult
 from wire import Call, Codec, Reply
 
 NEVER = 1e9  # seconds

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from config import SamplingParams
-from scheduler import EngineOutput
+from plan import EngineOutput
 from tokenizer import Detokenizer, Tokenizer
 
 

@@ -31,8 +31,8 @@ from loader import fill_dummy, load_weights, map_embedding
 from memory import blocks_per_seq, fit_pool, gpu_bytes, logprob_rows, plan_memory, report
 from model import Batch, Transformer
 from parallel import Group
+from plan import Logprobs, NewRow, StepPlan, StepResult
 from sanitizer import KVSanitizer
-from scheduler import Logprobs, NewRow, StepPlan, StepResult
 
 CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
 Mark = tuple[str, float, Any]  # a phase, when it began, and on a GPU the event of that
@@ -255,7 +255,7 @@ class Worker:
         count = min(config.max_num_batched_tokens // length, config.max_num_seqs)
         self.pool, self.state = self.new_pool(1), self.new_state(count)
         blocks = [0] * -(-length // config.block_size)
-        new = [NewRow(slot, [0] * length, 0, blocks, 1.0, 0, 1.0, 0.0, 0) for slot in range(count)]
+        new = [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, temperature=1.0) for slot in range(count)]
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         self.run(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=new))
@@ -281,7 +281,8 @@ class Worker:
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         rows = ((0.0, 0, (2.0, 0.0, 0.0)), (1.0, 1, None))
         for temperature, num_logprobs, penalties in tqdm(rows, desc="Warming up", leave=False, disable=None):
-            row = NewRow(0, [0] * length, 0, blocks, temperature, 0, 1.0, 0.0, 0, num_logprobs, penalties=penalties)
+            row = NewRow(slot=0, token_ids=[0] * length, blocks=blocks, temperature=temperature,
+                         num_logprobs=num_logprobs, penalties=penalties)  # fmt: skip
             new = [dataclasses.replace(row, slot=slot) for slot in range(count)]
             begun = time.perf_counter()
             self.run(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()

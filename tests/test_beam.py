@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from beam import BeamSearch
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
-from scheduler import EngineOutput
+from plan import EngineOutput
 from test_model import shape
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token

@@ -22,7 +22,7 @@ import worker as worker_module
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
-from scheduler import StepPlan
+from plan import StepPlan
 from test_worker import SHAPE, row
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -138,7 +138,7 @@ def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, fo
 
 def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
     state = BatchState(2, 64, 4, 16, 1000, "cpu")
-    row = NewRow(0, [5, 6], 0, [0], 0.0, 0, 1.0, 0.0, 0)
+    row = NewRow(slot=0, token_ids=[5, 6], blocks=[0])
     state.enter(StepPlan(0, new=[row, dataclasses.replace(row, slot=1, num_logprobs=0)]))
     assert state.greedy.tolist() == [1, 0]
 

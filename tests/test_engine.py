@@ -22,7 +22,7 @@ from config import DEMO, EngineConfig
 from engine import LLM, EngineCore, SamplingParams
 from engine_process import EngineServer
 from outputs import Choices, Generation
-from scheduler import EngineOutput, NewRow, StepPlan
+from plan import EngineOutput, NewRow, StepPlan
 from wire import Add, Codec, read_frames, send_frame
 from worker import Worker
 
@@ -454,7 +454,7 @@ def logprob(llm):
 
     def total(prompt: str, answer: list[int]) -> float:
         ids = llm.tokenizer.encode(prompt) + answer
-        row = NewRow(0, ids, 0, list(range(-(-len(ids) // 64))), 0.0, 0, 1.0, 0.0, 0)
+        row = NewRow(slot=0, token_ids=ids, blocks=list(range(-(-len(ids) // 64))))
         worker.step(StepPlan(0, rows=[(0, len(ids))], new=[row]))
         logprobs = worker.model.logits(seen.pop()).double().log_softmax(-1)[-len(answer) - 1 : -1]
         return float(logprobs[torch.arange(len(answer)), answer].sum())

@@ -14,14 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import
     "config": set(),
-    "kv_cache": set(),
     "plan": set(),
-    "timeline": set(),
     "beam": set(),
-    "sequence": {"beam", "config", "timeline"},
-    "block_space": {"config", "kv_cache", "plan", "sequence"},
-    "decode_batch": {"sequence"},
-    "scheduler": {"beam", "block_space", "config", "decode_batch", "kv_cache", "plan", "sequence", "timeline"},
+    "sequence": {"beam", "config"},
+    "kv_cache": {"config", "plan", "sequence"},
+    "admission": {"config", "kv_cache", "plan", "sequence"},
+    "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "cpu": set(),
     "sanitizer": {"plan"},
     "kernels": set(),
@@ -33,22 +31,25 @@ MAY_IMPORT = {  # our own modules that each file may import
     "batch_state": {"config", "plan"},
     "compile_guard": set(),
     "worker": {
-        "batch_state", "compile_guard", "config", "cpu", "scheduler", "loader", "memory", "model", "parallel",
+        "batch_state", "compile_guard", "config", "cpu", "loader", "memory", "model", "parallel", "plan",
         "kernels", "reference", "sanitizer"},
     "ring": set(),
     "wire": {"config", "plan"},
-    "executor": {"config", "ring", "scheduler", "wire", "worker"},
+    "executor": {"config", "plan", "ring", "wire", "worker"},
     "tokenizer": set(),
     "bench_engine": {"config", "engine"},
-    "bench": {"bench_engine", "bench_kernels", "bench_process", "bench_serve", "config", "engine", "scheduler"},
-    "bench_process": {"config", "data_parallel", "engine", "ring", "scheduler"},
+    "bench": {
+        "bench_engine", "bench_kernels", "bench_process", "bench_serve", "config", "engine", "plan", "scheduler",
+        "sequence"},
+    "bench_process": {"config", "data_parallel", "engine", "plan", "ring", "scheduler", "sequence"},
     "bench_serve": {"config", "engine"},
     "bench_kernels": {"kernels", "reference"},
     "peers": set(),
-    "journal": {"config", "scheduler"},
-    "outputs": {"config", "scheduler", "tokenizer"},
+    "journal": {"config", "plan", "scheduler", "sequence"},
+    "outputs": {"config", "plan", "tokenizer"},
     "tracing": {"plan"},
-    "engine": {"client", "config", "scheduler", "executor", "journal", "outputs", "tokenizer", "tracing"},
+    "engine": {
+        "client", "config", "executor", "journal", "outputs", "plan", "scheduler", "sequence", "tokenizer", "tracing"},
     "child": set(),
     "engine_process": {"child", "config", "engine", "executor", "plan", "wire"},
     "coordinator": {"child", "wire"},
@@ -60,7 +61,7 @@ MAY_IMPORT = {  # our own modules that each file may import
         "api_process", "child", "client", "config", "coordinator", "data_parallel", "engine_process", "executor",
         "outputs", "protocol", "tokenizer", "worker"},
 }  # fmt: skip
-STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "decode_batch", "scheduler"}
+STDLIB_ONLY = {"config", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
 TORCH_FREE |= {"api_process", "child", "coordinator", "data_parallel", "server", "tokenizer", "tracing", "wire"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}

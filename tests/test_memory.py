@@ -31,7 +31,7 @@ from engine import EngineCore
 from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
 from model import FAMILIES, Transformer
 from parallel import Group
-from scheduler import NewRow, StepPlan
+from plan import NewRow, StepPlan
 from worker import Worker, print_plan
 
 ROOT = Path(__file__).parent.parent
@@ -171,7 +171,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     worker = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
     per_seq, plan = worker.blocks_per_seq(), worker.memory
     new = [
-        NewRow(i, [1] * count, 0, list(range(i * per_seq, (i + 1) * per_seq)), 0.0, 0, 1.0, 0.0, 0)
+        NewRow(slot=i, token_ids=[1] * count, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
         for i, count in enumerate(rows)
     ]
     before = tensors(worker, worker.state, worker.model, *worker.model.layers)
@@ -186,7 +186,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
 def test_products_of_our_own_have_room_for_their_parts(make):
     worker = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
-        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(0, [1] * 48, 0, [0, 1, 2], 0.0, 0, 1.0, 0.0, 0)]))
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(slot=0, token_ids=[1] * 48, blocks=[0, 1, 2])]))
     assert live.peak <= worker.memory.activations
 
 

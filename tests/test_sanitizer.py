@@ -16,12 +16,12 @@ import torch
 import reference
 import test_scheduler
 from batch_state import BatchState
-from block_space import BlockSpaceManager
 from config import EngineConfig
 from engine import EngineCore, SamplingParams
-from kv_cache import BlockManager
+from kv_cache import BlockManager, BlockSpaceManager
+from plan import StepPlan, StepResult
 from sanitizer import KVSanitizer, SanitizerError
-from scheduler import Scheduler, StepPlan, StepResult
+from scheduler import Scheduler
 from test_engine import FEW, GREEDY, STORY, tokens
 from test_scheduler import VOCAB, FakeWorker, prompt
 from test_worker import SHAPE

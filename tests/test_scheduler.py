@@ -19,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from beam import BeamSearch
 from config import EngineConfig, SamplingParams
-from scheduler import Logprobs, Request, Scheduler, SequenceGroup, Status, StepPlan, StepResult, derived_seed
+from plan import Logprobs, StepPlan, StepResult
+from scheduler import Scheduler
+from sequence import Request, SequenceGroup, Status, derived_seed
 
 VOCAB, EOS = 50, 7
 
@@ -428,7 +430,7 @@ def test_abort_in_each_state(state):
     engine.scheduler.check_integrity()
     assert "a" not in engine.scheduler.requests
     engine.run()
-    for pool in (engine.scheduler.blocks, engine.scheduler.host):
+    for pool in (engine.scheduler.blocks, engine.scheduler.space.host):
         assert pool.num_free == pool.num_blocks
 
 
@@ -445,7 +447,7 @@ def test_swapped_requests_give_the_same_tokens():
         assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
     for name, ids in prompts.items():
         assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
-    assert engine.scheduler.host.num_free == 64
+    assert engine.scheduler.space.host.num_free == 64
 
 
 def test_no_host_room_falls_back_to_recompute():
@@ -565,16 +567,65 @@ def test_classic_order_needs_a_budget_for_the_longest_prompt():
 
 
 def test_delay_factor_lets_prompts_gather():
-    engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
     engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
     engine.step()
-    engine.now = 1.0  # the prefill took a second
+    engine.now = 1.0
+    engine.land()  # the prefill took a second
     engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
     assert [count for _, count in engine.step().rows] == [1]
     engine.now = 2.9
     assert [count for _, count in engine.step().rows] == [1]
     engine.now = 3.1
     assert [count for _, count in engine.step().rows] == [5]
+
+
+def test_delay_factor_times_a_step_of_prompts_and_not_the_planning_beside_it():
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.now = 0.01  # the next plan is made at once, while the prompt is computed
+    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.now = 1.0
+    engine.land()
+    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
+    engine.now = 2.9
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [5]
+
+
+def test_delay_factor_counts_from_the_earliest_arrival():
+    """A stream of better-priority arrivals, each of them new, must not hold up the prompts for ever."""
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0,
+                    scheduling_policy="priority")  # fmt: skip
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.now = 1.0
+    engine.land()
+    engine.add("early", prompt(6, 2), priority=5, max_tokens=20, ignore_eos=True)
+    engine.now = 3.05
+    engine.add("urgent", prompt(7, 3), priority=0, max_tokens=20, ignore_eos=True)
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [7, 6]
+
+
+def test_classic_order_lets_a_better_priority_in_before_who_was_swapped():
+    engine = Engine(16, 64, 32, enable_chunked_prefill=False, max_num_batched_tokens=64, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    running = engine.add("running", prompt(20), priority=1, max_tokens=40, ignore_eos=True)
+    low = engine.add("low", prompt(20, 2), priority=9, max_tokens=30, ignore_eos=True)
+    while low.status is not Status.SWAPPED:
+        engine.step()
+    urgent = engine.add("urgent", prompt(4, 3), priority=0, max_tokens=2, ignore_eos=True)
+    later = engine.add("later", prompt(4, 4), priority=9, max_tokens=2, ignore_eos=True)
+    assert [count for _, count in engine.step().rows] == [4]
+    assert urgent.status is running.status is Status.RUNNING
+    while low.status is Status.SWAPPED:
+        assert later.status is Status.WAITING  # which is behind the one that was swapped
+        engine.step()
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(20, 2), 30, 64, ignore_eos=True)
 
 
 def test_unseeded_requests_draw_from_the_engines_seed():
@@ -594,7 +645,7 @@ def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
     tables = [row.blocks for row in entered.new]
     assert all(table[:3] == tables[0][:3] for table in tables) and len({table[3] for table in tables}) == 3
     assert len(entered.copies) == 3 and len({source for source, _ in entered.copies}) == 1
-    assert not engine.scheduler.trunks  # all have branched off
+    assert not engine.scheduler.admission.prompt_holders  # all have branched off
     engine.run()
     for index, tokens in engine.answers["a"].items():
         assert tokens == expected(prompt(14), 10, 64, ignore_eos=True, seed=sample_seed(index))
@@ -769,8 +820,12 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     assert [step for step, _ in looked] == [plan.step for plan in grown for _ in range(5)]
     assert all(plan.rows is plans[0].rows for plan in plans) and len(plans[0].rows) == 5
     seq = groups[2].seqs[0]
-    before, output = len(seq.known), seq.tokens[6:]  # asked for, they are all there
-    assert before < len(seq.known) == 6 + len(output)
+    assert seq.num_undelivered > 0 and seq.num_tokens == len(seq.delivered) + seq.num_undelivered
+    with pytest.raises(AssertionError):
+        seq.tokens  # noqa: B018 (it is to be refused: some have not been delivered)
+    engine.scheduler.decodes.deliver(seq)
+    output = seq.tokens[6:]
+    assert len(output) == seq.num_tokens - 6 and not seq.num_undelivered
     assert output == engine.outputs["2"] == expected(prompt(6, 2), 40, 64, ignore_eos=True)[: len(output)]
 
     engine.scheduler.abort("1")
@@ -912,7 +967,7 @@ def test_lookahead_slots_are_owned_ahead_of_the_tokens():
         engine.step()
         for group in engine.scheduler.running:
             seq = group.seqs[0]
-            assert len(seq.blocks) * 4 >= min(seq.num_computed, len(seq.tokens)) + 5
+            assert len(seq.blocks) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
     for i in range(4):
         assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)
     with pytest.raises(ValueError, match="17 KV blocks of 4; the whole pool has 16"):
@@ -1005,7 +1060,7 @@ def test_explain_tells_where_the_time_went():
 
 
 def test_explain_forgets_the_oldest(monkeypatch):
-    monkeypatch.setattr("scheduler.MAX_EXPLAINED", 2)
+    monkeypatch.setattr("scheduler.MAX_REPORTS", 2)
     engine = Engine()
     for i in range(3):
         engine.add(str(i), [1], max_tokens=1)
@@ -1103,7 +1158,7 @@ class Scenario:
                 continue
             for index, tokens in engine.answers[name].items():
                 assert tokens == expected(ids, max_tokens, self.limit, seed=sample_seed(index))
-        for pool in (engine.scheduler.blocks, engine.scheduler.host):
+        for pool in (engine.scheduler.blocks, engine.scheduler.space.host):
             assert pool.num_free == pool.num_blocks
 
 

@@ -21,7 +21,7 @@ import worker as worker_module
 from batch_state import StepShape, Writes
 from config import EngineConfig, ModelConfig
 from model import Transformer
-from scheduler import NewRow, StepPlan
+from plan import NewRow, StepPlan
 from worker import Worker, graph_sizes
 
 SHAPE = {
@@ -47,7 +47,8 @@ def make(tmp_path: Path):
 
 def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
     blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(slot, tokens, num_computed, blocks, temperature, 0, 1.0, 0.0, 7, num_logprobs)
+    return NewRow(slot=slot, token_ids=tokens, blocks=blocks, num_computed=num_computed, temperature=temperature,
+                  seed=7, num_logprobs=num_logprobs)  # fmt: skip
 
 
 def test_rows_that_ask_get_logprobs(make, monkeypatch):
