@@ -26,7 +26,8 @@ from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
-from scheduler import Request, Scheduler
+from scheduler import Scheduler
+from sequence import Request
 from tokenizer import Tokenizer
 from tracing import Trace
 

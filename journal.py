@@ -1,11 +1,11 @@
-"""What the scheduler was told and what it decided, in lines of JSON; and a replay that must decide the same.
+"""What came to the scheduler and what it decided, in lines of JSON; and a replay that must decide the same.
 
     python server.py --log-scheduler steps.jsonl        writes the journal
     python journal.py steps.jsonl                       makes every decision again, and stops where one differs
 
 A step has two lines, one for its plan and one for its result; the next plan may come between them.
-Because the scheduler is a function of what it is told, a journal from somebody else's machine is a test case. It holds
-the prompts' tokens: they decide what the prefix cache finds.
+The scheduler is a function of the events and results that come to it, so a journal from somebody else's machine is a
+test case. It holds the prompts' tokens, because they decide what the prefix cache finds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from config import EngineConfig, SamplingParams
-from scheduler import Logprobs, Request, Scheduler, StepPlan, StepResult
+from plan import Logprobs, StepPlan, StepResult
+from scheduler import Scheduler
+from sequence import Request
 
 
 class Journal:
@@ -40,7 +42,7 @@ class Journal:
         except OSError as error:
             raise ValueError(f"log_scheduler is {path!r}: {error.strerror}") from None
         weakref.finalize(self, self.file.close)
-        self.told: list[list[Any]] = []  # since the latest line
+        self.events: list[list[Any]] = []  # what came since the latest line, oldest first
         self.start = time.monotonic()
         self.now = 0.0
         self._write({"config": dataclasses.asdict(config), "sizes": sizes})
@@ -56,22 +58,25 @@ class Journal:
     def add(self, request: Request) -> None:
         """Note a request that was accepted."""
         params = dataclasses.asdict(request.params)
-        self.told.append(["add", self.now, request.request_id, request.prompt, params, request.salt, request.priority])
+        self.events.append(
+            ["add", self.now, request.request_id, request.prompt, params, request.salt, request.priority]
+        )
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Note a request that was given up, or one sample of it."""
-        self.told.append(["abort", self.now, request_id, index])
+        self.events.append(["abort", self.now, request_id, index])
 
     def reset_prefix_cache(self) -> None:
         """Note that all cached prefixes were forgotten."""
-        self.told.append(["reset_prefix_cache", self.now])
+        self.events.append(["reset_prefix_cache", self.now])
 
     def planned(self, plan: StepPlan, scheduler: Scheduler) -> None:
         """Note a plan: who runs with how many tokens, who was preempted, why the next in line did not come in."""
         self._note({"step": plan.step, **decisions(scheduler)})
 
     def landed(self, result: StepResult) -> None:
-        """Note what the oldest step in flight brought."""
+        """Note what the oldest step in flight brought; the clock goes on to now, for the scheduler to time the step."""
+        self.tick()
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
         news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
         self._note({"landed": result.step} | news)
@@ -81,9 +86,9 @@ class Journal:
         self._note({"start_over": [lost, refused]})
 
     def _note(self, line: dict[str, Any]) -> None:
-        """Write a line, with what the scheduler was told before it."""
-        self._write({"told": self.told, "now": self.now} | line)
-        self.told = []
+        """Write a line, with the events before it."""
+        self._write({"events": self.events, "now": self.now} | line)
+        self.events = []
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -96,9 +101,9 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     plan = flight.plan
     return {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
-        "preempted": [list(entry) for entry in scheduler.preempted],
+        "preempted": [list(entry) for entry in scheduler.admission.preempted],
         "moves": [len(plan.swap_out), len(plan.swap_in), len(plan.copies)],
-        "held_up": list(scheduler.held_up),
+        "held_up": list(scheduler.admission.held_up),
         "waiting": len(scheduler.waiting),
         "swapped": len(scheduler.swapped),
         "free_blocks": scheduler.blocks.num_free,
@@ -119,8 +124,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
         raise ValueError(f"this is no journal: {error!r}") from None
     for text in lines[1:]:
         line = json.loads(text)
-        for kind, now, *rest in line["told"]:  # noqa: B007 (the scheduler's clock reads `now`)
-            tell(scheduler, kind, rest)
+        for kind, now, *rest in line["events"]:  # noqa: B007 (the scheduler's clock reads `now`)
+            apply_event(scheduler, kind, rest)
         now = line["now"]
         if "step" in line:
             scheduler.schedule()
@@ -136,8 +141,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
     return scheduler
 
 
-def tell(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
-    """Tell the scheduler what it was told then."""
+def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
+    """Give the scheduler a request again, take one back, or let it forget its cached prefixes."""
     if kind == "add":
         request_id, prompt, params, salt, priority = rest
         scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))

@@ -13,19 +13,19 @@ from typing import Any
 from config import SamplingParams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class NewRow:
     """A sequence that enters a slot of the workers' batch state."""
 
     slot: int
     token_ids: list[int]  # all it has: the prompt, and after a preemption its output so far
-    num_computed: int  # how many of them are in the cache already
     blocks: list[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
+    num_computed: int = 0  # how many of the tokens are in the cache already
+    temperature: float = 0.0  # 0: the likeliest token
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
     name: str = ""  # of the request and sample, for the KV sanitizer
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing

@@ -8,22 +8,31 @@ Samples are groups of their own, because nothing binds them together but their p
 permits, and no request needs room for all its samples at once. Beams are one group, because the best continuations are
 chosen among all of them: they run in the same step or not at all, and so two searches that are half let in cannot block
 each other.
+
+`GroupQueue` holds the groups that do not run, `DecodeBatch` the sequences that do nothing but decode, and `Timeline`
+remembers where a group's time went.
 """
 
 from __future__ import annotations
 
 import enum
 import hashlib
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import compress
 from typing import Any
 
 from beam import BeamSearch
 from config import SamplingParams
-from timeline import Timeline, WaitClock
 
 Key = tuple[int, int, int]
+
+MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k tokens in steps of 2,048
+MAX_IN_FLIGHT = 4  # steps that may be without a result at the same time; the engine has two
 
 
 class Status(enum.Enum):
@@ -36,37 +45,25 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
-class Pace:
-    """A count of steps, shared by the sequences that compute a token in each of them: see `DecodeBatch`."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def settle(self, seq: Sequence) -> None:
-        """Give `seq` the tokens that it has sampled and not yet been given."""
-
-
-STILL = Pace()  # of all others
-
-
 class Sequence:
     """Tokens; `num_computed` of them have their keys and values in `blocks`, or will have when the latest plan has run.
 
     Args:
-        group: that it is of.
+        group: the group that it is part of.
         tokens: the prompt, and for a new beam its output so far.
     """
 
     __slots__ = (
-        "behind", "blocks", "due", "group", "hashes", "host_blocks", "known", "logprob", "lost", "num_published",
-        "pace", "place", "slot", "stale", "unsettled",
+        "batch", "blocks", "computed_before", "delivered", "due", "group", "hashes", "host_blocks", "logprob", "lost",
+        "next_delivery", "num_published", "place", "slot", "stale",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
         self.group = group
-        self.known = list(tokens)  # see `tokens`
-        self.pace, self.behind = STILL, 0  # `num_computed` is the pace's steps less these
-        self.place = self.due = self.unsettled = 0  # for the `DecodeBatch` that it may be of
+        self.delivered = list(tokens)  # see `tokens`
+        self.batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
+        self.place = self.due = self.next_delivery = 0
+        self.computed_before = 0  # `num_computed`, but for the steps of `batch`
         self.num_published = 0  # blocks offered to the prefix cache
         self.hashes: list[bytes] = []
         self.blocks: list[int] = []  # -1 for those that a sliding window has passed
@@ -78,32 +75,38 @@ class Sequence:
 
     @property
     def tokens(self) -> list[int]:
-        """Its prompt, and its output so far."""
-        self.pace.settle(self)
-        return self.known
+        """Its prompt and its output so far. Where it is in a batch, `DecodeBatch.deliver` must have come first."""
+        assert not self.num_undelivered
+        return self.delivered
 
     @tokens.setter
     def tokens(self, tokens: list[int]) -> None:
-        self.known = tokens
+        self.delivered = tokens
+
+    @property
+    def num_undelivered(self) -> int:
+        """Tokens that steps have brought it and that its batch still keeps."""
+        return 0 if self.batch is None else max(0, self.batch.latest + 1 - self.next_delivery)
+
+    @property
+    def num_tokens(self) -> int:
+        """The length of its prompt and its output so far, delivered or not."""
+        return len(self.delivered) + self.num_undelivered
 
     @property
     def num_computed(self) -> int:
         """Tokens computed once the latest plan has run."""
-        return self.pace.steps - self.behind
+        return self.computed_before + (0 if self.batch is None else self.batch.steps)
 
     @num_computed.setter
     def num_computed(self, count: int) -> None:
-        self.behind = self.pace.steps - count
+        assert self.batch is None, "a sequence in a batch computes a token in each step of the batch"
+        self.computed_before = count
 
     @property
     def num_known(self) -> int:
         """Its tokens, and those that steps in flight are about to sample: one after all that is computed."""
-        return max(len(self.known), self.num_computed + 1)
-
-    def follow(self, pace: Pace) -> None:
-        """From now on `num_computed` goes along with `pace`."""
-        self.behind += pace.steps - self.pace.steps
-        self.pace = pace
+        return max(len(self.delivered), self.num_computed + 1)
 
 
 class SequenceGroup:
@@ -141,16 +144,26 @@ class SequenceGroup:
         """For logs: the request's id, and which sample."""
         return f"{self.request.request_id}#{self.index}" if self.index else self.request.request_id
 
-    def tell(self) -> dict[str, Any]:
+    def forget_computed(self) -> None:
+        """All its tokens must be computed again: those of the first beam, off which the others branch again."""
+        first, *others = [*self.seqs, *(child for child, _, _ in self.births)]
+        for seq in (first, *others):
+            seq.lost, seq.num_computed = seq.num_computed, 0
+        self.seqs, self.births = [first], []
+        for seq in others:
+            shared = next(i for i, (a, b) in enumerate(zip(first.tokens, seq.tokens, strict=True)) if a != b)
+            self.births.append((seq, first, shared))
+
+    def report(self) -> dict[str, Any]:
         """What became of it, in JSON's types."""
-        output = self.seqs[0].tokens[self.request.num_prompt :]
+        count = self.seqs[0].num_tokens - self.request.num_prompt
         if self.beams and self.beams.answers and self.status is Status.FINISHED:
-            output = self.beams.answers[0].tokens
+            count = len(self.beams.answers[0].tokens)
         return {
             "index": self.index,
             "state": self.status.name.lower(),
             "finish_reason": self.finish_reason,
-            "output_tokens": len(output),
+            "output_tokens": count,
             "preemptions": self.num_preemptions,
             "stays": [dict(stay) for stay in self.timeline.stays],
         }
@@ -168,8 +181,8 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "arrival", "groups", "held", "leader", "num_cached", "num_prompt", "params", "priority", "prompt",
-        "request_id", "salt", "stop_ids", "told", "trunk",
+        "admitted", "arrival", "finished_reports", "groups", "held", "leader", "num_cached", "num_prompt", "params",
+        "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -190,13 +203,14 @@ class Request:
         self.groups: list[SequenceGroup] = []  # that have not finished
         self.held: list[SequenceGroup] = []  # of these, the ones that wait for the leader
         self.leader: SequenceGroup | None = None  # computes the prompt for all
-        self.trunk: list[int] = []  # the prompt's blocks, referred to as long as samples have yet to branch off
-        self.told: list[dict[str, Any]] = []  # of groups that have finished, for `explain`
+        self.prompt_blocks: list[int] = []  # referred to as long as samples have yet to branch off the prompt
+        self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
 
-    def story(self, now: float) -> dict[str, Any]:
+    def report(self, now: float) -> dict[str, Any]:
         """Where its time went until `now`, in JSON's types and seconds; its answers in order of their index."""
         for group in self.groups:
             group.timeline.leave(now)
+        answers = [*self.finished_reports, *(group.report() for group in self.groups)]
         return {
             "request_id": self.request_id,
             "priority": self.priority,
@@ -204,12 +218,12 @@ class Request:
             "cached_tokens": self.num_cached,
             "finished": not self.groups,
             "seconds": now - self.arrival,
-            "answers": sorted([*self.told, *(group.tell() for group in self.groups)], key=lambda told: told["index"]),
+            "answers": sorted(answers, key=lambda answer: answer["index"]),
         }
 
 
 class GroupQueue:
-    """Groups of one status, first to go first. O(log n) to push and pop; who was aborted is skipped when met."""
+    """Groups of one status, first to go first. O(log n) to push and pop; an aborted group is skipped when met."""
 
     def __init__(self, status: Status):
         self.status = status
@@ -246,6 +260,200 @@ class GroupQueue:
         """Take `group` out for good."""
         group.status = Status.FINISHED
         self.size -= 1
+
+
+@dataclass(slots=True)
+class DecodeRows:
+    """What a step says of its decodes, one entry each; a list that was handed out is not changed any more."""
+
+    seqs: list[Sequence] = field(default_factory=list)
+    rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, 1), for the plan
+    names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index of the answer), for the clients
+    departures: int = 0  # that there had been when it was handed out
+
+    def lists(self) -> tuple[list, ...]:
+        """All of them."""
+        return self.seqs, self.rows, self.names
+
+
+class DecodeBatch:
+    """The sequences that decode: one token in each step, planned without a look at each of them.
+
+    From one decode step to the next little changes: some sequences need another block, and some are about to end. When
+    that will be is known as soon as a sequence joins, for it computes one token a step. So there is a calendar of who
+    needs a look, and the others cost a step nothing. They share one count of steps, from which their `num_computed`
+    follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
+    step brings are kept as it brought them, until a sequence's are delivered.
+
+    Sequences that compute prompts, beams, and those whose log-probabilities rank answers are not among them. To join
+    and to leave take the time of one sequence.
+
+    Args:
+        width: sequences that it has at most.
+        block_size: tokens of a KV block.
+        num_lookahead_slots: slots that a sequence owns ahead of its tokens.
+        window: where a sequence needs a look whenever a window of so many tokens has passed a block; 0: there is none.
+    """
+
+    def __init__(self, width: int, block_size: int, num_lookahead_slots: int, window: int):
+        self.width, self.block_size, self.ahead, self.window = width, block_size, num_lookahead_slots, window
+        self.steps = 0  # that it has run
+        self.current, self.shared = DecodeRows(), False  # whether they were handed out
+        self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
+        # The token that a step brought to each place, for the latest steps: each sequence's tokens are delivered at
+        # least once a block.
+        self.num_kept = block_size + MAX_IN_FLIGHT
+        self.kept = array("i", bytes(4 * width * self.num_kept))
+        self.latest = 0  # step whose tokens are there
+
+    def __len__(self) -> int:
+        return len(self.current.seqs)
+
+    def join(self, seq: Sequence) -> None:
+        """`seq` computes a token in every step from the next one on."""
+        seq.computed_before -= self.steps
+        seq.batch, seq.place, seq.next_delivery = self, len(self), self.steps + 1
+        name = (seq.group.request.request_id, seq.group.index)
+        for column, entry in zip(self._own(), (seq, (seq.slot, 1), name), strict=True):
+            column.append(entry)
+        self.expect(seq)
+
+    def leave(self, seq: Sequence) -> None:
+        """`seq` computes one no more, but for the steps already planned; the last of the batch takes its place."""
+        self.calendar.get(seq.due, {}).pop(seq, None)
+        for moved in (seq, self.current.seqs[-1]):  # what was brought to their places so far is theirs
+            self.deliver(moved)
+        seq.computed_before += self.steps
+        seq.batch = None
+        for column in self._own():
+            last = column.pop()
+            if seq.place < len(column):
+                column[seq.place] = last
+        if seq.place < len(self):
+            self.current.seqs[seq.place].place = seq.place
+        self.current.departures += 1
+
+    def _own(self) -> tuple[list, ...]:
+        """The current lists, to be changed: copies, if they were handed out."""
+        if self.shared:
+            c, self.shared = self.current, False
+            self.current = DecodeRows(c.seqs.copy(), c.rows.copy(), c.names.copy(), c.departures)
+        return self.current.lists()
+
+    def expect(self, seq: Sequence) -> None:
+        """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
+        self.deliver(seq)  # before `kept` comes round
+        computed = seq.num_computed
+        steps = min(len(seq.blocks) * self.block_size - self.ahead - computed, seq.group.limit - 2 - computed)
+        if self.window:
+            steps = min(steps, (self.window - computed - 1) % self.block_size + 1)
+        seq.due = self.steps + 1 + steps
+        self.calendar[seq.due][seq] = None
+
+    def pop_due(self) -> list[Sequence]:
+        """Those that need a look in the step that is being planned, and are to be expected again after that."""
+        return list(self.calendar.pop(self.steps + 1, ()))
+
+    def run(self) -> DecodeRows:
+        """All of them compute a token in the step that is being planned."""
+        self.steps += 1
+        self.shared = True
+        return self.current
+
+    def land(self, step: int, ran: DecodeRows, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
+        """Take what a step has brought to the decodes that it ran; returns the names and tokens of those who live.
+
+        Steps land in order. A sequence that has left the batch meanwhile may still run, for its last token.
+        """
+        names = ran.names
+        if ran.departures == self.current.departures:  # each has the place that it had
+            at = step % self.num_kept * self.width
+            self.kept[at : at + len(token_ids)] = array("i", token_ids)
+        else:
+            live = [seq.slot >= 0 for seq in ran.seqs]
+            names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
+            for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
+                self.deliver(seq)
+                seq.tokens.append(token)
+                seq.next_delivery = step + 1
+        self.latest = step
+        return names, token_ids
+
+    def deliver(self, seq: Sequence) -> None:
+        """Give `seq` the tokens that steps have brought it, if it is in this batch."""
+        if count := seq.num_undelivered:
+            assert count <= self.num_kept
+            tokens, first = self.kept[seq.place :: self.width], seq.next_delivery % self.num_kept
+            seq.delivered += (tokens + tokens)[first : first + count]
+            seq.next_delivery = self.latest + 1
+
+
+class WaitClock:
+    """Seconds that the queues stood still, by reason.
+
+    The scheduler does not look at all who wait in every step, so that a step costs the same however many do. Yet each
+    of them can be told what it waited for, because what holds up the first in line holds up everybody behind it: this
+    clock adds up the seconds that the line stood still for each reason, and a group that waits only remembers the sums
+    of when it began.
+
+    The reasons: `step` (just that the step in progress must end first), `slots` (`max_num_seqs` sequences run),
+    `tokens` (the step's budget is spent), `blocks` (the KV pool is full, or kept free for the growth of those that
+    run), `delay` (`scheduler_delay_factor`) and `order` (in the classic order, others had to run first).
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, float] = {}
+        self.reason, self.since = "step", 0.0
+
+    def advance(self, now: float, reason: str) -> None:
+        """From `now` on the line stands still for `reason`."""
+        self.sums[self.reason] = self.sums.get(self.reason, 0.0) + now - self.since
+        self.reason, self.since = reason, now
+
+    def read(self, now: float) -> dict[str, float]:
+        """The sums as they are at `now`."""
+        return self.sums | {self.reason: self.sums.get(self.reason, 0.0) + now - self.since}
+
+
+class Timeline:
+    """The stays of a sequence group, one after the other: held, waiting, running, swapped. `/explain` shows them.
+
+    One ends when the next begins, so their seconds add up to all the time that the group has spent in the engine.
+    """
+
+    __slots__ = ("begun", "clock", "stays", "sums")
+
+    def __init__(self, clock: WaitClock):
+        self.clock = clock
+        self.begun = 0.0  # the latest stay
+        self.sums: dict[str, float] | None = None  # the clock's, at that time
+        self.stays: list[dict[str, Any]] = []
+
+    def enter(self, state: str, now: float, waits: bool = False, **facts: Any) -> None:
+        """The group is in `state` from `now` on; if it `waits`, the stay says what for."""
+        self.leave(now)
+        self.begun, self.sums = now, self.clock.read(now) if waits else None
+        self.stays.append({"state": state} | facts)
+
+    def leave(self, now: float) -> None:
+        """The latest stay ends, or has lasted until now."""
+        if self.stays:
+            self.stays[-1]["seconds"] = now - self.begun
+            if self.sums is not None:
+                waited = {reason: total - self.sums.get(reason, 0.0) for reason, total in self.clock.read(now).items()}
+                self.stays[-1]["waited_for"] = {reason: seconds for reason, seconds in waited.items() if seconds > 0}
+
+    def note(self, **facts: Any) -> None:
+        """Something more about the latest stay."""
+        self.stays[-1] |= facts
+
+    def chunk(self, tokens: int) -> None:
+        """A step computes this many tokens at once: of the prompt, or of what must be computed again."""
+        stay = self.stays[-1]
+        if len(chunks := stay.setdefault("chunks", [])) < MAX_CHUNKS:
+            chunks.append(tokens)
+        else:
+            stay["further_chunks"] = stay.get("further_chunks", 0) + 1
 
 
 def derived_seed(seed: int, name: str) -> int:

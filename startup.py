@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -353,11 +353,7 @@ class Startup:
 
 def prompts(count: int, length: int, blocks: list[int], **fields: Any) -> list[NewRow]:
     """Rows for `count` slots, each of them `length` times token 0."""
-    row = NewRow(
-        slot=0, token_ids=[0] * length, num_computed=0, blocks=blocks, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
-        seed=0,
-    )  # fmt: skip
-    return [replace(row, slot=slot, **fields) for slot in range(count)]
+    return [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, **fields) for slot in range(count)]
 
 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -76,7 +76,7 @@ def scheduler_figures(repeats: int = 300) -> Figures:
             plan = scheduler.schedule()
             middle = time.perf_counter()
             seqs = scheduler.in_flight[-1].seqs
-            tokens = [5 if seq.num_computed == len(seq.tokens) else -1 for seq in seqs]
+            tokens = [5 if seq.num_computed == seq.num_tokens else -1 for seq in seqs]
             again = time.perf_counter()
             scheduler.update(plan, StepResult(plan.step, tokens))
             if [count for _, count in plan.rows] == [1] * running:

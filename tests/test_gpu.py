@@ -20,7 +20,7 @@ from engine import LLM, SamplingParams
 from loader import load_weights
 from model import Transformer
 from parallel import Group
-from scheduler import NewRow, StepPlan
+from plan import NewRow, StepPlan
 from startup import Startup, start_worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -84,7 +84,8 @@ def test_cuda_gives_the_cpus_logprobs():
     for device in ("cpu", "cuda"):
         config = EngineConfig(dtype="float32", device=device, num_gpu_blocks_override=64, swap_space=0.1)
         worker = start_worker(config, ModelConfig.from_folder(DEMO))
-        new = [NewRow(i, [5 + i, 80, 300], 0, [i], 0.0, 0, 1.0, 0.0, 0, k) for i, k in enumerate((0, -1, 7, 2))]
+        new = [NewRow(slot=i, token_ids=[5 + i, 80, 300], blocks=[i], num_logprobs=k)
+               for i, k in enumerate((0, -1, 7, 2))]  # fmt: skip
         found.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(4)], new=new)))
     (cpu, cuda), facts = found, worker.facts()
     assert cpu.token_ids == cuda.token_ids and list(cpu.logprobs) == list(cuda.logprobs) == [0, 2, 3]

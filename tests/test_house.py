@@ -14,14 +14,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import
     "config": set(),
-    "kv_cache": set(),
-    "plan": {"config"},
-    "timeline": set(),
+    "plan": set(),
     "beam": set(),
-    "sequence": {"beam", "config", "timeline"},
-    "block_space": {"config", "kv_cache", "plan", "sequence"},
-    "decode_batch": {"sequence"},
-    "scheduler": {"beam", "block_space", "config", "decode_batch", "kv_cache", "plan", "sequence", "timeline"},
+    "sequence": {"beam", "config"},
+    "kv_cache": {"config", "plan", "sequence"},
+    "admission": {"config", "kv_cache", "plan", "sequence"},
+    "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "cpu": set(),
     "sanitizer": {"plan"},
     "kernels": set(),
@@ -33,7 +31,7 @@ MAY_IMPORT = {  # our own modules that each file may import
     "batch_state": {"config", "plan"},
     "compile_guard": set(),
     "worker": {
-        "batch_state", "compile_guard", "config", "cpu", "scheduler", "loader", "memory", "model", "parallel",
+        "batch_state", "compile_guard", "config", "cpu", "loader", "memory", "model", "parallel", "plan",
         "kernels", "reference", "sanitizer"},
     "ring": {"plan"},
     "executor": {"config", "plan", "ring", "worker"},
@@ -52,7 +50,7 @@ MAY_IMPORT = {  # our own modules that each file may import
         "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
         "tokenizer", "worker"},
 }  # fmt: skip
-STDLIB_ONLY = {"config", "kv_cache", "plan", "timeline", "beam", "sequence", "block_space", "decode_batch", "scheduler"}
+STDLIB_ONLY = {"config", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
 TORCH_FREE |= {"data_parallel", "processes", "replies", "server", "tokenizer", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from engine import SamplingParams
+from fake_worker import EOS, VOCAB, Engine, prompt
 from journal import Journal, replay
-from test_scheduler import EOS, VOCAB, Engine, prompt
 
 
 def record(path: Path, depth: int = 1, **fields) -> list[str]:

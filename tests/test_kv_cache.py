@@ -1,4 +1,4 @@
-"""The block manager alone: who owns what, what is found again, what is reused first."""
+"""Blocks: who owns what, what is found again and what is reused first; then the block tables of running sequences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import random
 
 import pytest
 
+from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from kv_cache import AllocStatus, BlockManager, chain
+from sequence import Status
 
 
 def test_blocks_for_rounds_up():
@@ -127,3 +129,207 @@ def test_random_traffic_keeps_the_books():
                 table = table + fresh
             tables.append(table)
         manager.check_integrity(tables)
+
+
+# --- the tables of sequences, by way of the scheduler -----------------------------------------------------------------
+
+
+def test_fully_cached_prompt_computes_its_last_token_only():
+    engine = Engine()
+    engine.add("first", prompt(16), max_tokens=3, ignore_eos=True)
+    engine.run()
+    request = engine.add("again", prompt(16), max_tokens=3, ignore_eos=True)
+    plan = engine.step()
+    assert request.request.num_cached == 15 and [count for _, count in plan.rows] == [1]
+    assert not plan.copies  # nobody else reads the block
+    engine.run()
+    assert engine.outputs["again"] == engine.outputs["first"]
+
+
+def test_fully_cached_prompt_in_use_copies_its_last_block():
+    engine = Engine()
+    engine.add("first", prompt(16), max_tokens=30, ignore_eos=True)
+    engine.step()
+    engine.add("again", prompt(16), max_tokens=30, ignore_eos=True)
+    plan = engine.step()
+    assert len(plan.copies) == 1
+    engine.run()
+    assert engine.outputs["again"] == engine.outputs["first"] == expected(prompt(16), 30, 64, ignore_eos=True)
+
+
+def test_stale_hash_after_reuse_is_not_found():
+    engine = Engine(num_blocks=8, max_model_len=32)
+    engine.add("first", prompt(16), max_tokens=2, ignore_eos=True)
+    engine.run()
+    engine.add("other", prompt(28, 9), max_tokens=2, ignore_eos=True)  # takes seven of the eight blocks
+    engine.run()
+    again = engine.add("again", prompt(16), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert again.request.num_cached < 15
+    assert engine.outputs["again"] == engine.outputs["first"]
+
+
+def test_prefixes_are_not_shared_across_salts():
+    engine = Engine()
+    engine.add("first", prompt(16), salt="one", max_tokens=2)
+    engine.run()
+    assert engine.add("second", prompt(16), salt="two", max_tokens=2).request.num_cached == 0
+    engine.run()
+    assert engine.scheduler.metrics()["prefix_cache_hits_total"] == 0
+
+
+def test_prefix_caching_can_be_off():
+    engine = Engine(enable_prefix_caching=False)
+    for name in ("first", "again"):
+        engine.add(name, prompt(16), max_tokens=3)
+        engine.run()
+    assert engine.scheduler.metrics()["prefix_cache_hits_total"] == 0
+    assert engine.outputs["first"] == engine.outputs["again"]
+
+
+def test_prefix_hit_after_preemption():
+    """What a preempted request had computed is found again if nobody overwrote it."""
+    engine = Engine(num_blocks=12, max_model_len=40)
+    first = engine.add("first", prompt(16), max_tokens=20, ignore_eos=True)
+    second = engine.add("second", prompt(15, 3), max_tokens=20, ignore_eos=True)
+    hits = []
+    while engine.scheduler.has_work():
+        plan = engine.step()
+        hits += [row.num_computed for row in plan.new]
+    assert first.num_preemptions + second.num_preemptions > 0 and max(hits) > 0
+    assert engine.outputs["second"] == expected(prompt(15, 3), 20, 40, ignore_eos=True)
+
+
+def test_prefixes_come_back_from_host_memory():
+    """What the device overwrites is kept by the host, and fetched when it is asked for again."""
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=16, preemption_mode="recompute")
+    for name, start in (("first", 1), ("other", 9), ("more", 17)):
+        engine.add(name, prompt(28, start), max_tokens=2, ignore_eos=True)
+        engine.run()
+    again = engine.add("again", prompt(28), max_tokens=2, ignore_eos=True)
+    plan = engine.step()
+    assert again.request.num_cached == 27 and len(plan.swap_in) > 3
+    engine.run()
+    assert engine.outputs["again"] == engine.outputs["first"]
+    assert engine.scheduler.metrics()["host_cache_hits_total"] > 0
+    engine.scheduler.reset_prefix_cache()
+    assert engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True).request.num_cached == 0
+    engine.run()
+
+
+def test_swapped_blocks_can_be_found_by_others():
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=16, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("urgent", prompt(24, 9), priority=0, max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.swapped
+    twin = engine.add("twin", prompt(20), priority=0, max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert twin.request.num_cached == 19
+    assert engine.outputs["twin"] == expected(prompt(20), 2, 32, ignore_eos=True)
+    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
+
+
+@pytest.mark.parametrize("fields", [{}, {"preemption_mode": "swap"}, {"max_num_batched_tokens": 8}], ids=str)
+def test_blocks_that_a_window_has_passed_are_given_back(fields):
+    engine = Engine(num_blocks=22, max_model_len=80, num_host_blocks=30, window=9, **fields)
+    groups = [engine.add(str(i), prompt(20, i), n=1 + i % 2, max_tokens=50, ignore_eos=True) for i in range(8)]
+    for _ in range(12):
+        engine.step()
+    for group in engine.scheduler.running:
+        seq = group.seqs[0]
+        assert sum(block >= 0 for block in seq.blocks) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
+    engine.run()
+    assert any(group.num_preemptions for group in groups)
+    for i in range(8):
+        for index, tokens in engine.answers[str(i)].items():
+            assert tokens == expected(prompt(20, i), 50, 80, ignore_eos=True, seed=sample_seed(index))
+    assert engine.scheduler.blocks.num_free == 22
+
+
+@pytest.mark.parametrize(
+    ("mode", "window", "steps"),
+    [("recompute", 4, 9), ("swap", 5, 6)],
+    ids=["who branches off further back than the window sees", "who has just been swapped in"],
+)
+def test_a_window_passes_no_block_that_the_same_plan_moves(mode, window, steps):
+    """Two searches come back together: else what one gives back at once is where the other's blocks are moved to."""
+    engine = Engine(
+        15, 30, 30, window, max_num_seqs=4, max_num_batched_tokens=40, enable_prefix_caching=False,
+        preemption_mode=mode, scheduling_policy="priority",
+    )  # fmt: skip
+    for name in "ab":
+        engine.add(name, prompt(4, 2), priority=1, max_tokens=18, use_beam_search=True, n=2)
+    for _ in range(steps):
+        engine.step()
+    engine.add("c", prompt(3, 3), max_tokens=1, use_beam_search=True, n=4)
+    engine.run()
+    assert engine.scheduler.counters["num_preemptions_total"] == 2
+    for name in "ab":
+        assert list(engine.answers[name].values()) == expected_beams(prompt(4, 2), 18, 30, 2, 2)
+
+
+def test_lookahead_slots_are_owned_ahead_of_the_tokens():
+    engine = Engine(num_blocks=16, max_model_len=40, num_lookahead_slots=5)
+    for i in range(4):
+        engine.add(str(i), prompt(6, i), max_tokens=20, ignore_eos=True)
+    while engine.scheduler.has_work():
+        engine.step()
+        for group in engine.scheduler.running:
+            seq = group.seqs[0]
+            assert len(seq.blocks) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
+    for i in range(4):
+        assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)
+    with pytest.raises(ValueError, match="17 KV blocks of 4; the whole pool has 16"):
+        Engine(num_blocks=16, num_lookahead_slots=5).add("a", prompt(4), max_tokens=60)
+
+
+def test_pool_exactly_full():
+    """Three requests that take every block, to the last slot."""
+    engine = Engine(num_blocks=12, max_model_len=17)
+    for i in range(3):
+        engine.add(str(i), prompt(8, i), max_tokens=9, ignore_eos=True)  # 17 tokens, the last is never computed
+    full = 0
+    while engine.scheduler.has_work():
+        engine.step()
+        full += engine.scheduler.blocks.num_free == 0
+    assert full > 0 and engine.scheduler.counters["num_preemptions_total"] == 0
+    for i in range(3):
+        assert engine.outputs[str(i)] == expected(prompt(8, i), 9, 17, ignore_eos=True)
+
+
+def test_preempted_while_its_swap_in_is_pending():
+    """A block that one step swaps in is swapped out by the next, before anything else ran on it."""
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.step()
+    for i in range(4):
+        engine.add(str(i), prompt(20, i), priority=0, max_tokens=2, ignore_eos=True)
+        while low.status is not Status.SWAPPED:
+            engine.step()
+        while low.status is Status.SWAPPED:
+            engine.step()
+    engine.run()
+    assert low.num_preemptions == 4
+    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)
+
+
+def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
+    """Plans run one after the other; what the first one wrote is not taken for a cached prefix."""
+    engine = Engine(num_blocks=8, max_model_len=32)
+    engine.add("a", prompt(16), max_tokens=5, ignore_eos=True)
+    plan = engine.scheduler.schedule()
+    engine.scheduler.abort("a")
+    assert engine.scheduler.blocks.num_free == 8
+    again = engine.add("again", prompt(16), max_tokens=5, ignore_eos=True)
+    overlapping = engine.scheduler.schedule()  # made while the first step still runs
+    assert again.request.num_cached == 0
+    assert not [*engine.scheduler.update(plan, engine.worker.step(plan))]
+    engine.scheduler.update(overlapping, engine.worker.step(overlapping))
+    engine.run()
+    assert len(engine.outputs["again"]) == 4  # but for the first, which was not asked for here

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,13 +121,6 @@ def make(folder, monkeypatch):
     kernels._decode_programs.cache_clear()
 
 
-def new_row(slot: int, tokens: int, blocks: Iterable[int]) -> NewRow:
-    return NewRow(
-        slot=slot, token_ids=[1] * tokens, num_computed=0, blocks=list(blocks), temperature=0.0, top_k=0, top_p=1.0,
-        min_p=0.0, seed=0,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"attention_bias": True, "tie_word_embeddings": True}], ids=["", "biases, tied"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -174,7 +166,10 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """No more, and in these shapes, where small things count as they do not in a real one, at least two thirds."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
     per_seq, plan, worker = made.blocks_per_seq(), made.memory, made.worker
-    new = [new_row(i, count, range(i * per_seq, (i + 1) * per_seq)) for i, count in enumerate(rows)]
+    new = [
+        NewRow(slot=i, token_ids=[1] * count, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
+        for i, count in enumerate(rows)
+    ]
     before = tensors(worker, worker.state, worker.model, *worker.model.layers)
     with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are still there
         for step in range(2):
@@ -189,7 +184,7 @@ def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     worker = made.worker
     with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
-        worker.step(StepPlan(0, rows=[(0, 48)], new=[new_row(0, 48, [0, 1, 2])]))
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(slot=0, token_ids=[1] * 48, blocks=[0, 1, 2])]))
     assert live.peak <= made.memory.activations
 
 

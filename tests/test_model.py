@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from config import EngineConfig, ModelConfig
 from model import rope_table
-from scheduler import NewRow, StepPlan
+from plan import NewRow, StepPlan
 from startup import start_worker
 from worker import Worker
 
@@ -109,7 +109,7 @@ def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     prompts = case["prompts"]
     per_seq = worker.blocks_per_seq()
-    new = [NewRow(i, p, 0, list(range(i * per_seq, (i + 1) * per_seq)), 0.0, 0, 1.0, 0.0, 0)
+    new = [NewRow(slot=i, token_ids=p, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
            for i, p in enumerate(prompts)]  # fmt: skip
     result = worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new))
     logits = worker.model.logits(seen[0]).split([len(p) for p in prompts])
@@ -241,6 +241,6 @@ def test_dummy_weights_need_no_checkpoint(model_folder):
     tokens = []
     for _ in range(2):
         worker = make_worker(model_folder, load_format="dummy")
-        row = NewRow(0, [1, 2, 3], 0, [0], 0.0, 0, 1.0, 0.0, 0)
+        row = NewRow(slot=0, token_ids=[1, 2, 3], blocks=[0])
         tokens += worker.step(StepPlan(0, rows=[(0, 3)], new=[row])).token_ids
     assert tokens[0] == tokens[1]

@@ -17,7 +17,7 @@ from config import EngineConfig, ModelConfig
 from loader import fill_dummy, load_weights
 from model import FAMILIES, Transformer
 from parallel import Group
-from scheduler import NewRow, StepPlan
+from plan import NewRow, StepPlan
 from startup import start_worker
 from worker import Worker
 
@@ -77,8 +77,8 @@ def answers(worker: Worker) -> dict:
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     vocab = worker.model_config.vocab_size
-    new = [NewRow(slot, [(3 * i * i + slot) % vocab for i in range(n)], 0,
-                  list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ)), float(slot == 1), 0, 1.0, 0.0, 7)
+    new = [NewRow(slot=slot, token_ids=[(3 * i * i + slot) % vocab for i in range(n)],
+                  blocks=list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ)), temperature=float(slot == 1), seed=7)
            for slot, n in enumerate(LENGTHS)]  # fmt: skip
     results = [worker.step(StepPlan(0, rows=[(0, 1), (1, 7), (2, 25)], new=new))]
     logits = worker.model.logits(seen[0])

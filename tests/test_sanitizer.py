@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+import fake_worker
 import reference
-import test_scheduler
+import test_scenarios
 from batch_state import BatchState
-from block_space import BlockSpaceManager
 from config import EngineConfig
 from engine import EngineCore, SamplingParams
-from kv_cache import BlockManager
+from fake_worker import VOCAB, FakeWorker, prompt
+from kv_cache import BlockManager, BlockSpaceManager
+from plan import StepPlan, StepResult
 from sanitizer import KVSanitizer, SanitizerError
-from scheduler import Scheduler, StepPlan, StepResult
+from scheduler import Scheduler
 from test_engine import FEW, GREEDY, STORY, tokens
-from test_scheduler import VOCAB, FakeWorker, prompt
 from test_worker import SHAPE
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
@@ -257,10 +258,10 @@ class CheckedWorker(FakeWorker):
 
 @pytest.mark.parametrize("part", range(3))
 def test_no_false_alarm_in_random_scenarios(monkeypatch, part):
-    monkeypatch.setattr(test_scheduler, "FakeWorker", CheckedWorker)
-    monkeypatch.setattr(test_scheduler, "EngineConfig", partial(EngineConfig, sanitize_kv=True))
+    monkeypatch.setattr(fake_worker, "FakeWorker", CheckedWorker)
+    monkeypatch.setattr(fake_worker, "EngineConfig", partial(EngineConfig, sanitize_kv=True))
     for seed in range(100 * part, 100 * (part + 1)):
-        test_scheduler.run_scenario(seed)
+        test_scenarios.run_scenario(seed)
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["whole context", "window"])

@@ -42,10 +42,8 @@ def make(tmp_path: Path):
 
 def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
     blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(
-        slot=slot, token_ids=tokens, num_computed=num_computed, blocks=blocks, temperature=temperature, top_k=0,
-        top_p=1.0, min_p=0.0, seed=7, num_logprobs=num_logprobs,
-    )  # fmt: skip
+    return NewRow(slot=slot, token_ids=tokens, blocks=blocks, num_computed=num_computed, temperature=temperature,
+                  seed=7, num_logprobs=num_logprobs)  # fmt: skip
 
 
 def test_rows_that_ask_get_logprobs(make, monkeypatch):

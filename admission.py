@@ -1,0 +1,476 @@
+"""Who is let in, with which blocks and slots, and who gives them back: the scheduler's door.
+
+A group that runs has a block table for each of its sequences and slots in the workers' batch state. It gets both in
+`let_in`, and gives them back in `release`. `preempt` takes them from it for somebody else's sake, and puts it back into
+a queue.
+
+All queues have one order, and nobody overtakes the first in it. Three things decide whether the first comes in: a free
+slot for each sequence that it may come to have, tokens left of the step's budget, and blocks: those of its tokens, and
+a reserve for the growth of all who run (`_growth`).
+
+Of the samples of a request only one, the leader, computes the prompt. The others are held until it has, and share the
+prompt's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from collections.abc import Sequence as Ints
+
+from config import EngineConfig
+from kv_cache import AllocStatus, BlockSpaceManager
+from plan import NewRow, StepPlan
+from sequence import GroupQueue, Request, Sequence, SequenceGroup, Status
+
+EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
+FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
+PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
+
+
+class SchedulingBudget:
+    """What is left of a step: tokens and sequences."""
+
+    __slots__ = ("seqs", "tokens")
+
+    def __init__(self, tokens: int, seqs: int):
+        self.tokens, self.seqs = tokens, seqs
+
+    def take(self, tokens: int, seqs: int = 1) -> None:
+        """Some sequences compute some tokens in the step."""
+        self.tokens -= tokens
+        self.seqs -= seqs
+
+
+class Admission:
+    """The queues before the door, the free slots behind it, and what is needed to decide who comes in.
+
+    Args:
+        config: budgets, order, policy and mode of preemption.
+        space: the block tables of all sequences.
+        vocab_size: token ids are below it.
+        swap_cost: tokens whose computing takes as long as moving one block to the host and back.
+        counters: the scheduler's, by name, which this adds to.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        space: BlockSpaceManager,
+        vocab_size: int,
+        swap_cost: float,
+        counters: dict[str, float],
+    ):
+        self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
+        self.blocks, self.host, self.counters = space.device, space.host, counters
+        self.waiting, self.swapped = GroupQueue(Status.WAITING), GroupQueue(Status.SWAPPED)
+        self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
+        self.free_slots = list(range(config.max_num_seqs))[::-1]
+        self.released: list[int] = []  # slots that the next plan gives up
+        self.used_share = FIRST_GUESS  # of their allowance that outputs are expected to use
+        self.caution = 1.0  # share of the growth so expected that is kept free
+        self.prefill_seconds = 0.0  # that the latest step of prompts took, in the classic order
+        self.begin_step(0.0)
+
+    def begin_step(self, now: float) -> None:
+        """A step is planned at `now`, in seconds."""
+        self.now = now
+        self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
+        self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
+        self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
+
+    # --- the queues -------------------------------------------------------------------------------------------------
+
+    def wait(self, group: SequenceGroup, now: float) -> None:
+        """Put a group into the queue of those who wait."""
+        group.timeline.enter("waiting", now, waits=True)
+        self.waiting.push(group)
+
+    def hold(self, group: SequenceGroup, now: float) -> None:
+        """Let a sample wait for another one of its request, which computes the prompt for both."""
+        group.status = Status.HELD
+        group.timeline.enter("held", now)
+        group.request.held.append(group)
+
+    def withdraw(self, group: SequenceGroup) -> None:
+        """Take a group that does not run out of its queue, for good."""
+        if group.status is Status.SWAPPED:
+            self.swapped.abort(group)
+            self._free_host(group)
+        elif group.status is Status.WAITING:
+            self.waiting.abort(group)
+        else:
+            group.request.held.remove(group)
+
+    def lose_pools(self, now: float) -> None:
+        """What was in the KV cache and in host memory is gone: groups that were swapped compute their tokens again."""
+        while self.swapped:
+            group = self.swapped.pop(Status.WAITING)
+            self._free_host(group)
+            group.forget_computed()
+            group.timeline.note(started_over=True)
+            self.wait(group, now)
+        self.drop_prompt_blocks()
+        self.space.reset_prefix_cache()
+        self.released = []  # new workers know of none of these
+
+    def _free_host(self, group: SequenceGroup) -> None:
+        for seq in group.seqs:
+            self.host.free(seq.host_blocks)
+            seq.host_blocks = []
+
+    def first(self) -> SequenceGroup | None:
+        """The group that comes in next, of all that wait or are swapped; None if there is none."""
+        firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
+        return min(firsts, key=lambda group: group.key, default=None)
+
+    # --- who comes in -----------------------------------------------------------------------------------------------
+
+    def let_in(
+        self, plan: StepPlan, budget: SchedulingBudget, running: Ints[SequenceGroup], statuses: Collection[Status]
+    ) -> Iterator[SequenceGroup]:
+        """Let groups in, first in order first, until one does not fit or is of another status: nobody overtakes it.
+
+        Each group is yielded with its blocks and slots. Before the next one is looked at, the caller is to put it into
+        `running` and to take its tokens from `budget`.
+        """
+        growth: float | None = None
+        while (group := self.first()) and group.status in statuses:
+            if budget.tokens <= 0 or budget.seqs <= 0:
+                self.held_up = (group.name, "tokens" if self.free_slots else "slots")
+                return
+            if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
+                self.held_up = (group.name, "step")
+                return
+            if len(self.free_slots) < group.width:
+                self.held_up = (group.name, "slots")
+                return
+            if group.status is Status.WAITING and self._follows(group, plan):
+                self.hold(self.waiting.pop(Status.HELD), self.now)
+                continue
+            seq = group.seqs[0]
+            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > budget.tokens:
+                self.held_up = (group.name, "tokens")  # the classic order cuts no prompt
+                return
+            growth = self._growth(running) if growth is None else growth
+            growth += self._growth([group])
+            kept = 0  # with nothing running nobody needs a reserve, and the group may fill the pool
+            if running:
+                kept = self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
+            if not self._find_room(group, plan, kept, alone=not running):
+                self.held_up = (group.name, "blocks")
+                return
+            queue = self.waiting if group.status is Status.WAITING else self.swapped
+            yield queue.pop(Status.RUNNING)
+
+    def _growth(self, groups: Ints[SequenceGroup]) -> float:
+        """Blocks that `groups` are expected to need beyond those of their tokens.
+
+        Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some
+        many times. How much of their allowance outputs use is learned as they end; what part of that growth is kept
+        free rises with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
+        """
+        tokens = 0.0
+        for group in groups:
+            num_prompt = group.request.num_prompt
+            end = num_prompt + self.used_share * min(group.limit - num_prompt, EXPECTED_TOKENS)
+            tokens += max(0.0, end - group.seqs[0].num_known) * group.width
+        return tokens * self.caution * self.config.schedule_conservativeness / self.config.block_size
+
+    def learn(self, group: SequenceGroup) -> None:
+        """A group has all its tokens: admission knows a little more of how much outputs grow."""
+        num_prompt = group.request.num_prompt
+        allowed = min(group.limit - num_prompt, EXPECTED_TOKENS)
+        used = min(1.0, (group.seqs[0].num_tokens - num_prompt) / allowed)
+        self.used_share += (used - self.used_share) / 16
+        self.caution *= FINISHED
+
+    def make_way(self, running: Ints[SequenceGroup]) -> list[SequenceGroup]:
+        """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
+
+        Only groups of a lower priority make way for one that waits.
+        """
+        group, victims, slots = self.first(), [], len(self.free_slots)
+        if group is None or group.status is not Status.WAITING or not running or running[-1].key[0] <= group.key[0]:
+            return []
+        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
+        needed = self.blocks.blocks_for(len(group.seqs[0].tokens)) + births  # if nothing of it is cached
+        short = needed + self.blocks.watermark_blocks - self.blocks.num_free
+        for victim in reversed(running):
+            if victim.key[0] <= group.key[0] or (short <= 0 and slots >= group.width):
+                break
+            tables = (seq.blocks for seq in victim.seqs)
+            short -= sum(self.blocks.ref_counts[block] == 1 for table in tables for block in table if block >= 0)
+            slots += victim.width
+            victims.append(victim)
+        if short > 0 or slots < group.width:
+            return []
+        self.urgent = group
+        return victims
+
+    def must_gather(self, running: Ints[SequenceGroup]) -> bool:
+        """Whether the classic order runs no prompts yet, so that more of them come together in one step.
+
+        As in vLLM, whoever of all that wait came first waits `scheduler_delay_factor` times as long as the latest step
+        of prompts took.
+        """
+        factor = self.config.scheduler_delay_factor
+        if not factor or not self.waiting or not running:
+            return False
+        earliest = min(group.request.arrival for group in self.waiting)
+        return self.now - earliest <= factor * self.prefill_seconds
+
+    # --- what who comes in gets -------------------------------------------------------------------------------------
+
+    def _find_room(self, group: SequenceGroup, plan: StepPlan, kept: int, alone: bool) -> bool:
+        """Give a group its blocks and its slots, if the blocks can be had now with `kept` more left free.
+
+        Where it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
+        """
+        find_blocks = self._admit if group.status is Status.WAITING else self._swap_in
+        if not find_blocks(group, plan, kept):
+            if not alone:
+                return False
+            assert self.prompt_holders, f"request {group.name} fits the empty pool"
+            self.drop_prompt_blocks()
+            return self._find_room(group, plan, kept, alone)
+        group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
+        for seq in group.seqs:
+            self.enter(seq, plan)
+        return True
+
+    def _admit(self, group: SequenceGroup, plan: StepPlan, kept: int) -> bool:
+        """Give a waiting group its first sequence's blocks, if they can be had."""
+        request = group.request
+        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
+        found = self.space.admit(group.seqs[0], self._prompt_blocks(group, plan), births, kept, plan)
+        if found is None:
+            return False
+        cached, fetched = found
+        if not request.admitted:
+            request.admitted, request.num_cached = True, cached
+            self.counters["prefix_cache_queries_total"] += request.num_prompt
+            self.counters["prefix_cache_hits_total"] += cached
+            self.counters["host_cache_hits_total"] += fetched * self.config.block_size
+        group.timeline.enter("running", self.now, cached_tokens=cached)
+        if request.prompt_blocks and not self._has_more_samples(request, group):
+            self.space.pinned += request.prompt_blocks  # the last sample has branched off
+            request.prompt_blocks = []
+            self.prompt_holders.remove(request)
+        return True
+
+    def _swap_in(self, group: SequenceGroup, plan: StepPlan, kept: int) -> bool:
+        """Bring a swapped group's blocks back, if device blocks can be had."""
+        if not self.space.swap_in(group.seqs, kept, plan):
+            return False
+        group.timeline.enter("running", self.now)
+        return True
+
+    def enter(self, seq: Sequence, plan: StepPlan) -> None:
+        """Put a sequence into a slot that its group has to spare, or anew into the slot that it has."""
+        group, request, params = seq.group, seq.group.request, seq.group.request.params
+        if seq.slot >= 0:
+            self.released.append(seq.slot)
+        else:
+            seq.slot = group.spare_slots.pop()
+        seq.stale = False
+        num_logprobs = -1
+        if group.beams is not None:
+            num_logprobs = min(group.beams.num_candidates, self.vocab_size)
+        elif params.num_samples > params.n:
+            num_logprobs = 0
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        plan.new.append(
+            NewRow(
+                slot=seq.slot,
+                token_ids=list(seq.tokens),
+                num_computed=seq.num_computed,
+                blocks=list(seq.blocks),
+                temperature=0.0 if group.beams is not None else params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                seed=group.seed,
+                num_logprobs=num_logprobs,
+                name=group.name if self.config.sanitize_kv else "",
+                penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+                num_prompt=request.num_prompt,
+                logit_bias=params.logit_bias,
+                allowed_token_ids=params.allowed_token_ids,
+                stop_ids=tuple(request.stop_ids),
+            )
+        )
+        if (again := seq.lost - seq.num_computed) > 0:
+            self.counters["num_recomputed_tokens_total"] += again
+            group.timeline.note(recomputed_tokens=again)
+        seq.lost = 0
+
+    # --- samples of one request -------------------------------------------------------------------------------------
+
+    def _follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
+        """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
+        request = group.request
+        if len(request.groups) == 1 or self._prompt_blocks(group, plan):
+            return False
+        if request.leader and request.leader is not group:
+            if request.leader.status in (Status.RUNNING, Status.SWAPPED):
+                return True
+            request.leader.awaited = False
+        request.leader, group.awaited = group, True
+        return False
+
+    def _prompt_blocks(self, group: SequenceGroup, plan: StepPlan) -> list[int]:
+        """The blocks of a sample's prompt, if its request keeps them or another of its samples runs on them."""
+        request = group.request
+        if request.prompt_blocks or group is request.leader:
+            return request.prompt_blocks
+        count = self._num_prompt_blocks(request)
+        for other in request.groups:
+            seq = other.seqs[0]
+            if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
+                blocks = seq.blocks[:count]
+                copied = blocks[-1] in (target for _, target in plan.copies)  # only now: it cannot be copied on
+                if not copied and self.space.can_branch(blocks, request.num_prompt):
+                    return blocks
+        return []
+
+    def prompt_done(self, group: SequenceGroup) -> None:
+        """A sample has computed the prompt: the others of its request may branch off."""
+        request, group.awaited = group.request, False
+        blocks = group.seqs[0].blocks[: self._num_prompt_blocks(request)]
+        if self._has_more_samples(request, group) and self.space.can_branch(blocks, request.num_prompt):
+            request.prompt_blocks = blocks
+            self.blocks.share(blocks)
+            self.prompt_holders.append(request)
+        self._let_go(request, self.now)
+
+    def _num_prompt_blocks(self, request: Request) -> int:
+        """Blocks that hold the prompt; in the last of them the output may begin."""
+        return -(-request.num_prompt // self.config.block_size)
+
+    def _has_more_samples(self, request: Request, group: SequenceGroup) -> bool:
+        """Whether samples of the request other than `group` have yet to come in."""
+        others = (other for other in request.groups if other is not group)
+        return any(other.status in (Status.HELD, Status.WAITING) for other in others)
+
+    def _let_go(self, request: Request, now: float) -> None:
+        """The held samples of a request need wait for its leader no longer."""
+        if request.leader:
+            request.leader.awaited = False
+        request.leader = None
+        for group in request.held:
+            self.wait(group, now)
+        request.held = []
+
+    def finished(self, group: SequenceGroup, now: float) -> None:
+        """A group of a request has ended, and is none of its groups any more."""
+        request = group.request
+        if group is request.leader:
+            self._let_go(request, now)
+        if not request.groups and request.prompt_blocks:
+            self._drop(request)
+
+    def drop_prompt_blocks(self, most: int | None = None) -> bool:
+        """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
+
+        Their samples compute the prompt again, or find it in the prefix cache.
+        """
+        latest = self.prompt_holders[::-1][:most]
+        for request in latest:
+            self._drop(request)
+        return bool(latest)
+
+    def _drop(self, request: Request) -> None:
+        self.blocks.free(request.prompt_blocks)
+        request.prompt_blocks = []
+        self.prompt_holders.remove(request)
+
+    # --- the way out ------------------------------------------------------------------------------------------------
+
+    def preempt(self, group: SequenceGroup, plan: StepPlan, cause: Request) -> None:
+        """Take a running group's blocks and slots away, for `cause` to have them.
+
+        By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
+        them in the prefix cache.
+        """
+        for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
+            self.stop_decoding(seq)
+            seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+        group.num_preemptions += 1
+        self.counters["num_preemptions_total"] += 1
+        self.caution = min(1.0, self.caution + PREEMPTED)
+        held = self.space.held(group.seqs)
+        tokens = min(sum(seq.num_computed for seq in group.seqs), len(held) * self.config.block_size)
+        swap = self._swap_pays(group, held, tokens)
+        how = "swap" if swap else "recompute"
+        self.preempted.append((group.name, how, cause.request_id))
+        group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
+        if swap:
+            self.space.swap_out(group.seqs, plan)
+            self.counters["num_swapped_blocks_total"] += len(held)
+            self.counters["num_swapped_tokens_total"] += tokens
+            self.release(group)
+            group.timeline.enter("swapped", self.now, waits=True)
+            self.swapped.push(group)
+        else:
+            self.recompute(group, self.now)
+
+    def recompute(self, group: SequenceGroup, now: float) -> None:
+        """Send a running group back to those who wait, with its tokens and nothing else."""
+        self.release(group)
+        group.forget_computed()
+        self.wait(group, now)
+
+    def _swap_pays(self, group: SequenceGroup, held: list[int], tokens: int) -> bool:
+        """Whether a group is to be preempted by swap, and can be.
+
+        In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
+        takes less time than computing anew what nobody else has.
+        """
+        mode = self.config.preemption_mode
+        if mode == "recompute" or not held or self.host.can_allocate(len(held), kept=0) is not AllocStatus.OK:
+            return False
+        if mode == "swap" or group.beams is not None:
+            return True
+        alone = sum(self.blocks.ref_counts[block] == 1 for block in held) * self.config.block_size
+        return len(held) * self.swap_cost < min(tokens, alone)
+
+    def release(self, group: SequenceGroup) -> None:
+        """Take all blocks and slots of a group."""
+        self.leave(group.seqs)
+        self.free_slots += group.spare_slots
+        group.spare_slots = []
+
+    def leave(self, seqs: Ints[Sequence]) -> None:
+        """Take the blocks and slots of sequences, the slots for their groups to spare."""
+        for seq in seqs:
+            self.stop_decoding(seq)
+            self.blocks.free(seq.blocks)
+            seq.blocks, seq.num_published = [], 0
+            if seq.slot >= 0:
+                seq.group.spare_slots.append(seq.slot)
+                self.released.append(seq.slot)
+                seq.slot = -1
+
+    def stop_decoding(self, seq: Sequence) -> None:
+        """Take a sequence out of the batch of decodes, if it is in it; what it has filled can be found from now on."""
+        if seq.batch is not None:
+            seq.batch.leave(seq)
+            self.space.publish(seq, len(seq.tokens) - 1)
+
+    def check_integrity(self, requests: Collection[Request], running: Ints[SequenceGroup]) -> None:
+        """Assert that queues and slots agree with each other, and with `running`."""
+        waiting, swapped = list(self.waiting), list(self.swapped)
+        held = [group for request in requests for group in request.held]
+        assert (len(waiting), len(swapped)) == (len(self.waiting), len(self.swapped))
+        places = [id(group) for group in (*waiting, *swapped, *held, *running)]
+        assert sorted(places) == sorted(id(group) for request in requests for group in request.groups)
+        slots = [seq.slot for group in running for seq in group.seqs]
+        slots += [slot for group in running for slot in group.spare_slots]
+        assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
+        for group in (*waiting, *swapped, *held):
+            assert not group.spare_slots and all(seq.slot < 0 and not seq.blocks for seq in group.seqs)
+        for group in held:
+            assert group.status is Status.HELD
+            assert (leader := group.request.leader) and (leader.awaited or leader.status is Status.WAITING)
+        for group in swapped:
+            assert all(len(seq.host_blocks) == self.host.blocks_for(seq.num_computed) for seq in group.seqs)

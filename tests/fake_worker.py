@@ -1,0 +1,211 @@
+"""A worker made of integers, for the scheduler: a toy model whose next token is a function of the whole prefix.
+
+`FakeWorker` keeps a pool of token slots and follows plans as the real worker does. A sequence's next token is a hash of
+what the pool holds for it, so a wrong block, a stale prefix or a missed copy changes the tokens; `expected` computes
+them from the prompt alone.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+
+from beam import BeamSearch
+from config import EngineConfig, SamplingParams
+from plan import Logprobs, StepPlan, StepResult
+from scheduler import Scheduler
+from sequence import Request, SequenceGroup, derived_seed
+
+VOCAB, EOS = 50, 7
+
+
+def next_token(tokens: list[int], seed: int = 0) -> int:
+    return zlib.crc32(bytes(tokens), seed & 0xFFFFFFFF) % VOCAB
+
+
+def next_logprobs(tokens: list[int]) -> list[float]:
+    scores = [zlib.crc32(bytes([*tokens, token])) % 1009 / 300 for token in range(VOCAB)]
+    total = math.log(sum(map(math.exp, scores)))
+    return [score - total for score in scores]
+
+
+def expected(
+    prompt: list[int], max_tokens: int, max_model_len: int, ignore_eos: bool = False, seed: int = 0
+) -> list[int]:
+    tokens = list(prompt)
+    while len(tokens) < min(len(prompt) + max_tokens, max_model_len):
+        tokens.append(next_token(tokens, seed))
+        if tokens[-1] == EOS and not ignore_eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def sample_seed(index: int, seed: int = 0) -> int:
+    return derived_seed(seed, str(index)) if index else seed
+
+
+def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n: int) -> list[list[int]]:
+    search = BeamSearch(width, min(max_tokens, limit - len(prompt)), frozenset([EOS]), 1.0, False)
+    beams: list[tuple[list[int], float]] = [([], 0.0)]
+    while beams:
+        nexts = []
+        for output, _ in beams:
+            values = next_logprobs(prompt + output)
+            ids = sorted(range(VOCAB), key=lambda token: -values[token])[: search.num_candidates]
+            nexts.append((ids, [values[token] for token in ids]))
+        going = search.advance([output for output, _ in beams], [logprob for _, logprob in beams], nexts)
+        beams = [([*beams[c.parent][0], c.token], c.logprob) for c in going]
+    return [answer.tokens for answer in search.answers[:n]]
+
+
+class FakeWorker:
+    """Follows plans over a pool of integers."""
+
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
+        self.size, self.window = config.block_size, window
+        self.pool, self.host = ([[-1] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
+        self.slots: dict[int, dict] = {}
+
+    def step(self, plan: StepPlan) -> StepResult:
+        for slot in plan.released:
+            del self.slots[slot]
+        for row in plan.new:
+            assert row.slot not in self.slots
+            self.slots[row.slot] = {
+                "tokens": list(row.token_ids),
+                "computed": row.num_computed,
+                "table": list(row.blocks),
+                "row": row,
+            }
+        for slot, blocks in plan.new_blocks:
+            self.slots[slot]["table"] += blocks
+        for pairs, origin, goal in (
+            (plan.swap_out, self.pool, self.host),
+            (plan.swap_in, self.host, self.pool),
+            (plan.copies, self.pool, self.pool),
+        ):  # all at once, as a kernel does: it may not read what it writes, nor write twice
+            assert len({target for _, target in pairs}) == len(pairs)
+            assert origin is not goal or not {source for source, _ in pairs} & {target for _, target in pairs}
+            for (_, target), content in zip(pairs, [list(origin[source]) for source, _ in pairs], strict=True):
+                goal[target] = content
+        counts = [count for _, count in plan.rows]
+        assert counts == sorted(counts, key=lambda count: count > 1), "rows of one token come first"
+        written: set[tuple[int, int]] = set()
+        for slot, count in plan.rows:  # everybody writes before anybody reads, as on a device
+            row = self.slots[slot]
+            for i in range(row["computed"], row["computed"] + count):
+                block, offset = row["table"][i // self.size], i % self.size
+                assert (block, offset) not in written and block >= 0
+                written.add((block, offset))
+                self.pool[block][offset] = row["tokens"][i]
+            row["computed"] += count
+        sampled, stopped, logprobs = [], [], {}
+        for i, (slot, count) in enumerate(plan.rows):
+            row = self.slots[slot]
+            sampled.append(-1)
+            first = row["computed"] - count - self.window + 1 if self.window else 0  # the oldest that a query sees
+            for place in range(max(0, first), row["computed"]):
+                held = self.pool[row["table"][place // self.size]][place % self.size]
+                assert held == row["tokens"][place], "a block holds somebody else's tokens"
+            if row["computed"] == len(row["tokens"]):
+                tokens, wanted = row["tokens"], row["row"].num_logprobs
+                sampled[-1] = next_token(tokens, row["row"].seed)
+                if wanted >= 0:
+                    values = next_logprobs(tokens)
+                    ids = sorted(range(VOCAB), key=lambda token: -values[token])[:wanted]
+                    sampled[-1] = ids[0] if wanted else sampled[-1]
+                    logprobs[i] = Logprobs(values[sampled[-1]], ids, [values[token] for token in ids])
+                row["tokens"] = [*tokens, sampled[-1]]
+                stopped += [i] if sampled[-1] in row["row"].stop_ids else []
+        return StepResult(plan.step, sampled, stopped, logprobs)
+
+
+class Engine:
+    """Scheduler and fake worker, checked after every step; a plan is made with `depth` - 1 results still to come."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        max_model_len: int = 64,
+        num_host_blocks: int = 0,
+        window: int = 0,
+        swap_cost: float = 0.0,
+        depth: int = 1,
+        **fields,
+    ):
+        fields = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
+                  "schedule_conservativeness": 0.0} | fields  # fmt: skip
+        self.now = 0.0  # a clock that a test turns by hand
+        self.config = EngineConfig(**fields)
+        self.max_model_len = max_model_len
+        self.scheduler = Scheduler(
+            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, window, swap_cost,
+            clock=lambda: self.now)  # fmt: skip
+        self.worker_args = self.config, num_blocks, num_host_blocks, window
+        self.worker = FakeWorker(*self.worker_args)
+        self.depth, self.flying = depth, deque()
+        self.answers: dict[str, dict[int, list[int]]] = {}
+        self.logprobs: dict[tuple[str, int], float | None] = {}
+        self.reasons: dict[str, str] = {}
+        self.finished: list[str] = []
+        self.plans: list[StepPlan] = []
+
+    def add(self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, **params) -> SequenceGroup:
+        if params.get("use_beam_search"):
+            params = {"temperature": 0} | params
+        request = Request(request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority)
+        self.scheduler.add(request)
+        self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
+        return request.groups[0]
+
+    def step(self) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert plan.rows or plan.new or self.flying, "a step with work to do runs something"
+        assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
+        assert len(plan.rows) <= self.config.max_num_seqs
+        self.scheduler.check_integrity()
+        self.flying.append((plan, self.worker.step(plan)))
+        if len(self.flying) == self.depth:
+            self.land()
+        self.plans.append(plan)
+        return plan
+
+    def land(self) -> None:
+        for output in self.scheduler.update(*self.flying.popleft()):
+            self.answers[output.request_id][output.index] += output.token_ids
+            self.logprobs[output.request_id, output.index] = output.cumulative_logprob
+            assert output.request_id not in self.finished
+            if output.finish_reason:
+                self.reasons[output.request_id] = output.finish_reason
+            if output.finished:
+                self.finished.append(output.request_id)
+        self.scheduler.check_integrity()
+
+    def lose(self, lost: bool, refused: str | None = None) -> None:
+        """The steps in flight bring no result, because the worker dies in one, or because it fails there."""
+        plan = self.scheduler.schedule()
+        self.flying.clear()
+        if lost:
+            self.worker = FakeWorker(*self.worker_args)
+        else:
+            self.worker.step(plan)
+        for output in self.scheduler.start_over(lost, refused):
+            assert output.finished and output.error == refused and output.request_id not in self.finished
+            self.reasons[output.request_id] = "error"
+            self.finished.append(output.request_id)
+        self.scheduler.check_integrity()
+
+    @property
+    def outputs(self) -> dict[str, list[int]]:
+        return {request_id: answers[0] for request_id, answers in self.answers.items()}
+
+    def run(self) -> None:
+        while self.scheduler.has_work():
+            self.step()
+        while self.flying:
+            self.land()
+
+
+def prompt(length: int, start: int = 1) -> list[int]:
+    return [(start + i * i) % VOCAB for i in range(length)]

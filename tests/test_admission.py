@@ -1,0 +1,302 @@
+"""Who is let in and who gives way: priorities, both orders, preemption, samples of one prompt, room for growth."""
+
+from __future__ import annotations
+
+import pytest
+
+from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from sequence import Status
+
+
+def test_preempted_requests_give_the_same_tokens():
+    engine = Engine(num_blocks=16, max_model_len=48)
+    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
+    for name, ids in prompts.items():
+        engine.add(name, ids, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.metrics()["num_preemptions_total"] > 5
+    for name, ids in prompts.items():
+        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+
+
+def test_the_last_to_arrive_is_preempted_first_and_resumes_first():
+    engine = Engine(num_blocks=8, max_model_len=32)
+    requests = [engine.add(str(i), prompt(4, i), max_tokens=20, ignore_eos=True) for i in range(3)]
+    late = engine.add("late", prompt(4, 9), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert requests[0].num_preemptions == 0 < requests[2].num_preemptions
+    assert len(late.seqs[0].tokens) == 6
+
+
+def test_swapped_requests_give_the_same_tokens():
+    engine = Engine(16, 48, 64, preemption_mode="swap", enable_prefix_caching=False)
+    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
+    for name, ids in prompts.items():
+        engine.add(name, ids, max_tokens=30, ignore_eos=True)
+    engine.run()
+    moved = sum(len(plan.swap_out) for plan in engine.plans)
+    assert moved == sum(len(plan.swap_in) for plan in engine.plans) > 5
+    assert engine.scheduler.metrics()["num_swapped_blocks_total"] == moved
+    for plan in engine.plans:  # nothing is computed twice: who comes back goes on where it was
+        assert all(row.num_computed >= len(row.token_ids) - 16 for row in plan.new if plan.swap_in)
+    for name, ids in prompts.items():
+        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+    assert engine.scheduler.space.host.num_free == 64
+
+
+def test_no_host_room_falls_back_to_recompute():
+    engine = Engine(16, 48, 3, preemption_mode="swap", enable_prefix_caching=False)
+    prompts = {str(i): prompt(6 + i, i) for i in range(8)}
+    for name, ids in prompts.items():
+        engine.add(name, ids, max_tokens=30, ignore_eos=True)
+    engine.run()
+    assert 0 < sum(bool(plan.swap_out) for plan in engine.plans) < engine.scheduler.counters["num_preemptions_total"]
+    for name, ids in prompts.items():
+        assert engine.outputs[name] == expected(ids, 30, 48, ignore_eos=True)
+
+
+def test_priority_goes_first_and_equals_by_arrival():
+    engine = Engine(max_num_seqs=1, scheduling_policy="priority")
+    order = []
+    for name, priority in (("c", 2), ("a1", 0), ("b", 1), ("a2", 0)):
+        engine.add(name, prompt(4), priority=priority, max_tokens=1)
+    while engine.scheduler.has_work():
+        engine.step()
+        order += [name for name in engine.reasons if name not in order]
+    assert order == ["a1", "a2", "b", "c"]
+
+
+def test_priority_inversion_cannot_last():
+    """What waits with a better priority takes the place of what runs with a worse one, and only of that."""
+    engine = Engine(num_blocks=8, max_model_len=32, scheduling_policy="priority", max_num_seqs=2)
+    low = engine.add("low", prompt(8), priority=5, max_tokens=20, ignore_eos=True)
+    same = engine.add("same", prompt(8, 1), priority=1, max_tokens=20, ignore_eos=True)
+    engine.step()
+    urgent = engine.add("urgent", prompt(8, 2), priority=1, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert low.status is Status.WAITING and same.status is urgent.status is Status.RUNNING
+    engine.add("late", prompt(8, 3), priority=1, max_tokens=4, ignore_eos=True)
+    engine.step()
+    assert same.status is urgent.status is Status.RUNNING  # an equal does not push an equal out
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(8), 20, 32, ignore_eos=True)
+
+
+def test_a_long_prompt_of_worse_priority_leaves_room_in_the_step():
+    """Else who waits with a better priority, and could be let in, would wait for all of its chunks."""
+    engine = Engine(num_blocks=64, scheduling_policy="priority")
+    engine.add("long", prompt(60), priority=1, max_tokens=2)
+    engine.step()
+    urgent = engine.add("urgent", prompt(6, 5), priority=0, max_tokens=2, ignore_eos=True)
+    same = engine.add("same", prompt(6, 2), priority=1, max_tokens=2, ignore_eos=True)
+    assert sorted(count for _, count in engine.step().rows) == [6, 10]
+    assert urgent.status is Status.RUNNING and same.status is Status.WAITING
+    search = engine.add("search", prompt(60, 3), priority=2, use_beam_search=True, n=2, max_tokens=2)
+    while search.status is Status.WAITING:
+        engine.step()
+    engine.add("urgent too", prompt(6, 4), priority=0, max_tokens=1)
+    engine.step()
+    assert "urgent too" in engine.finished and search.status is Status.RUNNING
+
+
+def test_priorities_mean_nothing_under_fcfs():
+    engine = Engine(max_num_seqs=1)
+    engine.add("first", prompt(4), priority=9, max_tokens=1)
+    engine.add("second", prompt(4, 1), priority=0, max_tokens=1)
+    engine.run()
+    assert list(engine.reasons) == ["first", "second"]
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_a_preempted_request_comes_back_before_later_ones(mode):
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=8, preemption_mode=mode)
+    engine.add("first", prompt(8), max_tokens=20, ignore_eos=True)
+    second = engine.add("second", prompt(8, 1), max_tokens=20, ignore_eos=True)
+    for i in range(3):
+        engine.add(f"later {i}", prompt(8, 2 + i), max_tokens=2, ignore_eos=True)
+    while engine.scheduler.has_work():
+        engine.step()
+        if second.num_preemptions and second.status in (Status.WAITING, Status.SWAPPED):
+            assert {group.name for group in engine.scheduler.running} <= {"first"}
+    assert second.num_preemptions > 0 and len(engine.finished) == 5
+
+
+def test_classic_order_runs_whole_prompts_first_and_alone():
+    engine = Engine(enable_chunked_prefill=False, max_num_batched_tokens=64)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("long", prompt(40, 2), max_tokens=20, ignore_eos=True)
+    engine.add("short", prompt(3, 3), max_tokens=20, ignore_eos=True)
+    engine.add("too much", prompt(30, 4), max_tokens=20, ignore_eos=True)
+    assert sorted(count for _, count in engine.step().rows) == [3, 40]  # no decode beside them
+    assert [count for _, count in engine.step().rows] == [30]  # it did not fit, and was not cut
+    assert [count for _, count in engine.step().rows] == [1] * 4
+    engine.run()
+    for name, length, start in (("first", 5, 1), ("long", 40, 2), ("short", 3, 3), ("too much", 30, 4)):
+        assert engine.outputs[name] == expected(prompt(length, start), 20, 64, ignore_eos=True)
+
+
+def test_classic_order_needs_a_budget_for_the_longest_prompt():
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens is 16; .* at least max_model_len, 64"):
+        Engine(enable_chunked_prefill=False)
+
+
+def test_delay_factor_lets_prompts_gather():
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.now = 1.0
+    engine.land()  # the prefill took a second
+    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 2.9
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [5]
+
+
+def test_delay_factor_times_a_step_of_prompts_and_not_the_planning_beside_it():
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.now = 0.01  # the next plan is made at once, while the prompt is computed
+    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.now = 1.0
+    engine.land()
+    engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
+    engine.now = 2.9
+    assert [count for _, count in engine.step().rows] == [1]
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [5]
+
+
+def test_delay_factor_counts_from_the_earliest_arrival():
+    """A stream of better-priority arrivals, each of them new, must not hold up the prompts for ever."""
+    engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0,
+                    scheduling_policy="priority")  # fmt: skip
+    engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.now = 1.0
+    engine.land()
+    engine.add("early", prompt(6, 2), priority=5, max_tokens=20, ignore_eos=True)
+    engine.now = 3.05
+    engine.add("urgent", prompt(7, 3), priority=0, max_tokens=20, ignore_eos=True)
+    engine.now = 3.1
+    assert [count for _, count in engine.step().rows] == [7, 6]
+
+
+def test_classic_order_lets_a_better_priority_in_before_who_was_swapped():
+    engine = Engine(16, 64, 32, enable_chunked_prefill=False, max_num_batched_tokens=64, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    running = engine.add("running", prompt(20), priority=1, max_tokens=40, ignore_eos=True)
+    low = engine.add("low", prompt(20, 2), priority=9, max_tokens=30, ignore_eos=True)
+    while low.status is not Status.SWAPPED:
+        engine.step()
+    urgent = engine.add("urgent", prompt(4, 3), priority=0, max_tokens=2, ignore_eos=True)
+    later = engine.add("later", prompt(4, 4), priority=9, max_tokens=2, ignore_eos=True)
+    assert [count for _, count in engine.step().rows] == [4]
+    assert urgent.status is running.status is Status.RUNNING
+    while low.status is Status.SWAPPED:
+        assert later.status is Status.WAITING  # which is behind the one that was swapped
+        engine.step()
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(20, 2), 30, 64, ignore_eos=True)
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
+    engine = Engine(enable_prefix_caching=caching)
+    engine.add("a", prompt(14), n=4, max_tokens=10, ignore_eos=True)
+    engine.step()
+    entered = engine.step()
+    assert len(entered.new) == 3 and len(entered.rows) == 4
+    assert [count for _, count in entered.rows] == [1] * 4  # the prompt is computed once, but for its last token
+    tables = [row.blocks for row in entered.new]
+    assert all(table[:3] == tables[0][:3] for table in tables) and len({table[3] for table in tables}) == 3
+    assert len(entered.copies) == 3 and len({source for source, _ in entered.copies}) == 1
+    assert not engine.scheduler.admission.prompt_holders  # all have branched off
+    engine.run()
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(14), 10, 64, ignore_eos=True, seed=sample_seed(index))
+    assert engine.finished == ["a"] and engine.scheduler.blocks.num_free == 64
+
+
+def test_one_token_of_each_sample_computes_the_prompt_once():
+    """The first sample ends before the others begin; its request keeps the prompt's blocks for them."""
+    engine = Engine(enable_prefix_caching=False, max_num_seqs=2)
+    engine.add("a", prompt(30), n=5, max_tokens=1, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters["num_computed_tokens_total"] == 30 + 4
+    assert [tokens for tokens in engine.answers["a"].values()] == [
+        expected(prompt(30), 1, 64, seed=sample_seed(i)) for i in range(5)
+    ]
+
+
+def test_samples_enter_as_room_permits():
+    """A request for more samples than there is room for runs them a few at a time."""
+    engine = Engine(num_blocks=10, max_model_len=40, max_num_seqs=3)
+    engine.add("a", prompt(20), n=7, max_tokens=12, ignore_eos=True)
+    engine.run()
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(20), 12, 40, ignore_eos=True, seed=sample_seed(index))
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["prefix cache", "no prefix cache"])
+def test_preempted_samples_find_the_prompt_again(caching):
+    engine = Engine(num_blocks=16, max_model_len=48, enable_prefix_caching=caching, preemption_mode="recompute")
+    groups = engine.add("a", prompt(22), n=6, max_tokens=20, ignore_eos=True).request.groups[:]
+    engine.run()
+    assert sum(group.num_preemptions for group in groups) > 2
+    assert all(row.num_computed >= 21 for plan in engine.plans[2:] for row in plan.new)
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(22), 20, 48, ignore_eos=True, seed=sample_seed(index))
+
+
+def test_auto_swaps_where_moving_is_cheaper():
+    """A block of 4 tokens: moving one costs as much as computing 3 of them, or 5."""
+    for swap_cost, swapped in ((3.0, True), (5.0, False)):
+        engine = Engine(16, 48, 64, swap_cost=swap_cost, preemption_mode="auto", enable_prefix_caching=False)
+        for i in range(8):
+            engine.add(str(i), prompt(8, i), max_tokens=30, ignore_eos=True)
+        engine.run()
+        assert engine.scheduler.counters["num_preemptions_total"] > 5
+        assert bool(engine.scheduler.counters["num_swapped_blocks_total"]) == swapped
+        assert (engine.scheduler.counters["num_recomputed_tokens_total"] < 10) == swapped
+
+
+def test_auto_swaps_groups_and_keeps_what_they_share():
+    engine = Engine(18, 40, 64, swap_cost=100.0, preemption_mode="auto")
+    for i in range(2):
+        engine.add(str(i), prompt(6, 3 + i), max_tokens=30, ignore_eos=True)
+    engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=14)
+    while not engine.scheduler.swapped:
+        engine.step()
+    out = engine.plans[-1].swap_out
+    assert len(out) == len({block for block, _ in out}) < 4 * 4
+    engine.run()
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9), 14, 40, 4, 4)
+
+
+def test_two_half_admitted_groups_cannot_block_each_other():
+    """Beam searches of which the pool holds half: beams run all or none, so one search always goes on."""
+    engine = Engine(num_blocks=22, max_model_len=28, max_num_seqs=16, preemption_mode="recompute")
+    for i in range(4):
+        engine.add(str(i), prompt(8, i), n=4, use_beam_search=True, max_tokens=20, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters["num_preemptions_total"] > 0
+    assert [len(answers[0]) for answers in engine.answers.values()] == [20] * 4
+
+
+def test_admission_keeps_room_for_growth_once_it_knows_it():
+    """Without a reserve more than a fifth of all tokens is computed again."""
+    again = {}
+    for conservativeness in (0.0, 1.0):
+        engine = Engine(64, 64, max_num_seqs=32, max_num_batched_tokens=64, enable_prefix_caching=False,
+                        preemption_mode="recompute", schedule_conservativeness=conservativeness)  # fmt: skip
+        for i in range(64):
+            engine.add(str(i), prompt(16, i), max_tokens=32, ignore_eos=True)
+        engine.run()
+        counters = engine.scheduler.counters
+        again[conservativeness] = counters["num_recomputed_tokens_total"] / counters["num_computed_tokens_total"]
+    assert again[1.0] < 0.1 < 0.2 < again[0.0]

@@ -1,0 +1,190 @@
+"""The scheduler in random traffic: every request gets its own tokens, in its turn, and in bounded time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from scheduler import Scheduler
+from sequence import Request
+
+
+class Scenario:
+    """Arrivals, steps and aborts, over pools of any size, in both orders, policies and modes of preemption.
+
+    Every request gets its own tokens. Within its class nobody is let in before who came earlier. And every request ends
+    within a number of steps known when it comes (`cost`), unless work of a better class comes after it.
+    """
+
+    SAMPLES = ({}, {}, {}, {"n": 2}, {"n": 4}, {"n": 1, "best_of": 3},
+               {"use_beam_search": True, "n": 1, "beam_width": 2},
+               {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
+
+    def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, window, ahead, depth):
+        self.limit = min(blocks * size - ahead, 40)
+        self.engine = Engine(
+            blocks, self.limit, host, window, 1.5, depth, block_size=size, max_num_seqs=seqs,
+            max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
+            enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
+            schedule_conservativeness=reserve, num_lookahead_slots=ahead,
+        )  # fmt: skip
+        self.asked: dict[str, tuple[list[int], int, dict]] = {}
+        self.due: dict[str, int] = {}  # the step by which it must have ended
+        self.last_in: dict[int, int] = {}  # of each class, the latest arrival that was let in
+
+    def cost(self, request: Request) -> int:
+        """Steps that a request may take once it is the first: a token at least in each; and where samples branch off
+        when others have come in, these go on first. The classic order puts prompts before each decode."""
+        config, params = self.engine.config, request.params
+        limit = min(request.num_prompt + params.max_tokens, self.limit)
+        steps = limit * params.num_samples + (config.max_num_seqs * self.limit if params.num_sequences > 1 else 0)
+        return steps * (1 if config.enable_chunked_prefill else 1 + config.max_num_seqs) * self.engine.depth
+
+    def add(self, length: int, start: int, max_tokens: int, priority: int, samples: int) -> None:
+        name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
+        params = self.SAMPLES[samples]
+        try:
+            group = self.engine.add(name, ids, priority=priority, max_tokens=max_tokens, **params)
+        except ValueError as error:
+            assert "beam" in str(error)  # too wide for the slots or the pool
+            self.engine.answers[name] = {}
+            return
+        self.asked[name] = ids, max_tokens, params
+        requests = self.engine.scheduler.requests
+        for other in requests.values():
+            if other is group.request or other.groups[0].key[0] > group.key[0]:
+                ahead = [r for r in requests.values() if r.groups[0].key[:2] <= other.groups[0].key[:2]]
+                self.due[other.request_id] = self.engine.scheduler.step + sum(map(self.cost, ahead))
+
+    def step(self) -> None:
+        waiting = [r for r in self.engine.scheduler.requests.values() if not r.admitted]
+        keys = {request.request_id: request.groups[0].key for request in waiting}
+        self.engine.step()
+        for rank, arrival, _ in sorted(keys[r.request_id] for r in waiting if r.admitted):
+            assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
+            self.last_in[rank] = arrival
+        for name in self.engine.scheduler.requests:
+            assert self.engine.scheduler.step <= self.due[name], "it waits too long"
+
+    def abort(self, place: int, index: int | None) -> None:
+        scheduler = self.engine.scheduler
+        name = sorted(scheduler.requests)[place % len(scheduler.requests)]
+        scheduler.abort(name, index)
+        scheduler.check_integrity()
+        if name not in scheduler.requests:
+            del self.asked[name]
+        elif index is not None and not self.asked[name][2].get("use_beam_search"):
+            self.engine.answers[name].pop(index, None)
+
+    def lose(self, lost: bool, refuse: bool) -> None:
+        """The workers are lost in a step, or only its result; and the latest to come may be to blame for it."""
+        scheduler, known = self.engine.scheduler, list(self.engine.finished)
+        self.engine.lose(lost, "it will not fit" if refuse else None)
+        for name in set(self.engine.finished) - set(known):
+            del self.asked[name]
+        for request in scheduler.requests.values():
+            ahead = [r for r in scheduler.requests.values() if r.groups[0].key[:2] <= request.groups[0].key[:2]]
+            self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead))
+
+    def finish(self) -> None:
+        engine = self.engine
+        while engine.scheduler.has_work():
+            self.step()
+        engine.run()
+        for name, (ids, max_tokens, params) in self.asked.items():
+            if params.get("use_beam_search"):
+                if "early_stopping" not in params:
+                    wanted = expected_beams(ids, max_tokens, self.limit, params["beam_width"], params["n"])
+                    assert list(engine.answers[name].values()) == wanted
+                continue
+            for index, tokens in engine.answers[name].items():
+                assert tokens == expected(ids, max_tokens, self.limit, seed=sample_seed(index))
+        for pool in (engine.scheduler.blocks, engine.scheduler.space.host):
+            assert pool.num_free == pool.num_blocks
+
+
+def run_scenario(seed: int) -> Scheduler:
+    """A random scenario from its beginning to its end."""
+    rng = random.Random(seed)
+    scenario = Scenario(
+        rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
+        rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
+        rng.choice(("fcfs", "priority")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)), rng.choice((0, 0, 3)),
+        rng.choice((1, 2)),
+    )  # fmt: skip
+    for _ in range(rng.randint(3, 16)):
+        action = rng.random()
+        if action < 0.5:
+            scenario.add(rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(8))
+        elif scenario.engine.scheduler.has_work():
+            if action < 0.6:
+                scenario.abort(rng.randrange(9), rng.choice((None, 0, 1)))
+            elif action < 0.64:
+                scenario.lose(rng.random() < 0.7, rng.random() < 0.2)
+            else:
+                for _ in range(rng.randint(1, 5)):
+                    if scenario.engine.scheduler.has_work():
+                        scenario.step()
+    scenario.finish()
+    return scenario.engine.scheduler
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_random_scenarios(part):
+    schedulers = map(run_scenario, range(1000 * part, 1000 * (part + 1)))
+    assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 10
+
+
+class Traffic(RuleBasedStateMachine):
+    """The same with hypothesis at the wheel, which finds the shortest way to a fault."""
+
+    @initialize(
+        blocks=st.integers(8, 24), host=st.integers(0, 24), size=st.sampled_from((1, 3, 4)), seqs=st.integers(1, 6),
+        tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
+        mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority")),
+        reserve=st.sampled_from((0.0, 1.0)), window=st.sampled_from((0, 7)), ahead=st.integers(0, 3),
+        depth=st.integers(1, 2))  # fmt: skip
+    def start(self, **drawn):
+        self.scenario = Scenario(**drawn)
+
+    @rule(length=st.integers(1, 39), start=st.integers(0, 2), max_tokens=st.integers(1, 30),
+          priority=st.integers(0, 2), samples=st.integers(0, 7))  # fmt: skip
+    def add(self, **drawn):
+        self.scenario.add(**drawn)
+
+    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @rule(count=st.integers(1, 5))
+    def step(self, count):
+        for _ in range(count):
+            if self.scenario.engine.scheduler.has_work():
+                self.scenario.step()
+
+    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
+    def abort(self, place, index):
+        self.scenario.abort(place, index)
+
+    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @rule(lost=st.booleans(), refuse=st.booleans())
+    def lose(self, lost, refuse):
+        self.scenario.lose(lost, refuse)
+
+    @invariant()
+    def books_agree(self):
+        if hasattr(self, "scenario"):
+            self.scenario.engine.scheduler.check_integrity()
+
+    def teardown(self):
+        if hasattr(self, "scenario"):
+            self.scenario.finish()
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
