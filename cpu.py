@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,8 @@ class DirectWrites:
         words: of the batch state, [N] int32.
     """
 
-    places = values = ()
-
     def __init__(self, words: torch.Tensor):
+        self.places, self.values = array("q"), array("i")  # always empty
         self.bytes = memoryview(words.numpy().view(np.uint8))  # type: ignore[arg-type]
 
     def add(self, at: int, values: Any) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import Any
@@ -20,7 +21,6 @@ import torch
 from tqdm import tqdm
 
 from batch_state import BatchState, StepShape, to_device
-from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
@@ -29,6 +29,10 @@ from plan import Logprobs, StepPlan, StepResult
 from sanitizer import KVSanitizer
 
 Mark = tuple[str, float, Any]  # a phase, when it began, and on a GPU the event of that
+
+
+class LateCompile(RuntimeError):
+    """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
 
 
 class Worker:
@@ -41,7 +45,7 @@ class Worker:
         host_pool: blocks of the same shape in the host's memory.
         state: of the sequences that run.
         greedy_head: finds greedy tokens without logits, where a CPU has one.
-        guard: watches the launches of kernels, where these are compiled.
+        watch: a context in which kernels are launched; see `CompileGuard`.
     """
 
     def __init__(
@@ -52,11 +56,11 @@ class Worker:
         host_pool: torch.Tensor,
         state: BatchState,
         greedy_head: GreedyHead | None = None,
-        guard: CompileGuard | None = None,
+        watch: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.config, self.model, self.ops, self.group = config, model, model.ops, model.group
         self.pool, self.host_pool, self.state, self.device = pool, host_pool, state, state.device
-        self.greedy_head, self.guard = greedy_head, guard
+        self.greedy_head, self.watch = greedy_head, watch
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # that the batch state has
         self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
@@ -72,10 +76,6 @@ class Worker:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, on this rank."""
         return self.pool[0].nbytes
-
-    def watch(self) -> contextlib.AbstractContextManager[None]:
-        """While kernels are launched: once the worker is warm, none may be compiled."""
-        return self.guard.watch() if self.guard else contextlib.nullcontext()
 
     def step(self, plan: StepPlan) -> StepResult:
         """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -16,12 +17,12 @@ import torch
 pytest.importorskip("triton")
 
 import kernels
-import worker as worker_module
-from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
+from startup import CompileGuard, Startup, pick_ops
 from test_worker import SHAPE, row
+from worker import LateCompile
 
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
@@ -99,10 +100,11 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
 
 @pytest.mark.parametrize(("shape", "fields"), [({}, {}), (WINDOWS, {}), ({}, {"batch_invariant": True})], ids=str)
 def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
-    worker = make(shape, **fields).executor.worker
-    launched, worker.guard.seen, worker.guard.armed = worker.guard.seen, set(), False
-    worker.rehearse()
-    assert launched <= worker.guard.seen, launched - worker.guard.seen
+    core = make(shape, **fields)
+    made = Startup(core.config, core.model_config, 0, "")
+    worker, launched, made.guard.seen, made.guard.armed = made.worker, made.guard.seen, set(), False
+    made.rehearse()
+    assert launched <= made.guard.seen, launched - made.guard.seen
     plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
     assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 
@@ -118,22 +120,22 @@ class Driver:  # for a GPU that this machine need not have
 
 triton.runtime.driver.set_active(Driver())
 import kernels
-from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig, ModelConfig
-from worker import Worker
+from startup import CompileGuard, Startup
+from worker import LateCompile
 
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)
 options = {"model": sys.argv[1], "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "max_model_len": 64}
-worker = Worker(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1]))
-worker.ops, worker.guard = kernels, CompileGuard(kernels)
-worker.rehearse()
-for name, kernel in worker.guard.kernels.items():
+made = Startup(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1]), 0, "")
+made.ops, made.guard = kernels, CompileGuard(kernels)
+made.rehearse()
+for name, kernel in made.guard.kernels.items():
     compiled = [found.asm["cubin"] for found in kernel.device_caches[0][0].values()]
     print(name, len(compiled), "run" in vars(kernel), len(threads))
-worker.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
+made.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
 try:
-    with worker.guard.watch(), worker.guard.rehearse():
+    with made.guard.watch(), made.guard.rehearse():
         kernels.rms_norm(odd, odd[0], 1e-6)
 except LateCompile as error:
     print(error)
@@ -170,7 +172,7 @@ def test_what_is_never_compiled_for_may_change(make):
             StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
         ).token_ids
         assert len(tokens) == 1
-    assert worker.guard.armed and worker.step(StepPlan(1)).error is None
+    assert worker.watch.__self__.armed and worker.step(StepPlan(1)).error is None
 
 
 def test_triton_is_asked_where_it_compiles(monkeypatch):
@@ -189,5 +191,6 @@ def test_triton_is_asked_where_it_compiles(monkeypatch):
 
 
 def test_plain_torch_has_no_guard(make, kernel_device):
-    worker = make({}, backend="torch").executor.worker
-    assert worker.guard is None and worker.ops is not worker_module.pick_ops("triton", kernel_device)
+    for backend in ("auto", "reference"):
+        worker = make({}, backend=backend, device="cpu").executor.worker
+        assert worker.watch is contextlib.nullcontext and worker.ops is not pick_ops("triton", kernel_device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -114,7 +115,7 @@ def make(folder, monkeypatch):
         options |= {"backend": "triton", "block_size": 16, "swap_space": 0.0, "preemption_mode": "recompute"}
         config = EngineConfig(**options | {"tensor_parallel_size": size} | fields)
         made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
-        made.guard = made.worker.guard = None  # without a warm-up every kernel is late
+        made.guard, made.worker.watch = None, contextlib.nullcontext  # without a warm-up every kernel is late
         return made
 
     yield make_startup
