@@ -90,7 +90,7 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
     core.add("late", [1, 2, 3], SamplingParams(max_tokens=4))
     outputs = []
     while not outputs:
-        outputs = core.step()
+        outputs = list(core.step())
     (error,) = [output.error for output in outputs]
     assert "rms_norm_kernel" in error and "SIZE: 40" in error and "in warm-up" in error
     monkeypatch.undo()
