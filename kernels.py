@@ -44,8 +44,8 @@ DECODE_PROGRAMS = 2  # programs of attention_decode per processor: while one sta
 DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
-# A transfer between device and host takes up to 2 us, in which PCIe 5 moves 110 KB. 16 programs of 256 threads with 64
-# bytes each hold twice that, which should keep the bus busy, and most processors stay free for the next step.
+# PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
+# that, which should keep the bus busy, and most processors stay free for the next step. It has not been measured.
 SWAP_PROGRAMS = 16
 SWAP_BYTES = 16384
 SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
