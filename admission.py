@@ -120,8 +120,11 @@ class Admission:
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next, of all that wait or are swapped; None if there is none."""
-        firsts = [queue.first() for queue in (self.waiting, self.swapped) if queue]
-        return min(firsts, key=lambda group: group.key, default=None)
+        waiting = self.waiting.first() if self.waiting else None
+        swapped = self.swapped.first() if self.swapped else None
+        if waiting and swapped:
+            return min(waiting, swapped, key=lambda group: group.key)
+        return waiting or swapped
 
     # --- who comes in -----------------------------------------------------------------------------------------------
 
@@ -189,8 +192,10 @@ class Admission:
 
         Only groups of a lower priority make way for one that waits.
         """
-        group, victims, slots = self.first(), [], len(self.free_slots)
-        if group is None or group.status is not Status.WAITING or not running or running[-1].key[0] <= group.key[0]:
+        if not self.waiting or not running:
+            return []
+        group, victims, slots = self.waiting.first(), [], len(self.free_slots)
+        if group is not self.first() or running[-1].key[0] <= group.key[0]:
             return []
         births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
         needed = self.blocks.blocks_for(len(group.seqs[0].tokens)) + births  # if nothing of it is cached

@@ -118,7 +118,7 @@ class EngineConfig:
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_scheduler: str | None = option(
-        None, "file for a journal of JSON lines: what the scheduler was told and what it decided"
+        None, "file for a journal of JSON lines: what came to the scheduler and what it decided"
     )
     trace: str | None = option(
         None, "file for a timeline of each step's phases, in the engine and on the device, as Perfetto shows it"

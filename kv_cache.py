@@ -197,7 +197,7 @@ class BlockSpaceManager:
     handed out at once: the next plan comes later.
 
     Args:
-        config: block size, prefix caching, look-ahead, and whether plans tell a KV sanitizer which blocks are freed.
+        config: block size, prefix caching, look-ahead, and whether plans name freed blocks for a KV sanitizer.
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         window: where attention sees no more than this many tokens in every layer, blocks behind them are given back.

@@ -95,7 +95,7 @@ class Scheduler:
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
         window: where attention sees no more than this many tokens in every layer, blocks behind them are given back.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
-        clock: in seconds; only the classic order's delay and what `explain` tells depend on it.
+        clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
         ValueError: without chunked prefill a prompt must fit a step, and `max_num_batched_tokens` is too small.

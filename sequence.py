@@ -392,7 +392,7 @@ class WaitClock:
     """Seconds that the queues stood still, by reason.
 
     The scheduler does not look at all who wait in every step, so that a step costs the same however many do. Yet each
-    of them can be told what it waited for, because what holds up the first in line holds up everybody behind it: this
+    of them can learn what it waited for, because what holds up the first in line holds up everybody behind it: this
     clock adds up the seconds that the line stood still for each reason, and a group that waits only remembers the sums
     of when it began.
 

@@ -352,13 +352,43 @@ def add_beams(core: EngineCore, name: str, i: int, j: int) -> None:
     core.add(EngineCoreRequest(f"{j}.{i}", CASES[name]["prompts"][i], params_for(CASES[name]["beams"][j])))
 
 
+def score_error(name: str, score: float, length: int, penalty: float) -> float:
+    """How far apart the scores of one beam may be in two programs that compute in float32, ours and transformers'.
+
+    Rounding in float32 changes a number by at most u = 2^-24 of its size. A score is the sum of `length`
+    log-probabilities, divided by length^penalty, so its error has two parts:
+
+    - transformers adds up and divides in float32. Each of these roundings is at most u of the whole sum, which makes
+      (length + 1) * u * |score|.
+    - Each log-probability is off already. It is a logit less the log of a sum of all logits' exponentials, and that log
+      is off by no more than the worst logit: twice a logit's error, in each of two programs.
+
+    A logit is a sum of H products of a normed hidden value, about 1, and a weight of the head, about 0.15 (oracle.py
+    draws them so), therefore at most about 0.15 * H in size. The sums that it came through, one after the other, have
+    so many terms: in each layer H for the queries, D for the scores of attention, one for each token of the context,
+    all heads' D for the projection back, H and I in the MLP; and H in the head. The error of a chain of sums with K
+    terms is about sqrt(K) * u of the size, because roundings go either way (Higham and Mary, 2019).
+    """
+    u, sizes = 2.0**-24, CASES[name]["shape"]
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
+    head_dim = sizes.get("head_dim", hidden // heads)
+    context = max(map(len, CASES[name]["prompts"])) + NEW
+    layer = hidden + head_dim + context + heads * head_dim + hidden + sizes["intermediate_size"]
+    terms = sizes["num_hidden_layers"] * layer + hidden
+    logit = math.sqrt(terms) * u * 0.15 * hidden
+    return (length + 1) * u * abs(score) + length * 4 * logit / length**penalty
+
+
 def check_answer(core: EngineCore, name: str, i: int, j: int, found: list[EngineOutput]) -> set[tuple[str, int]]:
     """The answers to prompt `i` with setting `j` are transformers'; returns why and at what lengths they ended."""
     oracle, arguments = said_of(core), CASES[name]["beams"][j]
     beams = [[token for token in beam if token >= 0] for beam in oracle[f"beams{j}.{i}"].tolist()]
     stops = arguments.get("eos_token_id") or core.model_config.eos_token_ids
     assert [output.token_ids for output in found] == beams, (j, i)
-    assert [output.cumulative_logprob for output in found] == pytest.approx(oracle[f"scores{j}.{i}"].tolist(), abs=1e-4)
+    penalty = arguments.get("length_penalty", 1.0)
+    for output, score in zip(found, oracle[f"scores{j}.{i}"].tolist(), strict=True):
+        allowed = score_error(name, score, len(output.token_ids), penalty)
+        assert output.cumulative_logprob == pytest.approx(score, rel=0, abs=allowed)
     assert [output.finish_reason for output in found] == ["stop" if b[-1] in stops else "length" for b in beams]
     assert [output.index for output in found] == list(range(arguments["num_return_sequences"]))
     assert [output.finished for output in found] == [False] * (len(found) - 1) + [True]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections import deque
 from pathlib import Path
 
 import pytest
 
+from config import EngineConfig
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, prompt
 from journal import Journal, replay
+from plan import StepResult
 
 
 def record(path: Path, depth: int = 1, **fields) -> list[str]:
@@ -82,6 +85,17 @@ def test_the_journal_says_why_a_request_waits(tmp_path):
                 assert bool(step["held_up"]) <= bool(step["waiting"] + step["swapped"])
                 reasons |= set(step["held_up"][1:])
     assert reasons == {"blocks", "slots", "tokens"}
+
+
+def test_the_clock_goes_on_while_a_step_runs(tmp_path):
+    """Else a step would seem to take no time, and the delay factor would delay nothing."""
+    journal = Journal(str(tmp_path / "journal"), EngineConfig(), {})
+    journal.tick()
+    planned = journal.clock()
+    time.sleep(0.01)
+    assert journal.clock() == planned
+    journal.landed(StepResult(0, []))
+    assert journal.clock() >= planned + 0.01
 
 
 @pytest.mark.parametrize("name", ["rows", "preempted", "held_up", "free_blocks", "stopped"])

@@ -338,9 +338,9 @@ def test_explain_tells_where_the_time_went():
     while engine.scheduler.has_work():
         step()
     for name in ("first", "second", "third"):
-        told = engine.scheduler.explain(name)
-        stays = told["answers"][0]["stays"]
-        assert told["finished"] and sum(stay["seconds"] for stay in stays) == pytest.approx(told["seconds"])
+        report = engine.scheduler.explain(name)
+        stays = report["answers"][0]["stays"]
+        assert report["finished"] and sum(stay["seconds"] for stay in stays) == pytest.approx(report["seconds"])
         for stay in stays:
             if stay["state"] == "waiting":
                 assert sum(stay["waited_for"].values()) == pytest.approx(stay["seconds"])
