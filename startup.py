@@ -305,7 +305,7 @@ class Startup:
                 compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
             if self.device == "cuda" and captures_graphs(self.config):
-                worker.capture()
+                self.capture()
             swap_seconds = self.time_swap()
         if self.guard:
             self.guard.armed = True
@@ -337,6 +337,30 @@ class Startup:
             length = min(length, 2 * self.config.block_size)
         # `ops.linear` has one kernel for up to 64 rows and another one for more.
         return min(self.config.max_num_seqs, tokens // length, 64 // length + 1), length
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
+
+        The graphs share their memory, because they never run at the same time, and only the news outlast them. A step
+        of which log-probabilities are wanted needs its logits afterwards, so it runs without a graph.
+        """
+        worker = self.worker
+        worker.graph_sizes = graph_sizes(self.config.max_num_seqs)
+        pool, shapes = torch.cuda.graph_pool_handle(), []
+        for size in reversed(worker.graph_sizes):
+            ones = np.ones(size, dtype=np.int32)
+            shape = worker.shape_of(ones, ones > 0)
+            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+        for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
+            worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+            worker.state.apply(self.ops)
+            worker.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                _, news = worker.forward(shape)  # the logits' memory is the next graph's, too
+            worker.graphs[shape] = graph, news
+        worker.rows = None  # the batch state has those of the last graph
 
     @torch.inference_mode()
     def time_swap(self) -> float:
@@ -473,6 +497,11 @@ def specialization(kernel: Any, name: str, value: Any) -> str:
     if value == 1:
         return "1"
     return ("i32" if -(2**31) <= value < 2**31 else "i64") + (" aligned" if value % ALIGNED == 0 else "")
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Sizes of batches that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
+    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
 def prompts(count: int, length: int, blocks: list[int], **fields: Any) -> list[NewRow]:

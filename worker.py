@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from batch_state import BatchState, StepShape, to_device
 from config import EngineConfig
@@ -238,30 +237,6 @@ class Worker:
             ids, state.stop_bits, adjust)  # fmt: skip
         return logits, news
 
-    @torch.inference_mode()
-    def capture(self) -> None:
-        """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
-
-        They share their memory, for they never run at the same time, and only the news outlast them. A step of which
-        log-probabilities are wanted needs its logits afterwards, and so does without.
-        """
-        assert self.device == "cuda"
-        self.graph_sizes = graph_sizes(self.config.max_num_seqs)
-        pool, shapes = torch.cuda.graph_pool_handle(), []
-        for size in reversed(self.graph_sizes):
-            ones = np.ones(size, dtype=np.int32)
-            shape = self.shape_of(ones, ones > 0)
-            shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
-        for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
-            self.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
-            self.state.apply(self.ops)
-            self.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                _, news = self.forward(shape)  # the logits' memory is the next graph's, too
-            self.graphs[shape] = graph, news
-        self.rows = None  # the batch state has those of the last graph
-
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
         if plan.swap_out:
@@ -279,11 +254,6 @@ class Worker:
         if self.device == "cpu":
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Sizes of batches that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
-    return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
 class DeviceClock:

@@ -17,6 +17,7 @@ import torch
 pytest.importorskip("triton")
 
 import kernels
+import memory
 from config import EngineConfig, SamplingParams
 from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
@@ -123,6 +124,7 @@ class Driver:  # for a GPU that this machine need not have
 
 triton.runtime.driver.set_active(Driver())
 import kernels
+import memory
 from config import EngineConfig, ModelConfig
 from startup import CompileGuard, Startup
 from worker import LateCompile
@@ -176,6 +178,19 @@ def test_what_is_never_compiled_for_may_change(make):
         ).token_ids
         assert len(tokens) == 1
     assert worker.watch.__self__.armed and worker.step(StepPlan(1)).error is None
+
+
+def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(make, monkeypatch):
+    """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
+    core, errors = make({}), []
+    monkeypatch.setattr(memory, "LOGPROBS", 1)  # one row at a time
+    for i in range(2):
+        core.add(
+            EngineCoreRequest(str(i), [1, 2, 3 + i], SamplingParams(use_beam_search=True, beam_width=2, max_tokens=4))
+        )
+    while core.has_work():
+        errors += [output.error for output in core.step() if output.error]
+    assert not errors, errors[0]
 
 
 def test_triton_is_asked_where_it_compiles(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import reference
 import startup
 from batch_state import StepShape, Writes
 from config import EngineConfig, ModelConfig
+from memory import captures_graphs
 from plan import NewRow, StepPlan
-from startup import Startup, start_worker
-from worker import Worker, graph_sizes
+from startup import Startup, graph_sizes, pinned, start_worker
+from worker import Worker
 
 SHAPE = {
     "architectures": ["MistralForCausalLM"], "model_type": "mistral", "vocab_size": 97, "hidden_size": 32,
@@ -133,6 +135,26 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
     assert 0 < Startup.time_swap(ready) < 1
     assert moves == [(True, False, 4), (False, True, 4)] * 3
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
+
+
+@pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
+def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, capsys, most, blocks):
+    """CUDA registers the pages of the pool itself, no power of two of them; the error of a refusal is taken back."""
+    registered, zeros = [], torch.zeros
+
+    def register(address: int, size: int, flags: int) -> int:
+        registered.append((address, size))
+        return 0 if size <= most else 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    taken = []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **more: taken.append(more) or zeros(*shape))
+    pool = pinned(10, (2, 2, 2, 16, 8), torch.float32)
+    assert pool.shape == (blocks, 2, 2, 2, 16, 8) and pool.dtype == torch.float32
+    assert [size for _, size in registered] == [count * BLOCK_BYTES for count in (10, 5, 2, 1)[: len(registered)]]
+    assert taken == [{"device": "cuda"}] * (len(registered) - bool(blocks))
+    assert not blocks or registered[-1] == (pool.data_ptr(), pool.nbytes)
+    assert (f"the host pool has {blocks} blocks: no more than these of 10" in capsys.readouterr().err) == (blocks < 10)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +337,45 @@ def test_graphs_are_for_1_2_4_the_eights_and_the_most():
     assert graph_sizes(1) == [1] and graph_sizes(2) == [1, 2] and graph_sizes(5) == [1, 2, 4, 5]
     assert graph_sizes(8) == [1, 2, 4, 8] and graph_sizes(9) == [1, 2, 4, 8, 9]
     assert graph_sizes(256)[-3:] == [240, 248, 256] and len(graph_sizes(256)) == 35
+
+
+def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
+    """Half of what is free, divided among those who start beside this one; an explicit number is had or refused."""
+    worker = make()
+    monkeypatch.setattr(startup, "available_bytes", lambda: 101 * BLOCK_BYTES)
+    monkeypatch.setattr(startup, "pinned", lambda count, shape, dtype: torch.zeros(min(count, 60), *shape))
+    facts = {"block_shape": lambda: tuple(worker.pool.shape[1:]), "memory": SimpleNamespace(block=BLOCK_BYTES)}
+    facts |= {"group": worker.group, "device": "cuda", "model": worker.model, "num_blocks": 1000}
+    for fields, sharers, blocks in (({}, 1, 50), ({}, 2, 25), ({"num_host_blocks": 60}, 1, 60)):
+        config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
+        made = SimpleNamespace(**facts, config=config, sharers=sharers)
+        assert len(Startup.new_host_pool(made)) == blocks
+    made.config = dataclasses.replace(config, num_host_blocks=61)
+    with pytest.raises(ValueError, match="num_host_blocks is 61; the system lets 60 of them be pinned"):
+        Startup.new_host_pool(made)
+
+
+def test_the_specification_runs_without_graphs():
+    assert captures_graphs(EngineConfig()) and captures_graphs(EngineConfig(backend="triton"))
+    for fields in ({"backend": "reference"}, {"enforce_eager": True}, {"sanitize_kv": True}):
+        assert not captures_graphs(EngineConfig(**fields))
+
+
+def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkeypatch):
+    worker, recorded = make(trace="steps.json"), []
+
+    class Event:
+        def __init__(self, enable_timing: bool = False):
+            pass
+
+        def record(self) -> None:
+            recorded.append(self)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(worker, "to_host", lambda tensor: tensor)
+    worker.device, worker.clock = "cuda", object()
+    launched = worker.launch(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
+    assert recorded == [event for _, _, event in launched.marks] + [launched.done] and launched.marks[-1][0] == ""
 
 
 def test_a_step_is_not_done_before_the_device_is(make):
