@@ -150,8 +150,10 @@ class Api:
         return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
 
     def explain(self, id: str) -> Response:
-        told = self.client.call_all("explain_prompts", id, self.config.max_prompts)
-        prompts = sorted(itertools.chain(*told.values()), key=lambda story: int(story["request_id"].rpartition("-")[2]))
+        found = self.client.call_all("explain_prompts", id, self.config.max_prompts)
+        prompts = sorted(
+            itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
+        )
         if not prompts:
             known = "the engine knows those that run and the latest that have finished"
             raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
