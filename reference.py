@@ -102,7 +102,14 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """y = x W^T + bias, for x [T, K], weight [N, K] and bias [N]; y [T, N] in x's dtype."""
+    """y = x W^T + bias.
+
+    Args:
+        x: [T, K], any float dtype. weight: [N, K]. bias: [N] or None.
+
+    Returns:
+        y [T, N] in x's dtype.
+    """
     return F.linear(x, weight, bias)
 
 

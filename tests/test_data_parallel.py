@@ -242,13 +242,13 @@ def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monk
 
 def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no step of the engine run before the same step of the others."""
-    run = llm.core.executor.worker.run
+    run = llm.core.executor.worker.execute
 
     def together(plan: Any) -> Any:
         exchange.wait(60)
         return run(plan)
 
-    monkeypatch.setattr(llm.core.executor.worker, "run", together)
+    monkeypatch.setattr(llm.core.executor.worker, "execute", together)
 
 
 def test_a_client_of_engines_of_which_none_lives(tmp_path):

@@ -59,7 +59,7 @@ def ints(*values: int) -> torch.Tensor:
 
 def test_twins_have_the_same_signatures() -> None:
     for name, op in inspect.getmembers(reference, inspect.isfunction):
-        if name.startswith("_") or op.__module__ != "reference":  # in Python 3.11 NamedTuple is a function, too
+        if name.startswith("_") or name == "uniform" or op.__module__ != "reference":  # NamedTuple is a function, too
             continue
         assert inspect.signature(op) == inspect.signature(getattr(kernels, name)), name
         formulas = [inspect.getdoc(twin).splitlines()[0] for twin in (op, getattr(kernels, name))]
@@ -95,7 +95,7 @@ def test_uniform_is_tl_rand(device: str) -> None:
     got = torch.empty(7, 64, dtype=torch.float32, device=device)
     for i in range(7):
         rand_kernel[(1,)](seeds[i:].to(device), positions.to(device), got[i], 64)
-    want = torch.stack([reference._uniform(seed.expand(64), positions) for seed in seeds])
+    want = torch.stack([reference.uniform(seed.expand(64), positions) for seed in seeds])
     assert torch.equal(got.cpu(), want)
 
 

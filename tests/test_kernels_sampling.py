@@ -88,7 +88,7 @@ def test_sample(
     seeds, known = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,)).to(torch.int32)
     slots = ints(3, -1, 2)
     if ascending:  # with u close to 0 the first survivor is drawn, which is the logit at the threshold
-        seeds[3] = reference._uniform(torch.arange(4096), known[3].expand(4096)).argmin()
+        seeds[3] = reference.uniform(torch.arange(4096), known[3].expand(4096)).argmin()
     args, x = (logits, slots, heats, top_ks, top_ps, min_ps, seeds, known), logits.float()
     adjust: tuple[Any, ...] = (None, None)
     if kinds is not None:
@@ -132,7 +132,7 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("spread", [1.5, 2**-23])
 def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
     """With ascending logits and u near 0 the token at the threshold is drawn, and it must be the oracle's."""
-    seed = reference._uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
+    seed = reference.uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
     logits = 1 + (torch.randn(1, 300) if spread > 1 else torch.randint(0, 80, (1, 300))).sort().values * spread
     for top_k, top_p, min_p in (
         (0, 0.9, 0.0),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import cpu_ops
 import fake_worker
 import reference
 import test_scenarios
@@ -21,7 +22,7 @@ from config import EngineConfig
 from engine import EngineCore, SamplingParams
 from fake_worker import VOCAB, FakeWorker, prompt
 from kv_cache import BlockManager, BlockSpaceManager
-from plan import StepPlan, StepResult
+from plan import EngineCoreRequest, StepPlan, StepResult
 from sanitizer import KVSanitizer, SanitizerError
 from scheduler import Scheduler
 from test_engine import FEW, GREEDY, STORY, tokens
@@ -61,7 +62,7 @@ def test_a_block_freed_too_early(make_core, monkeypatch, caching):
         return update(self, plan, result)
 
     monkeypatch.setattr(Scheduler, "update", free_too_early)
-    core.add("a", prompt(10), LONG)
+    core.add(EngineCoreRequest("a", prompt(10), LONG))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -84,10 +85,10 @@ def test_a_block_handed_to_somebody_else_too_early(make_core, monkeypatch, notic
         return admit(self, *args)
 
     monkeypatch.setattr(BlockSpaceManager, "admit", admit_into_the_first_block)
-    core.add("a", prompt(10), LONG)
+    core.add(EngineCoreRequest("a", prompt(10), LONG))
     for _ in range(3):
         core.step()
-    core.add("b", prompt(6, 2), LONG)
+    core.add(EngineCoreRequest("b", prompt(6, 2), LONG))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -112,9 +113,9 @@ def test_a_stale_prefix_hash(make_core, monkeypatch):
 
     monkeypatch.setattr(BlockManager, "allocate", allocate_and_forget_to_forget)
     for name, ids in (("a", prompt(10)), ("b", prompt(24, 2))):
-        core.add(name, ids, LONG)
+        core.add(EngineCoreRequest(name, ids, LONG))
         run(core)
-    core.add("c", prompt(10), LONG)
+    core.add(EngineCoreRequest("c", prompt(10), LONG))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -126,15 +127,15 @@ def test_a_stale_prefix_hash(make_core, monkeypatch):
 @pytest.mark.parametrize("shift", [1, -1])
 @pytest.mark.parametrize("decode", [True, False], ids=["decode", "prefill"])
 def test_a_slot_mapping_off_by_one(make_core, monkeypatch, decode, shift):
-    core, prepare_inputs = make_core(), reference.prepare_inputs
+    core, prepare_inputs = make_core(), cpu_ops.prepare_inputs
 
     def off_by_one(*args):
         input_ids, positions, slot_mapping, seq_lens = prepare_inputs(*args)
         return input_ids, positions, slot_mapping + shift * (decode == (len(input_ids) < 5)), seq_lens
 
-    monkeypatch.setattr(reference, "prepare_inputs", off_by_one)
+    monkeypatch.setattr(cpu_ops, "prepare_inputs", off_by_one)
     for name in ("a", "b"):
-        core.add(name, prompt(9 + (name == "b"), 3), LONG)
+        core.add(EngineCoreRequest(name, prompt(9 + (name == "b"), 3), LONG))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert re.fullmatch(
@@ -157,7 +158,7 @@ def test_a_beam_that_missed_its_copy_on_write(make_core, monkeypatch):
             child.blocks[place] = parent.blocks[place]
 
     monkeypatch.setattr(BlockSpaceManager, "fork", fork_without_copy)
-    core.add("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20))
+    core.add(EngineCoreRequest("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20)))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -181,7 +182,7 @@ def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
         return admitted
 
     monkeypatch.setattr(BlockSpaceManager, "admit", admit_without_copy)
-    core.add("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20))
+    core.add(EngineCoreRequest("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -196,8 +197,8 @@ def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
 def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
     """The plans are right, and so is the shadow. Only the poison in the pool shows the fault."""
     core = make_core()
-    monkeypatch.setattr(reference, "copy_blocks", lambda pool, pairs: None)
-    core.add("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20))
+    monkeypatch.setattr(cpu_ops, "copy_blocks", lambda pool, pairs: None)
+    core.add(EngineCoreRequest("a", prompt(10), SamplingParams(temperature=1.0, n=3, seed=1, max_tokens=20)))
     with pytest.raises(SanitizerError) as violation:
         run(core)
     assert str(violation.value) == (
@@ -277,7 +278,11 @@ def test_no_false_alarm_on_a_random_model(make_core, window, mode):
         got: dict[tuple[str, int], list[int]] = {}
         for i in range(12):
             kind = ({}, {"n": 3}, {"use_beam_search": True, "n": 3, "temperature": 0.0})[i % 3]
-            core.add(str(i), prompt(3 + i, i % 4), SamplingParams(**{"max_tokens": 18, "ignore_eos": True} | kind))
+            core.add(
+                EngineCoreRequest(
+                    str(i), prompt(3 + i, i % 4), SamplingParams(**{"max_tokens": 18, "ignore_eos": True} | kind)
+                )
+            )
         while core.has_work():
             for output in core.step():
                 got.setdefault((output.request_id, output.index), []).extend(output.token_ids)
@@ -314,7 +319,7 @@ def test_nothing_is_told_when_it_is_off(make_core):
     step = core.executor.worker.step
     core.executor.worker.step = lambda plan: plans.append(plan) or step(plan)
     for i in range(3):
-        core.add(str(i), prompt(9, i), LONG)
+        core.add(EngineCoreRequest(str(i), prompt(9, i), LONG))
     run(core)
     assert core.executor.worker.sanitizer is None and type(core.scheduler.blocks) is BlockManager
     assert not any(plan.freed or any(row.name for row in plan.new) for plan in plans)
