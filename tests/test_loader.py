@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import cpu
 import loader
 import reference
 from config import ModelConfig
-from loader import Stage, load_weights
+from loader import Stage, checkpoint_files, load_weights
 from model import Transformer
 from parallel import Group
 
@@ -157,7 +158,7 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
     for each in (model, plain):
         load_weights(each, str(folder))
     model.head = model.head.clone()  # what packing does
-    loader.map_embedding(model, str(folder))
+    cpu.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding.data_ptr() != plain.embedding.data_ptr() and torch.equal(model.embedding, plain.embedding)
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     ranges = [[int(end, 16) for end in entry.split("-")] for entry in mapped]
@@ -172,5 +173,5 @@ def test_a_table_that_is_not_the_file_s_stays(save, why):
     table = model.embedding
     if why != "a head that is the table":
         model.head = model.head.clone()
-    loader.map_embedding(model, str(folder))
+    cpu.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding is table

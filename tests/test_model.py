@@ -108,7 +108,7 @@ def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     prompts = case["prompts"]
-    per_seq = worker.blocks_per_seq()
+    per_seq = worker.state.block_tables.shape[1]
     new = [NewRow(slot=i, token_ids=p, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
            for i, p in enumerate(prompts)]  # fmt: skip
     result = worker.step(StepPlan(0, rows=[(i, len(p)) for i, p in enumerate(prompts)], new=new))

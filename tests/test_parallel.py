@@ -76,7 +76,7 @@ def answers(worker: Worker) -> dict:
     """
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
-    vocab = worker.model_config.vocab_size
+    vocab = worker.model.config.vocab_size
     new = [NewRow(slot=slot, token_ids=[(3 * i * i + slot) % vocab for i in range(n)],
                   blocks=list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ)), temperature=float(slot == 1), seed=7)
            for slot, n in enumerate(LENGTHS)]  # fmt: skip
@@ -145,7 +145,7 @@ def test_ranks_give_what_one_gives(checkpoints, ranks, name):
 def test_facts_are_of_the_whole(checkpoints, ranks, name):
     one = make_worker(checkpoints / name)
     for size in SIZES:
-        copies = max(1, size // one.model_config.num_kv_heads)
+        copies = max(1, size // one.model.config.num_kv_heads)
         for rank in ranks[size]:
             facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "window")
             assert [facts[key] for key in same] == [one.facts()[key] for key in same]
