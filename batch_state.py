@@ -15,16 +15,16 @@ from cpu import DirectWrites
 from plan import NewRow, StepPlan
 
 NO_ID = 2**31 - 1
-ALIGNMENT = 4  # words: parts of the batch state begin at 16 bytes, as kernels know of their arguments
+ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for
 FLOATS = ("temperature", "top_p", "min_p", "penalties", "biases")  # the parts that hold no integers
 
 
 class StepShape(NamedTuple):
-    """What of a step the host must know to launch it; all else the device finds in the batch state."""
+    """What the host must know of a step to launch it. The device finds all else in the batch state."""
 
-    rows: int  # padding rows, whose slot is -1, included
+    rows: int  # including padding rows, whose slot is -1
     tokens: int
-    num_decodes: int  # rows of one token that come first, and that attention_decode is for
+    num_decodes: int  # this many rows come first, have one token, and go through attention_decode
     samples: int  # rows that sample
     max_query_len: int
     adjusted: bool  # whether some slot's logits are adjusted
@@ -34,28 +34,31 @@ class Writes:
     """Changes of the batch state, gathered on the host: see `ops.apply_writes`."""
 
     def __init__(self) -> None:
-        self.places, self.values = array("q"), array("i")  # (at, begin, length) for each; what is written
+        self.places, self.values = array("q"), array("i")  # (at, begin, length) of each write; the words to write
 
     def add(self, at: int, values: array | np.ndarray) -> None:
-        """Write `values`, of 4 bytes each, from word `at` on; nobody else may."""
+        """Write `values`, of 4 bytes each, from word `at` on. No two writes may overlap."""
         begin = len(self.values)
         self.values.frombytes(values.tobytes())
         self.places.extend((at, begin, len(self.values) - begin))
 
     def clear(self) -> None:
-        """Forget them."""
+        """Forget all writes."""
         del self.places[:], self.values[:]
 
 
 class BatchState:
     """What the device knows of each running sequence, one row ("slot") each, and of the rows of a step.
 
-    But for the token counts all of it is one tensor of 4-byte words, so that one copy and one kernel bring all that a
-    plan changes (`Writes`), and each part has a fixed address, so that a CUDA graph serves every step. `to_compute` is
-    on the host, so that the worker can tell which rows sample without asking the device: how many of a slot's known
-    tokens are yet to be computed, always one while it decodes. `num_logprobs` is of use on the host alone, and
-    `adjusted` mirrors `kinds`. The count of each slot's tokens takes 4 bytes a token of the vocabulary, with or without
-    penalties, so that nothing is allocated once requests come. On a CPU the system gives that memory as it is used.
+    All parts but the token counts lie in one tensor of 4-byte words, so that one copy and one kernel bring all that a
+    plan changes (`Writes`). Each part has a fixed address, so that one CUDA graph serves every step of its shape.
+
+    Some of it is on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
+    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs` is
+    needed on the host alone, and `adjusted` mirrors `kinds`.
+
+    The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
+    is allocated once requests come. On a CPU the system gives that memory as it is used.
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
@@ -63,26 +66,26 @@ class BatchState:
         block_size: tokens in a block. vocab_size: V. device: where it lies.
     """
 
-    token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all that are known
+    token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
     num_known: torch.Tensor  # [S] int32
     num_computed: torch.Tensor  # [S] int32, of the known tokens
     block_tables: torch.Tensor  # [S, max_blocks] int32
-    temperature: torch.Tensor  # [S] float32, as top_p and min_p
+    temperature: torch.Tensor  # [S] float32, like top_p and min_p
     top_p: torch.Tensor
     min_p: torch.Tensor
     top_k: torch.Tensor  # [S] int32
     seeds: torch.Tensor  # [S] int64
-    kinds: torch.Tensor  # these five: see `ops.Adjust`
+    kinds: torch.Tensor  # for this and the next four see `ops.Adjust`
     penalties: torch.Tensor
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
-    slots: torch.Tensor  # [S] int32, of the step's rows; -1 marks a padding row, which changes nothing
+    slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
     sample_index: torch.Tensor  # [S] int32, each row's place among those that sample, or -1
-    sampling: torch.Tensor  # [S] int32, where not every token samples: the slots of the rows that do,
-    last: torch.Tensor  # [S] int32, and their last tokens
+    sampling: torch.Tensor  # [S] int32, the slots of the rows that sample; set only if some token does not sample
+    last: torch.Tensor  # [S] int32, the index of the last token of each of these rows; set only then, too
 
     def __init__(
         self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str
@@ -99,7 +102,7 @@ class BatchState:
         sizes = [-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values()]
         begins = np.cumsum([0, *sizes]).tolist()
         self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)
-        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and words from a slot to the next
+        self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and the number of words of a slot
         for (name, shape), begin in zip(shapes.items(), begins, strict=True):
             self.places[name] = begin, math.prod(shape[1:])
             part = self.words[begin : begin + math.prod(shape)].view(shape)
@@ -108,11 +111,11 @@ class BatchState:
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted = np.zeros((3, slots), dtype=np.int32)
         self.num_blocks = [0] * slots
-        self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: its stop_bits that are not 0
+        self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
         self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
 
     def enter(self, plan: StepPlan) -> None:
-        """Sequences leave, enter and grow; all but the token counts of new ones is only noted, for `apply`."""
+        """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
         kinds = dict.fromkeys(plan.released, 0)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
@@ -134,7 +137,7 @@ class BatchState:
             self._write("kinds", slot, array("i", (kind,)))
 
     def _enter_stops(self, row: NewRow) -> None:
-        """Write down which tokens end a new row, unless they are those of the row before, as they mostly are."""
+        """Note which tokens end a new row. Mostly they are those of the slot's last row, and nothing is written."""
         words: dict[int, int] = {}
         for token in row.stop_ids:
             words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
@@ -144,7 +147,7 @@ class BatchState:
                 self._write("stop_bits", row.slot, array("I", (word,)), place)
 
     def _enter_adjustments(self, row: NewRow) -> int:
-        """Write down what changes the logits of a new row; returns which kinds of that there are."""
+        """Note what changes the logits of a new row; returns its `kinds`, see `ops.Adjust`."""
         slot, bias, allowed = row.slot, row.logit_bias, row.allowed_token_ids
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
@@ -172,8 +175,13 @@ class BatchState:
         self.writes.add(place + slot * width + begin, values)
 
     def enter_rows(self, rows: np.ndarray, samples: np.ndarray, shape: StepShape) -> None:
-        """Note a step's rows [B, 2] of slot and tokens, of which some sample [B], and padding rows of one token up to
-        the shape's."""
+        """Note the rows of a step, and padding rows of one token up to `shape.rows`.
+
+        Args:
+            rows: [B, 2], slot and number of tokens of each.
+            samples: [B] bool, whether each samples.
+            shape: the step's.
+        """
         count = len(rows)
         slots, lengths = np.full(shape.rows, -1, dtype=np.int32), np.ones(shape.rows, dtype=np.int32)
         slots[:count], lengths[:count] = rows.T
@@ -188,7 +196,7 @@ class BatchState:
             self._write(name, 0, values)
 
     def apply(self, ops: ModuleType) -> None:
-        """Bring all that was noted to the device: one copy from pinned memory, one kernel."""
+        """Bring all that was noted to the device, by one copy from pinned memory and one kernel."""
         places, values = self.writes.places, self.writes.values
         if not places:
             return
@@ -197,7 +205,7 @@ class BatchState:
         self.writes.clear()
 
     def forget(self) -> None:
-        """A step has failed: what was noted for it is void. All sequences will enter anew."""
+        """Drop what was noted for a step that has failed. All sequences will enter anew."""
         self.writes.clear()
         self.stop_bits.zero_()
         self.stops = [{} for _ in self.stops]
@@ -212,7 +220,7 @@ class BatchState:
         return samples
 
     def adjust(self, ops: ModuleType) -> Any:
-        """`ops.Adjust` of all slots."""
+        """The `ops.Adjust` of all slots."""
         return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
@@ -223,5 +231,5 @@ class BatchState:
 
 
 def to_device(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A copy of a host tensor, for which nobody waits: torch keeps the pinned memory until it has been read."""
+    """A copy of a host tensor on the device. Nobody waits for it: torch keeps the pinned memory until it was read."""
     return tensor if device == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
-    """A field that is also a command-line flag: its default, its help (one line; none: no flag), a number's range."""
+    """A field with its default, one line of help and a number's range; with help it is also a command-line flag."""
     return field(default=default, metadata={"help": help, "low": low, "high": high})
 
 
@@ -57,7 +57,7 @@ class EngineConfig:
 
     model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
-        "auto", "of weights, activations and KV cache; auto is the checkpoint's own, on a CPU the fastest that holds it"
+        "auto", "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
@@ -93,7 +93,7 @@ class EngineConfig:
     )
     schedule_conservativeness: float = option(
         1.0,
-        "how much of the growth expected of running requests admission keeps free; 0 admits whatever fits now",
+        "share of the running requests' expected growth that admission keeps free; 0 admits whatever fits now",
         0.0,
         10.0,
     )
@@ -101,12 +101,12 @@ class EngineConfig:
     data_parallel_size: int = option(
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
     )
-    data_parallel_rank: int = option(0, "")  # which of them this is
+    data_parallel_rank: int = option(0, "")  # which of these engines this is
     async_scheduling: bool | None = option(
         None,
-        "plan a step before the result of the one before is in; by default on cuda, and where workers are processes",
+        "plan a step before the previous step's result is in; by default on cuda, and where workers are processes",
     )
-    lockstep: bool = option(False, "")  # they step together in waves, as those of a model with experts must
+    lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
@@ -128,7 +128,7 @@ class EngineConfig:
     )
     sanitize_kv: bool = option(False, "for debugging: check in every step that no request reads or writes another's KV")
     generation_config: Literal["auto", "none"] = option(
-        "auto", "auto: what the model's generation_config.json says of sampling holds where a request does not say"
+        "auto", "auto: requests that do not set a sampling parameter get it from the model's generation_config.json"
     )
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
@@ -138,7 +138,7 @@ class EngineConfig:
     )
     threads: int | None = option(
         None,
-        "of torch on a CPU, in each rank (default: one a core it may run on, but a small model leaves the server one)",
+        "torch's threads in each rank on a CPU (default: one per core, but a small model leaves the server a core)",
         1,
         4096,
     )
@@ -185,7 +185,7 @@ class ServerConfig:
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
-    max_output_tokens: int = option(2**24, "max_choices' product times max_tokens of one request", 1)
+    max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
@@ -227,7 +227,7 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
 
 
 def is_token(value: Any) -> bool:
-    """Whether this may be a token's id, or, as JSON has it for a key, a string of one."""
+    """Whether this may be a token's id. A string of digits is one, too, because JSON's keys are strings."""
     if isinstance(value, str):
         return value.isascii() and value.isdigit() and len(value) <= 10 and int(value) < 2**31
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
@@ -354,7 +354,7 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(allowed))
 
     def check_vocabulary(self, size: int) -> None:
-        """Whether `logit_bias` and `allowed_token_ids` are of a vocabulary of `size` tokens.
+        """Check that `logit_bias` and `allowed_token_ids` name only tokens of a vocabulary of this size.
 
         Raises:
             ValueError: names those that are not.
@@ -404,9 +404,9 @@ GENERATION_FIELDS = {
 
 
 def default_sampling(config: EngineConfig) -> dict[str, Any]:
-    """The model's own sampling parameters, as arguments of `SamplingParams`: requests have them that bring no others.
+    """The model's own sampling parameters, as arguments of `SamplingParams`, for requests that do not set them.
 
-    They are what vLLM takes from generation_config.json.
+    They are the ones that vLLM takes from generation_config.json.
 
     Raises:
         ValueError: the file is malformed, or one of its values is out of range.
@@ -423,7 +423,7 @@ def default_sampling(config: EngineConfig) -> dict[str, Any]:
     return found
 
 
-# In config.json's spelling. Each of them is a row of `FAMILIES` in model.py, which brings torch and is not read here.
+# In config.json's spelling. Each is a row of `FAMILIES` in model.py, which imports torch, so it is not read here.
 ARCHITECTURES = (
     "Ernie4_5ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip

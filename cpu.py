@@ -23,24 +23,24 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-EMBEDDING = "model.embed_tokens.weight"  # in checkpoints
+EMBEDDING = "model.embed_tokens.weight"  # its name in checkpoints
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-KEEP = 1 << 30  # bytes
-SMALL = 1 << 26  # bytes of weights; in so small a model's steps one core does most of the work
+KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
+SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 PANEL = 256  # bytes of an input's weights that lie together
-PROMPT = 256  # rows from which on panels are laid side by side
+PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
-RARE = 1 / 64  # of an output's inputs; a weight with more elements of unusual size is not compressed
+RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
-UP = 2.0**64  # times a compressed weight's inputs, for its elements are read as 2^-126 to 2^-111
+UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
 
 
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads, and let malloc keep its memory.
 
-    None stands for one thread for each core that this process may run on, or with `spare` for one less. In a small
-    model two threads wait for each other at every product, and lose more to a third process than the second thread
-    brings. `ranks` processes share the cores.
+    None means one thread for each core that this process may run on, divided among `ranks` processes. With `spare` one
+    core stays free. In a small model two threads wait for each other at every product, and lose more to a third process
+    than the second thread brings.
 
     By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
     intermediates page by page, which can take longer than computing them.
@@ -74,17 +74,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 def fuses_attention(dtype: torch.dtype) -> bool:
     """Whether torch's fused attention is faster than a product of queries and keys, a softmax and another product.
 
-    In bfloat16 it has fast products only with AMX. A CPU that has just AVX-512's is better off with matrix products.
+    In bfloat16 fused attention has fast products only with AMX. With AVX-512 alone, matrix products are faster.
     """
     amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return dtype != torch.bfloat16 or not has_bfloat16() or bool(amx and amx())
 
 
 class DirectWrites:
-    """The batch state's `Writes` where its memory is the host's: it is changed at once, and nothing is left to bring.
+    """Stands in for `Writes` where the batch state lies in the host's memory: it writes at once, and keeps nothing.
 
     Args:
-        words: of the batch state, [N] int32.
+        words: [N] int32, the batch state.
     """
 
     def __init__(self, words: torch.Tensor):
@@ -101,7 +101,7 @@ class DirectWrites:
 
 
 class PackedLinear:
-    """A weight [out, in] in the blocked layout that oneDNN's matrix product reads, made once.
+    """A weight [out, in] in the blocked layout that oneDNN's matrix product reads. It is converted once.
 
     `F.linear` reorders a plain weight in every call, which for a few tokens takes longer than the product.
 
@@ -119,15 +119,15 @@ class PackedLinear:
 
 
 class PanelLinear:
-    """A weight [out, in] as panels, tables with PANEL bytes for each input: for rows that come one by one.
+    """A weight [out, in] cut into panels, for rows that come one by one. A panel has PANEL bytes for each input.
 
-    The product of one row is then what embedding_bag computes, a sum of a table's rows by weights. embedding_bag
-    fetches rows ahead, and so reads memory faster than a matrix product does. Several rows are multiplied panel by
-    panel. For the rows of a PROMPT the panels are laid side by side first, because one large product then saves more
-    than that copy costs.
+    The product of one row is then what embedding_bag computes: a weighted sum of a table's rows. embedding_bag fetches
+    rows ahead, and so reads memory faster than a matrix product does. Several rows are multiplied panel by panel. For
+    PROMPT rows or more the panels are laid side by side first, because one large product then saves more than that copy
+    costs.
 
     Args:
-        weight: plain.
+        weight: a plain tensor.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -148,7 +148,7 @@ class PanelLinear:
         elif rows >= PROMPT:
             y = halves(x) @ self.panels.transpose(0, 1).flatten(1)
         else:
-            y = x.new_empty(rows, count, width)  # a result that lies by panels would have to be copied
+            y = x.new_empty(rows, count, width)  # a result in the order of panels would have to be copied
             torch.bmm(halves(x).expand(count, -1, -1), self.panels, out=y.transpose(0, 1))
         y = y.view(rows, -1)
         if count * width > self.outputs:
@@ -160,16 +160,16 @@ class PanelLinear:
 def panel_rows(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """For embedding_bag: the row of each input, panel by panel [panels * inputs], and where each panel begins [panels].
 
-    A panel is read from its begin and from its middle in turn; see `halves`.
+    A panel is read at its beginning and at its middle in turn; see `halves`.
     """
     rows = torch.arange(panels * inputs, dtype=torch.int32).view(panels, inputs)
     return rows.view(panels, 2 - inputs % 2, -1).mT.flatten(), rows[:, 0].contiguous()
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
-    """x [n, inputs] as panels have it: the even inputs, then the odd ones; as it is where their number is odd.
+    """x [n, inputs] in the order of panels: the even inputs, then the odd ones. An odd number of inputs is not changed.
 
-    So a panel is read from two places in turn, and memory answers two places faster than one.
+    So a panel is read at two places in turn, and memory serves two places faster than one.
     """
     return x.unflatten(1, (-1, 2 - x.shape[1] % 2)).mT.flatten(1)
 
@@ -177,18 +177,18 @@ def halves(x: torch.Tensor) -> torch.Tensor:
 class CompressedLinear:
     """A bfloat16 weight [out, in] in 12 bits an element, without loss, for rows that come one by one.
 
-    One row's product takes as long as its weight is read, and these are three quarters of the bytes. Elements differ by
-    few powers of two (in DFloat11, Zhang et al., 2025, Huffman codes make use of it): nearly all of a matrix have one
-    of 15 exponents in a row, for which four bits do instead of eight. So six of eight elements lie in three words as
-    they are, but for four bits of each, and in these 24 lie the other two; shifts and masks make floats of all eight.
-    The few elements of other exponents are listed by output.
+    The product of one row takes as long as reading the weight, and this layout has three quarters of the bytes. The
+    elements of a matrix differ by few powers of two (DFloat11, Zhang et al., 2025, uses that by Huffman codes): nearly
+    all of them have one of 15 consecutive exponents, for which four bits do instead of eight. Of eight elements, six
+    lie in three words, and each leaves four bits free. The other two lie in these 24 bits. Shifts and masks make floats
+    of all eight. The few elements with other exponents are listed by output.
 
     Args:
-        weight: plain.
-        several: what multiplies several rows; it is called with them and `bias=`.
+        weight: a plain tensor.
+        several: multiplies several rows; it is called with them and `bias=`.
 
     Raises:
-        ValueError: it is not bfloat16, its inputs are no multiple of 8, or too many of an output's are on the list.
+        ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
     """
 
     def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor]):
@@ -196,11 +196,11 @@ class CompressedLinear:
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
         weight = F.pad(weight, (0, 0, 0, -self.outputs % LANES))
-        parts = weight.split(max(1, (1 << 22) // (LANES * inputs)) * LANES)  # the integers of all take much memory
+        parts = weight.split(max(1, (1 << 22) // (LANES * inputs)) * LANES)  # one by one, to save memory
         counts = sum((part.view(torch.int16) >> 7 & 255).flatten().bincount(minlength=256) for part in parts)
-        # The exponents of numbers that are normal, and not so large that the scale is none.
+        # Only exponents of normal numbers are counted, and none that is so large that the scale would overflow.
         low = int(counts[1:190].unfold(0, 15, 1).sum(1).argmax())
-        self.up, self.scale = torch.tensor([UP]), torch.tensor(2.0**low / UP)  # float32, and so is bfloat16 times [1]
+        self.up, self.scale = torch.tensor([UP]), torch.tensor(2.0**low / UP)  # up's shape [1] makes a product float32
         words, listed = [], []
         for i, part in enumerate(parts):
             packed, other = compress(part, low)
@@ -230,15 +230,15 @@ class CompressedLinear:
 
 
 class GreedyHead:
-    """Which output of a head is a row's largest, argmax_i x w_i, from a byte an element: for greedy rows one by one.
+    """Finds the largest output of a head, argmax_i x w_i, from one byte per element, for greedy rows one by one.
 
-    They need no other logit, and a step of one row takes as long as weights are read, of which a head is a quarter in a
-    small model. Rounded to bytes it gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and Schwarz), the
-    largest is one of those with y_i + |x| e_i >= max(y - |x| e), where e is the largest error of the output's panel.
-    These few are computed from the weight as it is.
+    Such a row needs no other logit. A step of one row takes as long as reading the weights, and a small model's head is
+    a quarter of them. Rounded to bytes, the weight gives y_i = x v_i. As |x w_i - y_i| <= |x| |w_i - v_i| (Cauchy and
+    Schwarz), the largest output is one of those with y_i + |x| e_i >= max(y - |x| e), where e_i is the largest error in
+    the panel of output i. These few outputs are computed from the weight itself.
 
     Args:
-        weight: [out, in] bfloat16, plain. It stays in use, but just a few rows of it: it may be a mapped file.
+        weight: [out, in] bfloat16, a plain tensor. Only a few of its rows stay in use, so it may be a mapped file.
     """
 
     def __init__(self, weight: torch.Tensor):
@@ -246,11 +246,12 @@ class GreedyHead:
         self.rows, self.offsets = panel_rows(-(-len(weight) // PANEL), weight.shape[1])
         tables, errors = [], []
         for part in weight.split(PANEL):
-            filled = part[torch.arange(PANEL).clamp(max=len(part) - 1)]  # the last panel: with outputs that it has
+            filled = part[torch.arange(PANEL).clamp(max=len(part) - 1)]  # the last panel repeats an output
             lines = halves(filled).float().t().contiguous()
             tables.append(torch.ops.quantized.embedding_bag_byte_prepack(lines))  # bytes, scale and least of each line
             read = torch.ops.quantized.embedding_bag_byte_unpack(tables[-1])
-            # A sum of n float32 is off by n / 2^24 of its terms' sizes; a byte has two, of 3 times the line's largest.
+            # A sum of n float32 terms is off by up to n / 2^24 of their sizes. A byte brings two terms, of up to 3
+            # times the largest element of the line.
             rounding = lines.abs().amax(dim=1).norm() * (2 * weight.shape[1] * 3 / 2**24)
             errors.append((read - lines).norm(dim=0).max() + rounding)
         self.table, self.errors = torch.cat(tables), torch.stack(errors)
@@ -273,9 +274,9 @@ class GreedyHead:
         y = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self.table, self.rows, self.offsets, per_sample_weights=weights
         )
-        error = torch.linalg.vector_norm(x, dtype=torch.float64) * self.errors  # whose squares are never 0
+        error = torch.linalg.vector_norm(x, dtype=torch.float64) * self.errors  # no square is 0 in float64
         least = (y.amax(dim=1) - error).max()
-        least -= least.abs() / 64  # logits that are equal in bfloat16 differ by 1 / 128
+        least -= least.abs() / 64  # logits that become equal in bfloat16 differ by up to 1 / 128
         ids = (y >= (least - error)[:, None]).flatten()[: len(self.weight)].nonzero()[:, 0]
         if not 0 < len(ids) < CLOSE:  # none: x is not finite
             return None
@@ -283,18 +284,19 @@ class GreedyHead:
 
 
 def greedy_head(weight: torch.Tensor) -> GreedyHead | None:
-    """A `GreedyHead` where it pays: of a plain bfloat16 weight of SMALL bytes or more.
+    """A `GreedyHead` where it pays: for a plain bfloat16 weight of SMALL bytes or more.
 
-    And where torch has FBGEMM, for others' sums of rows of bytes are plain loops.
+    torch must have FBGEMM, because without it rows of bytes are summed in plain loops.
     """
     fast = "fbgemm" in torch.backends.quantized.supported_engines
     return GreedyHead(weight) if fast and weight.dtype == torch.bfloat16 and weight.nbytes >= SMALL else None
 
 
 def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and what of the weight is not in them.
+    """The words [out / LANES, in / 8, 3, LANES] int32 of a `CompressedLinear`, and the weight without what they hold.
 
-    In them are elements with exponents from low + 1 to low + 15, less low; others are read as 0. Of eight in a row:
+    They hold the elements with exponents from low + 1 to low + 15, and store the exponent minus low. Other elements are
+    read as 0. The bits of eight elements in a row:
 
         bit    31     30 to 27       26 to 23    22 to 16    15     14 to 11           10 to 7     6 to 0
         a      sign   exponent of    exponent    fraction    sign   upper fraction     exponent    fraction
@@ -323,7 +325,7 @@ def compress(weight: torch.Tensor, low: int) -> tuple[torch.Tensor, torch.Tensor
 def multiply(
     x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, places: torch.Tensor, others: torch.Tensor
 ) -> torch.Tensor:
-    """x W^T / UP, [1, out] bfloat16, of x [in / 8, 8] float32 and what a `CompressedLinear` has; to be compiled."""
+    """x W^T / UP, [1, out] bfloat16, for x [in / 8, 8] float32 and a `CompressedLinear`'s tensors; to be compiled."""
     a, b, c = words.unbind(2)
     short, exponent, high, low, sign = -0x78010000, 0x07800000, 0x00780000, 0x00070000, -0x80000000
     bits = [half & short for word in (a, b, c) for half in (word, word << 16)]
@@ -337,10 +339,10 @@ def multiply(
 @functools.cache
 def compiled_multiply(threads: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
     """`multiply` as C++, for weights of any shape."""
-    inputs, panels, most = 128, 64, 2  # an example, for which threads are worth while
+    inputs, panels, most = 128, 64, 2  # an example that is large enough for threads
     words, places = torch.empty(panels, inputs, 3, LANES).int(), torch.empty(panels, most, LANES).int()
     like = torch.empty(inputs, 8), words, torch.empty(()), places, places.bfloat16()
-    # All of it in one loop: by default a sum of so many terms is written to memory on the way.
+    # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
     limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
     options = dict.fromkeys(limits, 1000) | {"cpp.enable_floating_point_contract_flag": "fast"}
     return compile_ahead(multiply, like, ((0,), (0, 1), (), (0, 1), (0, 1)), threads, options)
@@ -356,10 +358,10 @@ def compile_ahead(
     """`function` of tensors as C++, by AOTInductor.
 
     torch.compile checks its guards in every call, which takes longer than the work on a few rows. This checks nothing:
-    it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions.
-    What is made stays in torch's folder for compiled code, TORCHINDUCTOR_CACHE_DIR, for the next start.
+    it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions. The compiled code
+    stays in torch's folder for that, TORCHINDUCTOR_CACHE_DIR, for the next start.
     """
-    from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, for it takes two seconds
+    from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, because it takes long
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     class Body(torch.nn.Module):
@@ -369,12 +371,12 @@ def compile_ahead(
     with (
         torch.inference_mode(False),
         torch.no_grad(),
-        warnings.catch_warnings(action="ignore"),  # of torch about itself
+        warnings.catch_warnings(action="ignore"),  # torch warns about itself
     ):
         like = tuple(torch.empty_like(tensor) for tensor in like)
         shapes = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in dynamic)
         program = torch.export.export(Body(), like, dynamic_shapes=(shapes,))
-        assert not program.constants  # else their values would have to be in the name, too
+        assert not program.constants  # their values would have to be in the name, too
         options = options | {"cpp.threads": threads}
         code = str(program.graph), [(tensor.dtype, tensor.shape) for tensor in like], dynamic, sorted(options.items())
         machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
@@ -382,7 +384,7 @@ def compile_ahead(
         path = Path(cache_dir(), "manta", f"{name}.pt2")
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # so that it appears whole
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # so the file appears whole
                 made = aoti_compile_and_package(program, package_path=f"{folder}/it.pt2", inductor_configs=options)
                 os.replace(made, path)
         return aoti_load_package(str(path)).loader.run
@@ -391,11 +393,11 @@ def compile_ahead(
 def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
     """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
-    After that the embeddings' own table is of use for lookups alone, and these are served from the mapped file.
+    Afterwards the table of embeddings is used for lookups alone, and these are served from the mapped file.
 
     Args:
         model: a `Transformer` with its weights.
-        rows: what `pack` wants to know.
+        rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
     """
     tied = isinstance(model.head, torch.Tensor) and model.head is model.embedding
@@ -417,8 +419,8 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
 def map_embedding(model: Any, files: list[str]) -> None:
     """Let a model look embeddings up in the mapped checkpoint, not in a copy.
 
-    So the system holds those rows that are used, in its own cache, and not the whole table. It is done only where the
-    model has a head of its own by now, and where the checkpoint has its dtype and the whole table.
+    So the system's cache holds those rows that are used, and not the whole table. This is done only where the head no
+    longer shares the table, and where the checkpoint has the whole table in the model's dtype.
     """
     if model.head is model.embedding or model.group.size > 1:
         return
@@ -433,8 +435,8 @@ def map_embedding(model: Any, files: list[str]) -> None:
 def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
 
-    A plain weight takes the place of a packed one where this CPU or torch has no product for it. Of "both" the layout
-    for one row is a compressed one, and it is left out where the weight cannot be compressed.
+    A plain weight takes the place of a packed one where this CPU or torch has no product for it. With "both" the layout
+    for one row is a compressed one, which is left out where the weight cannot be compressed.
     """
     if rows == "one":
         return PanelLinear(weight)

@@ -4,8 +4,8 @@ In a small step the number of calls is what takes time, so an op here makes few 
 `split_with_sizes` and `shape[0]` stand where `split` and `len` would do: these two are functions in Python. A plain
 number as an operand costs more than a tensor that is kept (`_constants`).
 
-Attention is a sum of a table's rows by weights, which is what `embedding_bag` computes: it fetches rows ahead, and no
-key or value is copied. The ops that are not listed here are the specification's own, which are fast enough.
+Attention is a weighted sum of a table's rows, which is what `embedding_bag` computes: it fetches rows ahead, and no key
+or value is copied. The ops that are not defined here are the specification's own, which are fast enough.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ __all__ = [
     "sample", "swap_blocks",
 ]  # fmt: skip
 
-SPAN_TOKENS = 1 << 13  # of context that attention_decode works on at a time, so that their scores stay in the cache
-QUERIES = 128  # of a row that attention_prefill takes at a time
-MAX_SCORES = 1 << 24  # of these at a time, 64 MiB: in a long context it takes fewer queries
-PART = 1 << 10  # of a row of logits, in which the index of the largest one is looked for
-TOP_PREFIX = 1024  # as many of the largest logits settle nearly every top-p row without a sort of all
-MANY = 64  # tokens of a step from which on compiled code uses several threads
+SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
+QUERIES = 128  # queries of a row that attention_prefill takes at a time
+MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
+PART = 1 << 10  # logits of a row among which the index of the largest one is looked for
+TOP_PREFIX = 1024  # this many of the largest logits settle nearly every top-p row without sorting all of them
+MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -55,10 +55,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
-    """See `reference.keys_of`. Here the keys of a head are stored turned, [D, block_size].
+    """See `reference.keys_of`. Here the keys of a head are stored transposed, [D, block_size].
 
-    So a query's scores are a sum of rows, as its output is one of the values' rows, and `attention_decode` copies
-    neither.
+    So a query's scores are a weighted sum of the keys' rows, just as its output is one of the values' rows, and
+    `attention_decode` copies neither keys nor values.
     """
     num_blocks, _, kv_heads, block_size, head_dim = kv.shape
     return kv[:, 0].view(num_blocks, kv_heads, head_dim, block_size).mT
@@ -79,7 +79,7 @@ def qk_norm_rope_store(
     x = qkv.view(qkv.shape[0], -1, head_dim)
     heads = x.shape[1] - 2 * kv_heads
     assert (q_weight is None) == (k_weight is None)
-    # q and k are worked on as one tensor, for the sake of fewer calls.
+    # q and k are one tensor here, which takes fewer calls.
     old, v = x.split_with_sizes((heads + kv_heads, kv_heads), 1)
     qk = old.float()
     if q_weight is not None and k_weight is not None:
@@ -115,23 +115,23 @@ class Span(NamedTuple):
     that begin later than the earliest one, leave places without a key; these are hidden.
     """
 
-    queries: torch.Tensor  # [n] int64: for each block that a row's head attends to, which of all B H queries meets it
-    key_rows: torch.Tensor  # [n D] int32, in huge pools int64: where their keys' elements are, in units of block_size
-    key_offsets: torch.Tensor  # [r H blocks], as `key_rows`: where in these each block of each row's head begins
+    queries: torch.Tensor  # [n] int64: the query, out of all B H, for each block of each row and head
+    key_rows: torch.Tensor  # [n D] int32, in huge pools int64: where these blocks' keys are, in units of block_size
+    key_offsets: torch.Tensor  # [r H blocks], like `key_rows`: where each row's, head's and block's part of it begins
     begin: int  # the first place in which any of the rows has a key
     end: int  # one beyond the last such place
     hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without a key; None where there are none
-    attended: torch.Tensor | None  # [N] int64: the other places in [r, H, end - begin]; None where these are all
+    attended: torch.Tensor | None  # [N] int64: places of [r, H, end - begin] with a key; None where all have one
     value_rows: torch.Tensor  # [N] int64: where in the layer the values of these places are, in units of D
-    value_offsets: torch.Tensor  # [r H] int64: where in these the head of each row begins
+    value_offsets: torch.Tensor  # [r H] int64: where each row's and head's part of `value_rows` begins
 
 
 class DecodePlan(NamedTuple):
     """Which parts of a layer each query attends to."""
 
     spans: list[Span]
-    extent: int  # of a layer of the pool, in elements: from the begin of its first block to the end of its last one
-    order: torch.Tensor | None  # [B] int64: where in all spans, one after the other, each row is; None: in their order
+    extent: int  # elements of a layer of the pool, from the beginning of its first block to the end of its last one
+    order: torch.Tensor | None  # [B] int64: where each row is in all spans laid end to end; None: at its own place
 
 
 def plan_decode(
@@ -153,7 +153,7 @@ def plan_decode(
     first = begins // size
     counts = (ends + size - 1) // size - first  # blocks
     kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
-    # Where an element of all keys is, from its head's first on: half the bytes to read in each layer, if they suffice.
+    # Where each element of a key is, from its head's first one on. With 32 bits each layer reads half as many bytes.
     element = torch.arange(dim, device=kv.device, dtype=torch.int32 if kv.stride(0) * len(kv) < 2**31 * size else None)
     groups, spans = _groups(counts, SPAN_TOKENS // size), []
     for rows in groups:
@@ -161,7 +161,7 @@ def plan_decode(
         held = torch.arange(most, device=kv.device) < counts[rows, None]
         column = first[rows, None] + torch.arange(most, device=kv.device)
         table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
-        table = torch.where(held, table, 0).long() * kv.stride(0)  # elements to each block
+        table = torch.where(held, table, 0).long() * kv.stride(0)  # where each block begins, in elements
         low, high = (bounds[rows, None] - first[rows, None] * size for bounds in (begins, ends))
         begin, end = int(low.min()), max(1, int(high.max()))
         place = torch.arange(begin, end, device=kv.device)
@@ -234,9 +234,9 @@ def attention_prefill(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once, other rows go in parts.
+    """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once. Other rows go in parts.
 
-    A part is some queries of a row with the keys before them, so that the keys after them are not looked at.
+    A part is some queries of a row with the keys up to them, so that later keys are not looked at.
     """
     block_size, fused = kv.shape[3], not soft_cap and sinks is None and fuses_attention(q.dtype)
     out, starts = torch.zeros_like(q), query_starts.tolist()
@@ -270,7 +270,7 @@ def attention_prefill(
 
 
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
-    """torch's fused attention [H, n, D] of q [H, n, D] and k, v [KV, L, D]: it is fused for batches alone."""
+    """torch's fused attention [H, n, D] of q [H, n, D] and k, v [KV, L, D], as a batch: only batches are fused."""
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, enable_gqa=True, **options)[0]
 
 
@@ -344,7 +344,7 @@ def _top(x: torch.Tensor, k: int) -> torch.Tensor:
     the id is -key mod V.
     """
     vocab = x.shape[1]
-    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
+    order = (x + 0.0).view(torch.int32)  # + 0.0 makes 0.0 of -0.0
     order ^= (order >> 31) & 0x7FFFFFFF
     keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
     return -keys.topk(k).values % vocab
@@ -414,7 +414,7 @@ def _softmax(
 
 
 def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
-    """The rows [B] in groups of similar `counts`, which add up to at most `most` in a group of more than one row.
+    """The rows [B] in groups of similar `counts`. In a group of several rows these add up to at most `most`.
 
     No row has less than half the count of its group's longest one, so padding at most doubles the work, and a group's
     scores stay in the cache. Within a group rows keep their order.
@@ -444,7 +444,7 @@ def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, to
         total = mass.masked_fill(x < kth[:, None], 0).sum(dim=-1, dtype=torch.float64)
         reached = mass.gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
         goal = torch.where(top_p < 1, top_p.double() * total, 0)
-        pivot = torch.searchsorted(reached, goal[:, None])  # the first that reaches it: left, as >= is meant
+        pivot = torch.searchsorted(reached, goal[:, None])  # the first place where reached >= goal
         if width == vocab or bool(((k <= width) | (k == vocab)).all() and (pivot < width).all()):
             break
     nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
@@ -455,14 +455,14 @@ def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, to
 
 
 class Compiled:
-    """A function of settings and tensors, as C++ that is compiled when it first meets these settings.
+    """A function of settings and tensors, compiled to C++ when it is first called with these settings.
 
-    The sizes and types of all tensors must follow from the settings, from their number, and from the first one's row.
+    The number of the tensors, the settings, and a row of the first tensor must determine all shapes and types.
 
     Args:
         function: takes settings, which become constants, and contiguous tensors.
-        batched: so many of the tensors, the first ones, have a row for each token of a step. For MANY rows the function
-            is compiled again with threads, because starting threads for a few rows takes longer than the work.
+        batched: this many of the tensors, the first ones, have a row for each token of a step. For MANY rows the
+            function is compiled again with threads, because starting threads for a few rows takes longer than the work.
     """
 
     def __init__(self, function: Callable, batched: int):
@@ -484,7 +484,7 @@ class Compiled:
         batched, rest = tensors[: self.batched], tensors[self.batched :]
         like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + list(rest)
         dynamic = ((0,),) * len(batched) + ((),) * len(rest)
-        # A sum is rounded where torch's operators round it, so that both round alike.
+        # Sums are rounded where torch's operators round them, so that both give the same.
         options = {"emulate_precision_casts": True}
         threads = torch.get_num_threads() if many else 1
         return compile_ahead(functools.partial(self.function, *settings), like, dynamic, threads, options)
@@ -507,7 +507,7 @@ def compile_ops() -> ModuleType:
     except InvalidCxxCompiler:
         raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none") from None
 
-    # Norms and RoPE are plain formulas here: what saves operators above would become slow loops.
+    # Norms and RoPE are plain formulas here, because what saves operators above would become slow loops.
     def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
@@ -561,7 +561,7 @@ def compile_for(ops: ModuleType, model: Any, kv: torch.Tensor) -> None:
     """Call what `compile_ops` compiles, and a product of one row, so that all of it is compiled for `model` now.
 
     Args:
-        ops: of `compile_ops`.
+        ops: the module that `compile_ops` returned.
         model: a `Transformer`.
         kv: a layer of its pool, which is not changed.
     """

@@ -1,12 +1,12 @@
 """Carries plans to the workers and results back.
 
     UniExecutor         the one worker is an object in this process
-    MpExecutor          a process for each worker, spawned; plans go out by a ring, results come back by one ring each
+    MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
     TorchrunExecutor    rank 0's worker in this process, the others in processes that torchrun has started, also on
                         other hosts, where they `follow`; plans go out by `torch.distributed`
 
-`submit` and `result` are apart, so that an executor may run steps while the engine plans the next. torch is imported
-where a worker is made: an engine whose workers are processes never loads it, and so starts again sooner.
+`submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
+imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ring import Codec, RingBuffer, RingTimeout
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
-LOOK = 2e-5  # seconds of looking for another plan, before the device is asked again whether it is done with one
+LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what it sets
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
 KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
 
 
@@ -56,20 +56,20 @@ class UniExecutor:
         rendezvous: where the worker meets others, if there are any; see `Group.connect`.
 
     Raises:
-        ValueError: see `Worker`.
+        ValueError: see `start_worker`.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rendezvous: str = ""):
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
-        self.overlaps = self.worker.device == "cuda"  # so that a step runs while the next one is planned
-        self.steps: deque[Any] = deque()  # plans, or else what `Worker.launch` has made of them
+        self.overlaps = self.worker.device == "cuda"  # whether a step runs while the next one is planned
+        self.steps: deque[Any] = deque()  # plans; where steps overlap, what `Worker.launch` returned for them
 
     def facts(self) -> dict[str, Any]:
         """What the worker measured and chose; see `Worker.facts`."""
         return self.worker.facts()
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over. A GPU begins with it; a CPU waits for `result`, not to hold up the caller."""
+        """Hand a plan over. A GPU starts it now. A CPU starts it in `result`, so that the caller is not held up."""
         self.steps.append(self.worker.launch(plan) if self.overlaps else plan)
 
     def result(self) -> StepResult:
@@ -89,11 +89,11 @@ class UniExecutor:
         return ""
 
     def forget(self) -> None:
-        """Nobody wants the results any more of plans that were handed over."""
+        """Give up the results of plans that were handed over."""
         self.steps.clear()
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing, because no process was started."""
 
 
 class TorchrunExecutor(UniExecutor):
@@ -106,9 +106,9 @@ class TorchrunExecutor(UniExecutor):
         model_config: the model's shape.
 
     Raises:
-        ValueError: see `Worker`.
-        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. All methods that need the
-            other ranks raise it then, and always from then on.
+        ValueError: see `start_worker`.
+        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. From then on all methods
+            that need the other ranks raise it.
     """
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
@@ -141,7 +141,7 @@ class TorchrunExecutor(UniExecutor):
         return [reply.value for reply in decoded]
 
     def check(self) -> None:
-        """See whether all ranks live: those that answer do."""
+        """See whether all ranks live, by asking them something."""
         self.collective_rpc("block_bytes")
 
     def note(self) -> str:
@@ -154,7 +154,7 @@ class TorchrunExecutor(UniExecutor):
 
 
 def let_go(channel: Any) -> None:
-    """Tell the other ranks to end, and print it where one has ended already."""
+    """Tell the other ranks to end, and print the error if one has ended already."""
     try:
         channel.close()
     except ConnectionError as error:
@@ -169,7 +169,7 @@ class MpExecutor:
         model_config: the model's shape.
 
     Raises:
-        ValueError: see `Worker`; or the script that called has no `__main__` guard.
+        ValueError: see `start_worker`; or the calling script has no `__main__` guard.
         WorkerError: a worker died while it started.
     """
 
@@ -227,7 +227,7 @@ class MpExecutor:
         return results[0]
 
     def forget(self) -> None:
-        """Nobody wants the results any more of plans that were handed over."""
+        """Give up the results of plans that were handed over."""
         self.waiting.clear()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
@@ -279,11 +279,11 @@ class MpExecutor:
             if isinstance(result, Reply):
                 raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
             assert result.step <= step
-            if result.step == step:  # else it is of a step that was given up
+            if result.step == step:  # an earlier step was given up
                 return result
 
     def _replies(self, call_id: int, timeout: float) -> list[Any]:
-        """What all ranks reply, in whatever order: while one fails, the others may be waiting for it."""
+        """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
         replies: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while late := [rank for rank in range(len(self.results)) if rank not in replies]:
@@ -370,7 +370,7 @@ def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor
 
 
 def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Any:
-    """A `Worker`; torch is imported here, with it."""
+    """A `Worker` that is ready. This imports torch."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
     # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -453,7 +453,7 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     """In rank 0's process, return the options with the number of ranks. Any other rank follows it here, and then ends.
 
     Raises:
-        ValueError: torchrun has not started this process, or so many of them as the options say.
+        ValueError: torchrun has not started this process, or has started more or fewer ranks than the options say.
         SystemExit: see `follow`.
     """
     if missing := [name for name in TORCHRUN if name not in os.environ]:
@@ -472,7 +472,7 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
 
 
 def end_with_parent() -> None:
-    """Have Linux send this process SIGTERM when torchrun ends, even by `kill -9`: rank 0 drains then, and ends all."""
+    """Have Linux send this process SIGTERM when torchrun ends, even by `kill -9`: then rank 0 drains and ends all."""
     with contextlib.suppress(OSError, AttributeError):  # this is another system, or another libc
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
@@ -481,7 +481,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     """Do what rank 0 says, until it lets go of this rank or is gone.
 
     Raises:
-        ValueError: see `Worker`.
+        ValueError: see `start_worker`.
         SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process prints that and ends with 1, which
             torchrun takes for a failure.
     """
@@ -499,6 +499,6 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     except ConnectionError as error:
         print(error, file=sys.stderr, flush=True)
         sys.stdout.flush()
-        os._exit(1)  # at once: torch would wait for its threads first, and torchrun ends a rank that waits only late
+        os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
     worker.group.close()
     sys.exit(0)

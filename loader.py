@@ -1,8 +1,9 @@
-"""What fills a model: safetensors, mapped into memory, of which each rank copies just its slices; or made-up weights.
+"""Fills a model with weights, from safetensors or made up.
 
-To a GPU they go through pinned buffers: threads fill them from the mapping, and a stream of its own empties them, so
-that the disk, the host's memory and the bus are all at work at once. A copy straight from the mapping would wait for
-each page, then go through a small pinned buffer of the driver's, with nothing beside it.
+The files are mapped into memory, and each rank copies just its slices of them. On the way to a GPU the slices go
+through pinned buffers: threads fill these from the mapping, and a separate stream empties them, so that the disk, the
+host's memory and the bus all work at once. A copy straight from the mapping would wait for each page, then go through a
+small pinned buffer of the driver's, while nothing else moves.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ from model import Part, Transformer
 
 IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
-BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; 32 MiB take 0.6 ms over PCIe 5, a call 0.01
+BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # what is filled, and with what: equal shapes
+Pair = tuple[torch.Tensor, torch.Tensor]  # target and source, of equal shapes
 
 
 def load_weights(model: Transformer, folder: str, staged: bool | None = None) -> None:
     """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
 
-    Of each tensor only what this rank takes is read, and nothing before all files have been found to be right.
+    Only this rank's share of each tensor is read, and only after the headers of all files have been checked.
 
     Args:
-        staged: through a `Stage`; by default to a GPU. To a CPU the second copy would only cost time.
+        staged: whether to copy through a `Stage`; by default, whether the model is on a GPU. On a CPU the second copy
+            would only cost time.
 
     Raises:
         ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
@@ -61,7 +63,7 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
 
 
 def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[str, Pair]:
-    """What is to be copied out of a file, by name, after a look at nothing but its header: views of the mapped file.
+    """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus or misshapen.
@@ -92,7 +94,7 @@ def read_ahead(path: str) -> None:
 
 
 def copy(pair: Pair) -> None:
-    """Straight from the mapping."""
+    """Copy straight from the mapping."""
     target, source = pair
     target.copy_(source)
 
@@ -104,21 +106,21 @@ class Stage:
         cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if cuda else None
         if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream(device))  # which may still be at zeroing the targets
+            self.stream.wait_stream(torch.cuda.current_stream(device))  # it may still be zeroing the targets
         self.free: queue.SimpleQueue[tuple[torch.Tensor, torch.Event | None]] = queue.SimpleQueue()
         for _ in range(BUFFERS):
             self.free.put((torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=cuda), None))
 
     def begin(self) -> None:
-        """For each thread that is to move something: tells it the stream, and so also which GPU is this rank's."""
+        """Tell the calling thread its stream, and so its GPU. Every thread calls this before its first `move`."""
         if self.stream:
             torch.cuda.set_stream(self.stream)
 
     def move(self, pair: Pair) -> None:
-        """What `target.copy_(source)` does, but to a GPU it may still be on its way; see `wait`.
+        """Do what `target.copy_(source)` does. A copy to a GPU may still be on its way afterwards; see `wait`.
 
-        A buffer holds the target's dtype: the thread that fills it looks at every number anyway, while a copy to the
-        device that has to convert would do so on the host first, into memory that is not pinned, and wait for it.
+        Numbers are converted to the target's dtype when they are copied into a buffer. A copy to the device that has to
+        convert would first do so on the host, into memory that is not pinned, and wait for it.
         """
         target, source = pair
         row_bytes = math.prod(target.shape[1:]) * target.itemsize
@@ -134,7 +136,7 @@ class Stage:
                 to.copy_(staged, non_blocking=True)
                 if self.stream:
                     emptied = self.stream.record_event()
-            finally:  # else the other threads would wait for it for ever
+            finally:  # without its buffer the other threads could wait for ever
                 self.free.put((buffer, emptied))
 
     def wait(self) -> None:

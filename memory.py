@@ -1,8 +1,9 @@
-"""The plan before the memory: what one device, or each of several ranks', will hold, from options and shapes alone.
+"""Plans the memory of a device, or of each rank's device, from options and shapes alone.
 
-Weights and batch state are counted, on torch's meta device if need be, where tensors have shapes and no memory. What a
-step takes is added up: which tensors are alive at the moment when most are. These numbers are what `--plan` prints, and
-with what was measured they decide at start how large the KV pool is; the tests hold them against torch's own count.
+Weights and batch state are counted from their tensors. These may lie on torch's meta device, where tensors have shapes
+and no memory. A step is computed by a formula: the bytes of all tensors at the moment when the most of them are alive.
+`--plan` prints these numbers. At start they decide, together with a measured step, how large the KV pool is. The tests
+compare them with torch's own count.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from config import EngineConfig
 from model import Transformer
 
 MIB = 2**20
-# Allowances, on a GPU, for what is no tensor: round figures, not measured ones. A worker that starts sees how much of
-# the memory is free, and so needs only GRAPHS.
+# Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
+# sees how much memory is free, and so needs only GRAPHS.
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
-NCCL = 512 * MIB  # the buffers of several ranks' exchanges
+NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
-LOGPROBS = 64 * MIB  # of workspace for log-probabilities: rows for which it does not suffice go one after the other
-PROCESSORS = 160  # of a GPU, at least as many as any has (B200: 148); attention_decode keeps pieces for each
+LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
+PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one device, by what they are for. A step's are those of `kernels.py`, at most so many at a time.
+    """Bytes on one device, by what they are for. A step's are the most that `kernels.py` takes at a time.
 
     Attributes:
-        weights: with RoPE's table.
-        state: the batch state, of `max_num_seqs` slots.
-        activations: the layers', where a step has as many tokens as it may have, or those of several ranks' logits.
-        logits: of `max_num_seqs` rows, a copy of them, and what is alive beside them.
-        sampling: the workspace of `ops.sample` for them.
-        logprobs: and that of log-probabilities, whatever requests ask for.
-        graphs: an allowance for CUDA graphs; their pool's part of it is what a step of decodes takes.
-        context: an allowance for what is no tensor.
+        weights: the weights and RoPE's table.
+        state: the batch state with `max_num_seqs` slots.
+        activations: the largest step before it has logits, the exchange of several ranks' logits included.
+        logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
+        sampling: the workspace of `ops.sample` for these rows.
+        logprobs: the workspace of log-probabilities, whatever requests ask for.
+        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes.
+        context: an allowance for CUDA and its libraries.
         block: one block of the KV pool.
     """
 
@@ -57,13 +58,16 @@ class MemoryPlan:
 
     @property
     def step(self) -> int:
-        """The most that a step takes: before, or once it has logits."""
+        """The most bytes that a step takes, be it before it has logits or with them."""
         return max(self.activations, self.logits + max(self.sampling, self.logprobs))
 
     def room(self, budget: int, used: int, measured: int = 0) -> int:
-        """Bytes for the KV pool of the `budget` that the engine may use, of which weights and context are `used`.
+        """Bytes that are left for the KV pool.
 
-        `measured` is what a step took, if it was found out; it and the prediction are no less than what one will take.
+        Args:
+            budget: what the engine may use.
+            used: what weights and context take of it.
+            measured: what the largest step took, if it was run. The larger of this and the prediction counts.
         """
         return max(0, budget - used - max(self.step, measured) - self.state - self.graphs)
 
@@ -89,7 +93,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
 
 
 def captures_graphs(config: EngineConfig) -> bool:
-    """Whether decode steps on a GPU are CUDA graphs. `reference.py` asks the device for numbers, so it has none."""
+    """Whether decode steps on a GPU are CUDA graphs. `reference.py` reads the device's numbers, which no graph can."""
     return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv)
 
 
@@ -101,75 +105,75 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
-    """Tokens of it."""
+    """How many tokens the largest step has."""
     return min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
 
 
 def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[int, int]:
-    """The most bytes that are alive in a step of `tokens` before it has logits, and then, workspaces not counted.
+    """The most bytes that are alive in a step of `tokens`, before it has logits and with them, without workspaces.
 
-    Rows are `max_num_seqs`, or as many as the tokens. The letters are those of shapes: T, R, H, Q, KV, I, V.
+    The step has `max_num_seqs` rows, or as many as tokens if these are fewer.
     """
     c, group, item = model.config, model.group.size, model.embedding.itemsize
     t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
     q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
-    # Of each token id, position and slot, and its row of RoPE's table; of each row five integers and, for each kind of
-    # window, decode's list of work. All of it stays until the next step's has been made, and so is there twice.
+    # Each token has an id, a position, a slot and a row of RoPE's table. Each row has five integers and, for each kind
+    # of window, its part of decode's work list. All of it lives until the next step's is made, so it is there twice.
     rotation = model.rotations.nbytes // len(model.rotations)
     inputs = t * (8 + 4 + 8 + rotation) + 4 * (r + 1) * (5 + len(set(c.windows)) * (1 + model.num_kv_heads))
-    # The embeddings, summed up over the layers, and one tensor more of their size live through everything; beside them
-    # - attention has qkv; q, which is turned; what the decodes' and the other rows' attention gave; and both as one, or
-    #   before that the decodes' pieces in float32, two for each program;
-    # - the MLP has gate, up, and their product;
-    # - the products that follow each of the two have what they read and what they write.
+    # The residual and one more tensor of its size are always alive. Beside them
+    # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
+    #   are joined, the decodes have their pieces in float32, two for each program;
+    # - the MLP has gate, up and their product;
+    # - the matrix product after each of the two has its input and its output.
     group_rows = model.num_heads // model.num_kv_heads
     pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
     attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h))
-    # Products of our own at few rows add up float32 parts of at most 2^15 columns, for 64 rows.
+    # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * 2 * h + layer
-    # Several ranks' logits are shares, a list of all shares, all side by side, and these without the columns by which
-    # the vocabulary was made to divide. Then, those of rows that ask for log-probabilities are copied.
+    # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
+    # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
     hidden = inputs + item * (t * h + r * h)
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
 
 def sample_bytes(vocab_size: int) -> int:
-    """Workspace of `ops.sample` for a row: its candidates, and what it knows of groups and chunks of the logits."""
+    """Workspace of `ops.sample` for a row: its candidates, and figures about groups and chunks of the logits."""
     chunk = min(4096, max(16, 1 << (vocab_size - 1).bit_length()))
     chunks, groups = -(-vocab_size // chunk), -(-vocab_size // min(64, chunk))
     return 8 * min(16384, chunks * chunk) + 16 * groups + 12 * chunks + 8
 
 
 def logprob_bytes(k: int, vocab_size: int) -> int:
-    """Workspace of `ops.logprobs` for a row of which the `k` likeliest ids are asked for, these among it.
+    """Workspace of `ops.logprobs` for a row that asks for the `k` likeliest ids, with the result.
 
-    The k groups of 64 logits that may hold them are looked at, of each logit its id, itself, its order as a number in
-    two stages, and the key of both; torch sorts what it finds, in two buffers of its own.
+    The op looks at the k groups of 64 logits that may hold these ids. For each logit it keeps the id, the value, an
+    integer of the same order in two stages, and a key made of id and order. torch sorts the keys in two buffers.
     """
     groups = -(-vocab_size // 64)
     return 32 * 64 * min(k, groups) + 64 * k + 8 * groups + 8
 
 
 def logprob_rows(k: int, vocab_size: int) -> int:
-    """How many rows may go into one call of `ops.logprobs`, so that it takes no more than the plan says."""
+    """How many rows may go into one call of `ops.logprobs`, so that it takes no more than the plan allows."""
     return max(1, LOGPROBS // logprob_bytes(k, vocab_size))
 
 
 def blocks_per_seq(config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of a sequence at full length, those of its lookahead slots among them."""
+    """Blocks of a sequence at full length, including those for its lookahead slots."""
     return -(-(max_model_len + config.num_lookahead_slots) // config.block_size)
 
 
 def fit_pool(config: EngineConfig, fits: int, max_model_len: int) -> tuple[int, int]:
-    """Blocks of the KV pool where memory has room for `fits`, and the length that a sequence may then have.
+    """How many blocks the KV pool has, and how many tokens a sequence may then have.
 
-    There are no more of them than every sequence at full length can use.
+    The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use.
 
     Raises:
-        ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
+        ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
     """
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, max_model_len)
     count = config.num_gpu_blocks_override or min(fits, per_seq * config.max_num_seqs)
@@ -186,7 +190,7 @@ def fit_pool(config: EngineConfig, fits: int, max_model_len: int) -> tuple[int, 
 
 
 def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int, where: str) -> Iterator[str]:
-    """The lines that `--plan` prints, with `room` bytes for the KV pool; `where` tells of what device they are.
+    """The lines that `--plan` prints, with `room` bytes for the KV pool; `where` says what device they are about.
 
     Raises:
         ValueError: see `fit_pool`; the lines that show why come before.
@@ -222,7 +226,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
 
 
 def available_bytes() -> int:
-    """Bytes of this machine's memory that can be had without swapping, what files are cached in among them."""
+    """Bytes of this machine's memory that can be had without swapping, including the cache of files."""
     with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
@@ -231,9 +235,9 @@ def available_bytes() -> int:
 
 
 def gpu_bytes() -> int:
-    """Memory of this machine's GPU, the smallest that CUDA_VISIBLE_DEVICES lets through, as its driver says; 0: none.
+    """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none.
 
-    `nvidia-smi` asks the driver. CUDA would make a context for that, half a GiB of the memory in question.
+    `nvidia-smi` asks the driver. CUDA would make a context first, which takes half a GiB of this memory.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     which = [] if visible is None else [f"--id={visible}"]

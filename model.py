@@ -1,8 +1,8 @@
 """One transformer, driven by a table of families.
 
-A family is a row of `FAMILIES`: it says where it departs from Llama. The compute-heavy steps are the `ops` that the
-worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's. Each rank of a group holds a
-share of every weight, which one word a weight describes: see `Transformer.part`.
+A family is a row of `FAMILIES`, which says where the family departs from Llama. The compute-heavy steps are the `ops`
+that the worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's. Each rank of a group
+holds a share of every weight. One word for each weight says which share; see `Transformer.part`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tens
 
 @dataclass(frozen=True)
 class Family:
-    """Where a family of decoders departs from Llama's; None follows `attention_bias` of config.json."""
+    """Where a family of decoders departs from Llama; a bias of None follows `attention_bias` of config.json."""
 
     qkv_bias: bool | None = None
     o_bias: bool | None = None
@@ -71,13 +71,13 @@ class Part(NamedTuple):
 
     target: torch.Tensor  # the part of our weights that is filled
     shape: tuple[int, ...]  # of the whole tensor
-    share: tuple[slice, ...]  # of it, what the target takes
+    share: tuple[slice, ...]  # the part of the whole tensor that fills the target
 
 
 class Layer:
-    """A rank's weights of one decoder layer: so many heads, and so much of the MLP; the layer's own with one rank.
+    """A rank's share of the weights of one decoder layer: its heads, and its part of the MLP.
 
-    q, k, v are one matrix, and so are gate and up.
+    The weights of q, k and v are one matrix, and so are those of gate and up.
     """
 
     def __init__(self, c: ModelConfig, family: Family, heads: int, kv_heads: int, intermediate_size: int, new):
@@ -97,7 +97,7 @@ class Layer:
         self.sizes = (q_size, kv_size, kv_size)
 
     def parameters(self) -> dict[str, tuple[torch.Tensor, str]]:
-        """Each of the checkpoint's names within the layer: the part of our weights that it fills, and its word."""
+        """For each of the checkpoint's names within the layer: the part of our weights that it fills, and its word."""
         q, k, v = self.qkv.split(self.sizes)
         gate, up = self.gate_up.chunk(2)
         q_bias, k_bias, v_bias = (None,) * 3 if self.qkv_bias is None else self.qkv_bias.split(self.sizes)
@@ -126,22 +126,19 @@ class Transformer:
 
     Args:
         config: its shape.
-        ops: the module `kernels` or `reference`.
+        ops: the module `kernels`, `cpu_ops` or `reference`.
         device: where the weights go.
         dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
         max_model_len: positions that RoPE is tabulated for.
         group: the ranks that hold the weights, this process among them.
 
     Raises:
-        ValueError: the architecture is not a row of `FAMILIES`, or the weights cannot be divided among the ranks.
+        ValueError: the weights cannot be divided among the ranks.
     """
 
     def __init__(
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
     ):
-        if config.architecture not in FAMILIES:
-            known = ", ".join(name.removesuffix("ForCausalLM") for name in FAMILIES)
-            raise ValueError(f"config.json is of a {config.architecture}; Manta runs {known} (…ForCausalLM)")
         check_division(config, group.size)
         self.config, self.ops, self.group = config, ops, group
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
@@ -149,7 +146,7 @@ class Transformer:
         vocab, intermediate_size = -(-config.vocab_size // group.size), config.intermediate_size // group.size
 
         def new(*shape: int) -> torch.Tensor:
-            # Not every rank fills all of it (see "first" and "vocab" of `part`): what is left counts as zero.
+            # Not every rank fills all of it (see "first" and "vocab" in `part`), and the rest must be zero.
             return (torch.empty if group.size == 1 else torch.zeros)(shape, dtype=dtype, device=device)
 
         sizes = self.num_heads, self.num_kv_heads, intermediate_size
@@ -174,10 +171,10 @@ class Transformer:
         return {name: self.part(*entry) for name, entry in named.items()}
 
     def part(self, target: torch.Tensor, word: str) -> Part:
-        """What this rank takes of the tensor that fills `target`, whose word says how ranks divide it.
+        """What this rank takes of the tensor that fills `target`; `word` says how the ranks divide it.
 
-        Sums over ranks are only needed after "row" weights and after the embedding, for a "row" weight multiplies just
-        what the "col" weight before it gave on the same rank (Megatron-LM, Shoeybi et al., 2019).
+        A "row" weight multiplies just what the "col" weight before it gave on the same rank. So sums over ranks are
+        only needed after "row" weights and after the embedding (Megatron-LM, Shoeybi et al., 2019).
         """
         rank, size = self.group.rank, self.group.size
         sharers = max(1, size // self.config.num_kv_heads)  # ranks that hold the same KV head
@@ -185,7 +182,7 @@ class Transformer:
         n = target.shape[dim]
         length, begin = {
             "all": (n, 0),
-            "first": (n, n * (rank > 0)),  # what is added before a sum over ranks, hence once
+            "first": (n, n * (rank > 0)),  # on rank 0 alone, because a sum over ranks follows
             "col": (n * size, n * rank),  # outputs, by whole heads
             "row": (n * size, n * rank),  # inputs
             "kv": (n * size // sharers, n * (rank // sharers)),  # as "col"
@@ -218,7 +215,7 @@ class Transformer:
         return x
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden] of ids [T]: each is zero on all ranks but the one that holds it, and then summed."""
+        """Embeddings [T, hidden] of ids [T]. A rank has zeros for ids that it does not hold; the ranks' are summed."""
         if self.group.size == 1:
             return F.embedding(ids, self.embedding)
         local = ids - self.group.rank * len(self.embedding)
@@ -227,9 +224,9 @@ class Transformer:
         return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
-        """Layer i's attention [T, heads * dim] over the paged context, which gets this step's keys and values first.
+        """Layer i's attention [T, heads * dim] over the paged context, with the heads of this rank.
 
-        The heads are this rank's. The rows of one token go by their plan, then come the longer rows.
+        First this step's keys and values go into the pool. Rows of one token and longer rows have different kernels.
         """
         assert self.step
         batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[i]
@@ -250,7 +247,7 @@ class Transformer:
         return self.group.all_gather(linear(hidden, self.head), self.config.vocab_size)
 
     def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
-        """Replace each matrix by what `pack` makes of it, one after the other; `parameters` is of no use after that."""
+        """Replace each matrix by what `pack` makes of it, one after the other. `parameters` no longer works then."""
         for layer in self.layers:
             for name in ("qkv", "o", "gate_up", "down"):
                 setattr(layer, name, pack(getattr(layer, name)))
@@ -291,20 +288,18 @@ def rope_table(config: ModelConfig, length: int, interleaved: bool) -> torch.Ten
 def rope_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, float]:
     """Radians from one position to the next, [head_dim / 2] float32, and what cos and sin are multiplied by.
 
-    Some kinds depend on the length of a sequence. Keys stay in the cache as they were rotated once, so here that is
-    `length`, the most that a sequence may have, for all of them.
+    Some kinds of RoPE depend on the length of a sequence. Keys stay in the cache as they were first rotated, so here
+    all sequences count as `length` tokens long, the most that one may have.
     """
     s, dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
     kind, trained, factor = s.get("rope_type"), s.get("original_max_position_embeddings", 0), s.get("factor", 1.0)
-    if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): as far as needed, high frequencies the least
+    if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): it stretches high frequencies the least
         stretch = factor * max(length, trained) / trained - (factor - 1)
         theta = theta * stretch ** (dim / (dim - 2))
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "linear":
         return frequencies / factor, 1.0
-    if (
-        kind == "llama3"
-    ):  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between blended
+    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
         blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -317,7 +312,7 @@ def rope_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, fl
         low, high = max(low, 0), min(high, dim - 1)
         blend = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
         return (1 - blend) * frequencies + blend * frequencies / factor, yarn_scale(factor, s)
-    if kind == "longrope":  # Ding et al., 2024: a factor searched for each frequency
+    if kind == "longrope":  # Ding et al., 2024: each frequency has a factor that was found by search
         factors = s["long_factor"] if length > trained else s["short_factor"]
         scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
         return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale

@@ -1,6 +1,6 @@
 """Tensor parallelism: the ranks that each hold a share of every weight, and what they exchange (`torch.distributed`).
 
-One process a rank. All of them run the same steps in the same order, so that each call below meets its counterparts.
+Each rank is a process. All ranks run the same steps in the same order, so that each call below meets its counterparts.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Group:
 
     @classmethod
     def connect(cls, rank: int, size: int, rendezvous: str, device: str) -> Group:
-        """Meet the other ranks, over gloo on CPUs and NCCL on GPUs. On GPUs each rank takes one for its own.
+        """Meet the other ranks, over gloo on CPUs and NCCL on GPUs. Each rank has a GPU of its own.
 
         Args:
-            rendezvous: where they meet: a new file of a folder that all of them see, `file:///...`, or what torchrun
-                says in the environment, `env://`.
+            rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, and `env://` is
+                what torchrun has put into the environment.
 
         Raises:
             ValueError: there is no GPU for this rank.
@@ -68,7 +68,7 @@ class Group:
         return group
 
     def close(self) -> None:
-        """Leave the group. No rank may wait for another then."""
+        """Leave the group. No rank may be waiting for another at that time."""
         if self.size > 1:
             dist.destroy_process_group()
 
@@ -89,7 +89,7 @@ class Group:
             dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
 
     def channel(self, timeout: float) -> Channel:
-        """A channel between these ranks; all of them make it at the same time."""
+        """A channel between these ranks. All of them must make it at the same time."""
         return Channel(self, timeout)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,7 +125,7 @@ class Channel:
     Rank 0 leads: a turn is a message that it sends and what all ranks do about it. Between two turns it may `close`.
 
     Args:
-        group: whose ranks have met.
+        group: its ranks have met.
         timeout: seconds after which this rank raises ConnectionError for a message that does not come or is not taken.
     """
 
@@ -155,7 +155,7 @@ class Channel:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """On rank 0: a turn. If an exception breaks it off, it is the last, because the other ranks still wait in it.
+        """Take a turn, on rank 0. If an exception breaks it off, no other can follow: the other ranks still wait in it.
 
         Raises:
             ConnectionError: an earlier turn was broken off.
@@ -167,7 +167,7 @@ class Channel:
         self.in_step = True
 
     def close(self) -> None:
-        """On rank 0: end the other ranks by an empty message. Where they are out of step, they end with this process.
+        """End the other ranks by an empty message, on rank 0. If they are out of step, they end with this process.
 
         Raises:
             ConnectionError: one is gone already.

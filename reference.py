@@ -1,4 +1,4 @@
-"""The specification: every op in the shortest correct torch. `kernels.py` and `cpu_ops.py` must give what these give.
+"""The specification: every op in the shortest correct torch. `kernels.py` and `cpu_ops.py` must give the same results.
 
 Each op is a function with the same name and signature in all three files. The tests hold this one against formulas in
 float64, and the other two against the same formulas and against this one. It is written to be read, not to be fast;
@@ -56,11 +56,11 @@ def qk_norm_rope_store(
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
-    Interleaved, a pair is not x[i] and x[i + r/2] but x[2i] and x[2i + 1]: the columns of `rotation` are in that order.
+    With `interleaved` a pair is x[2i] and x[2i + 1] instead, and the columns of `rotation` are in that order.
 
     Args:
-        qkv: [T, (H + 2 KV) D], of no use afterwards, because a backend may turn q in place.
-        q_weight, k_weight: [D], or both None: no norm.
+        qkv: [T, (H + 2 KV) D], undefined afterwards, because a backend may rotate q in place.
+        q_weight, k_weight: [D], or both None for no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin). r <= D; elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
@@ -85,7 +85,7 @@ def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.T
     """x [T, heads, D] float32 with the first r elements of each head rotated; see `qk_norm_rope_store`."""
     size = rotation.shape[2]
     turned, rest = x[..., :size], x[..., size:]
-    # The element that each one is paired with: its neighbour, or the one half a head away.
+    # Each element's partner is its neighbour, or the element that is half of r away.
     partner = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else turned.roll(size // 2, -1)
     cos, sin = rotation[:, None].unbind(2)
     return torch.cat((turned * cos + partner * sin, rest), -1)
@@ -133,11 +133,11 @@ def plan_decode(
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
-    The specification derives nothing. A fast backend makes its list of work here.
+    The specification derives nothing. A fast backend makes its work list here.
 
     Args:
         kv: any layer of the pool. block_tables: [S, M] int32, indexed by slots [B] int32.
-        seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
+        seq_lens: [B] int32, tokens of context, including the row's own `tokens`. num_heads: H.
         window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
             a row's first token are not looked at, because they may have been given back.
     """
@@ -157,7 +157,7 @@ def attention_decode(
     Args:
         q: [B * tokens, H, D], the last `tokens` of each row's context.
         kv: a layer of the pool, which has the K and V of these tokens already.
-        plan: of `plan_decode` for these rows.
+        plan: what `plan_decode` gave for these rows.
         soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
         sinks: [H] float, for each head one more score, of a key whose value is 0.
 
@@ -237,7 +237,7 @@ def _attend(
 
 
 class Adjust(NamedTuple):
-    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
+    """What `sample` changes in the logits x [V] of each of S slots. The order is vLLM's.
 
     x = -inf where the bitmask does not allow it; x += bias; x = x / repetition if x > 0 else x * repetition, where the
     prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
@@ -288,7 +288,7 @@ def sample(
         logits: [R, V] float; not modified. slots: [R] int32.
         temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
         top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
-        adjust: what makes x of the logits; None: nothing does, in any row.
+        adjust: how the logits are adjusted; None where no row needs it.
 
     Returns:
         ids [R] int64; 0 for padding rows and for rows without a finite logit.
@@ -357,9 +357,9 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
-    So a plan's differences, whatever tensors they belong to, take one launch: `state` [N] int32 holds all of them.
-    `staged` [6 count + V] int32, as it comes in one copy from the host, has the writes, and behind them V values. No
-    two writes may overlap.
+    `state` [N] int32 holds all tensors of the batch state, so one launch makes all changes of a plan. `staged`
+    [6 count + V] int32 comes in one copy from the host, and has first the writes, then V values. No two writes may
+    overlap.
     """
     writes, values = staged[: 6 * count].view(torch.int64).view(-1, 3), staged[6 * count :]
     for at, begin, n in writes.tolist():
@@ -419,11 +419,11 @@ def post_update(
         slots: [B] int32, each slot at most once. query_starts: [B + 1] int32.
         sample_index: [B] int32, where in `sampled` [R] int64 the row's token is, or -1 for none.
         stop_bits: [S, ceil(vocab / 32)] int32, bit token % 32 of word token // 32 set for tokens that end the sequence.
-        adjust: the token counts of its slots with penalties go up by 2 for the token; None: there are no such slots.
+        adjust: where a slot has penalties, the sampled token's count goes up by 2; None where no slot has any.
 
     Returns:
-        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. What of `sampled`
-        is no row's is undefined there.
+        news [2, R] int32, for the host: the tokens, and 1 for those that end their sequence, else 0. Columns that no
+        row's `sample_index` names are undefined.
     """
     live = slots >= 0
     slot = slots[live].long()

@@ -4,9 +4,9 @@
                payload [chunk_bytes]
 
 Every reader gets every message, in order. Message k (from 1 on) goes into chunk k mod num_chunks. `written` becomes k
-when its payload is there, and a reader's word when that reader has taken it; the writer comes round to the chunk once
-all have. So no word has two writers and there is no lock. The design is vLLM's `shm_broadcast`; the words are sequence
-numbers instead of flags, so that a message lost, repeated or overtaken cannot look like the next one.
+when its payload is there, and a reader's word when that reader has taken it. The writer uses the chunk again once all
+readers have. So no word has two writers and there is no lock. The design is vLLM's `shm_broadcast`. The words are
+sequence numbers instead of flags, so that a message lost, repeated or overtaken cannot look like the next one.
 
 A message larger than a chunk goes through a Unix socket, one per reader; the chunk announces it. A reader spins for a
 moment, since a message mostly comes soon, and then sleeps until another socket, its bell, wakes it. Nothing here has a
@@ -29,23 +29,23 @@ from typing import Any, get_args
 
 from plan import Message
 
-CHUNK_BYTES = 1 << 18  # a step's plan is a few KB; of prompts that enter together, a hundred thousand tokens fit
+CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; with new prompts of a hundred thousand tokens it still fits
 NUM_CHUNKS = 8
-SPIN = 100e-6  # seconds; a message that is answered at once comes sooner, and a wake-up takes about half of it
+SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
 NAP = 500e-6  # seconds between a writer's looks at a full ring
-BACKSTOP = 1.0  # seconds that a reader sleeps at most: the bell is not supposed to be missed, ever
-BROKEN_OFF = 60.0  # seconds without a byte after which the rest of an announced message is not waited for
+BACKSTOP = 1.0  # seconds that a reader sleeps at most, should it ever miss the bell
+BROKEN_OFF = 60.0  # seconds without a byte after which a reader gives up the rest of an announced message
 WORD = 8  # bytes
 
 
 class Codec:
-    """Turns the messages of `plan.py` into bytes and back: msgpack, never pickle. A thread that decodes has its own.
+    """Turns the messages of `plan.py` into bytes and back: msgpack, never pickle. Each decoding thread needs its own.
 
     A message is written as the name of its class and its fields.
     """
 
     def __init__(self) -> None:
-        import msgspec  # here, because a script that uses `LLM` on one device has no need of it
+        import msgspec  # here, because a script that uses `LLM` on one device does not need it
 
         self.encoder = msgspec.msgpack.Encoder()
         self.envelope = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
@@ -126,7 +126,7 @@ class RingBuffer:
     # --- the writer's end
 
     def be_writer(self) -> None:
-        """Be the writer's end from now on, so that a reader's death is seen in its sockets."""
+        """Be the writer's end from now on. The readers' sockets are closed here, so that a reader's death shows."""
         for _, theirs in (*self.bells, *self.sides):
             theirs.close()
 
@@ -134,8 +134,8 @@ class RingBuffer:
         """Put a message in; waits while the ring is full.
 
         Raises:
-            RingTimeout: a reader has not made room within `timeout` seconds. Nothing was written for the others either;
-                only of a message larger than a chunk the readers before it may have all.
+            RingTimeout: a reader has not made room within `timeout` seconds. Then nobody gets the message, except that
+                the readers before it may have got one that is larger than a chunk.
         """
         chunk = self.count % self.num_chunks
         at, begin, length = chunk * (2 + self.num_readers), chunk * self.chunk_bytes, len(message)
@@ -151,7 +151,7 @@ class RingBuffer:
         self._order()  # the payload is there before its number
         self.count += 1
         self.words[at] = self.count
-        self._order()  # the number is there before we look who sleeps
+        self._order()  # the number is there before we look which readers sleep
         for reader, (bell, _) in enumerate(self.bells):
             if self.words[self.asleep + reader]:
                 with contextlib.suppress(BlockingIOError, ConnectionError):  # it rings already, or its reader is gone
@@ -222,7 +222,7 @@ class RingBuffer:
 
     def _receive(self, length: int) -> bytes:
         message, got, side = bytearray(length), 0, self.sides[self.reader][1]
-        side.settimeout(BROKEN_OFF)  # the reader's own bound: the caller's is for how long to look for a message
+        side.settimeout(BROKEN_OFF)  # the caller's timeout is only for how long to look for a message
         while got < length:
             try:
                 count = side.recv_into(memoryview(message)[got:])

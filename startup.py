@@ -1,8 +1,8 @@
 """Makes a worker ready: device, backend, weights, memory, compiled kernels, warm-up and CUDA graphs, in this order.
 
-`start_worker` does all of it. Whatever can go wrong for want of a device, of memory or of a checkpoint goes wrong here,
-as a `ValueError` of one line. After it no kernel is compiled and the device's memory is spoken for. `print_plan` does
-the same arithmetic without a device.
+`start_worker` does all of it. A missing device, too little memory or a bad checkpoint is found here, and is a
+`ValueError` of one line. Afterwards no kernel is compiled any more, and the device's memory is reserved. `print_plan`
+does the same arithmetic without a device.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from plan import NewRow, StepPlan
 from sanitizer import KVSanitizer
 from worker import LateCompile, Worker
 
-CPU_KV_SHARE = 0.25  # of a CPU's free memory, at most, for the KV pool, and for the host pool as much again
-PINNED_SHARE = 0.5  # of the host's free memory, at most, for the host pool beside a GPU: pinned pages cannot be swapped
+CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
+PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
 SWAP_SPACE = 4.0  # GiB of the host pool, by default
-MAX_HOST_POOLS = 16  # the host pool has at most so many times the device's blocks: each costs the scheduler 200 bytes
+MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-ALIGNED = 16  # Triton compiles a kernel of its own for pointers and integers that are multiples of this
+ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Worker:
@@ -50,7 +50,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
         config: the engine's options.
         model_config: the model's shape.
         rank: which of `tensor_parallel_size` workers this is.
-        rendezvous: where several meet; see `Group.connect`.
+        rendezvous: where several workers meet; see `Group.connect`.
 
     Raises:
         ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
@@ -71,12 +71,12 @@ class Startup:
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
-        self.sharers = self.group.local_size * config.data_parallel_size  # of this machine's cores and memory
+        self.sharers = self.group.local_size * config.data_parallel_size  # they share this machine's cores and memory
         self.greedy_head: cpu.GreedyHead | None = None
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
             self.load()
-        self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # before the KV pool has some of it
+        self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # read before the KV pool takes some
         self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
         if self.device == "cuda" and self.guard:
             with self.phase("kernels"):
@@ -103,7 +103,7 @@ class Startup:
 
     @property
     def window(self) -> int:
-        """How many of the latest tokens some layer sees, 0 for all.
+        """How many of the latest tokens are seen by the layer that sees the most; 0 for all.
 
         A block is a page over all layers, so it can be given back once no layer sees it any more.
         """
@@ -114,8 +114,8 @@ class Startup:
         """What the engine and the start log want to know.
 
         `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
-        It is 0 where nobody has to choose between the two. `startup` has the seconds of each phase: compiling for a GPU
-        is `kernels`, and measuring the activations counts to the KV pool.
+        It is 0 where nobody has to choose between the two. `startup` has the seconds of each phase: `kernels` is
+        compiling for a GPU, and `KV pool` includes measuring the largest step.
         """
         auto, worker = self.config.preemption_mode == "auto", self.worker
         return {
@@ -158,16 +158,16 @@ class Startup:
             self.pack(model)
 
     def pack(self, model: Transformer) -> None:
-        """With `batch_invariant` the products are our own kernels': a library's round by the number of rows."""
+        """With `batch_invariant` our kernels do the products: a library's rounding depends on the number of rows."""
         if self.config.batch_invariant and self.ops.__name__ == "kernels":
             model.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias))
 
     def rehearse(self) -> None:
-        """Launch what `warm_up` will, on a twin without memory, so that all kernels are compiled at the same time."""
+        """Launch what `warm_up` will launch, on a twin without memory, so that all kernels compile at the same time."""
         assert self.guard
         config, ops = self.config, self.ops
         with torch.inference_mode(), torch.device("meta"):
-            group, dtype = Group(0, self.group.size), self.model.embedding.dtype  # a group that never meets
+            group, dtype = Group(0, self.group.size), self.model.embedding.dtype  # this group never meets
             model = Transformer(self.model_config, ops, "meta", dtype, self.max_model_len, group)
             self.pack(model)
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -187,12 +187,12 @@ class Startup:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def new_worker(self, pool: torch.Tensor, host_pool: torch.Tensor, state: BatchState) -> Worker:
-        """A worker over these pools and this batch state. It is not warm."""
+        """A worker over these pools and this batch state. It is not warmed up yet."""
         watch = self.guard.watch if self.guard else contextlib.nullcontext
         return Worker(self.config, self.model, pool, host_pool, state, self.greedy_head, watch)
 
     def block_shape(self) -> tuple[int, ...]:
-        """One block: all layers of it lie together, so that copying or swapping it is one contiguous move."""
+        """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
         c = self.model_config
         return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
 
@@ -204,10 +204,11 @@ class Startup:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def new_host_pool(self) -> torch.Tensor:
-        """Room for blocks that the device has none for: those of preempted sequences, and cached prefixes.
+        """A pool in the host's memory for blocks that the device has no room for.
 
-        It has no more blocks than every sequence at full length can use. The ranks of a machine share its memory. On a
-        CPU there is a host pool only where it is asked for, because both pools lie in the same memory there.
+        They belong to preempted sequences and to cached prefixes. The ranks of a machine share its memory. On a CPU
+        both pools lie in the same memory. So there is a host pool only where it is asked for, and it has no more blocks
+        than all sequences at full length can use.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
@@ -220,7 +221,7 @@ class Startup:
         asked = int(space * 2**30 / self.group.local_size) if useful else 0
         room = int(PINNED_SHARE * available_bytes() / self.sharers) if cuda else self.cpu_room
         count = min(min(asked, room) // self.memory.block, MAX_HOST_POOLS * self.num_blocks)
-        if not cuda:  # in the same memory, prefixes that fill gigabytes of it would look like a leak
+        if not cuda:  # cached prefixes that fill gigabytes of the same memory would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
         if config.num_host_blocks is not None:
             count = config.num_host_blocks
@@ -246,7 +247,7 @@ class Startup:
         return blocks_per_seq(self.config, self.max_model_len)
 
     def count_blocks(self) -> int:
-        """Blocks in the KV pool: what all ranks' memory allows, and no more than every sequence at full length can use.
+        """How many blocks the KV pool has: as many as fit on every rank, but no more than all sequences can use.
 
         Raises:
             ValueError: they do not hold one request of `max_model_len`, and the user asked for that length.
@@ -257,13 +258,13 @@ class Startup:
         return count
 
     def free_bytes(self) -> int:
-        """Memory for the KV pool."""
+        """Bytes that are free for the KV pool."""
         if self.device == "cpu":
             return self.cpu_room
         before = torch.cuda.memory_allocated()
         peak = self.profile()
         torch.cuda.empty_cache()
-        self.measured = peak - (torch.cuda.memory_allocated() - before)  # without what stays, as cuBLAS's workspace
+        self.measured = peak - (torch.cuda.memory_allocated() - before)  # cuBLAS's workspace stays and is not counted
         free, total = torch.cuda.mem_get_info()
         return self.memory.room(int(total * self.config.gpu_memory_utilization), total - free, self.measured)
 
@@ -282,8 +283,8 @@ class Startup:
         logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = worker.state.sample(self.ops, logits, slots, None)
-        self.ops.logprobs(logits.clone(), sampled, 1)  # of a copy, as where not every row asks
-        model.step = None  # it holds the pool, too
+        self.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
+        model.step = None  # it would keep the pool alive
         return torch.cuda.max_memory_allocated() - held
 
     # --- warm-up ------------------------------------------------------------------------------------------------------
@@ -292,8 +293,8 @@ class Startup:
     def warm_up(self) -> tuple[float, float, float]:
         """Run every kind of step, so that all kernels are compiled before the first request, and capture graphs.
 
-        Returns the seconds that a token of a prefill takes after that, that a block takes out to the host and back, and
-        that `--compile` took.
+        Returns three times in seconds: what a token of a prefill takes once all is warm, what a block takes out to the
+        host and back, and what `--compile` took.
         """
         worker, compile_seconds = self.worker, 0.0
         with worker.watch():
@@ -314,7 +315,7 @@ class Startup:
         return token_seconds, swap_seconds, compile_seconds
 
     def run_prompts(self) -> float:
-        """Run prompts and decodes with and without all that a row may ask for; returns a prompt token's seconds."""
+        """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
         worker, (count, length) = self.worker, self.warm_up_prompts()
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
@@ -330,20 +331,20 @@ class Startup:
         return seconds / (count * length)
 
     def warm_up_prompts(self) -> tuple[int, int]:
-        """How many prompts warm-up runs, and of how many tokens."""
+        """How many prompts warm-up runs, and how many tokens each of them has."""
         tokens = self.config.max_num_batched_tokens
         length = min(self.max_model_len - 1, tokens)
-        if self.device == "cpu":  # where two blocks tell as much about speed as a long prompt, and sooner
+        if self.device == "cpu":  # here two blocks tell as much about speed as a long prompt, and sooner
             length = min(length, 2 * self.config.block_size)
         # `ops.linear` has one kernel for up to 64 rows and another one for more.
         return min(self.config.max_num_seqs, tokens // length, 64 // length + 1), length
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Capture a CUDA graph of the decode step of each size that steps are padded to, the largest first.
+        """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 
-        The graphs share their memory, because they never run at the same time, and only the news outlast them. A step
-        of which log-probabilities are wanted needs its logits afterwards, so it runs without a graph.
+        The graphs share their memory, because they never run at the same time and only their news are read afterwards.
+        A step that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
         """
         worker = self.worker
         worker.graph_sizes = graph_sizes(self.config.max_num_seqs)
@@ -355,22 +356,22 @@ class Startup:
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
-            worker.forward(shape)  # compiles, and lets libraries make what they cannot while a graph is captured
+            worker.forward(shape)  # compiles kernels, and lets libraries allocate what they cannot during a capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                _, news = worker.forward(shape)  # the logits' memory is the next graph's, too
+                _, news = worker.forward(shape)  # the next graph reuses the memory of these logits
             worker.graphs[shape] = graph, news
-        worker.rows = None  # the batch state has those of the last graph
+        worker.rows = None  # the batch state holds the rows of the last graph
 
     @torch.inference_mode()
     def time_swap(self) -> float:
-        """Seconds that one block takes out to the host and in again, where several move; 0 where there is no room."""
+        """Seconds that one of several blocks takes out to the host and back; 0 where a pool has no blocks."""
         worker = self.worker
         count = min(4, len(worker.pool), len(worker.host_pool))
         if not count:
             return 0.0
         pairs, seconds = [(i, i) for i in range(count)], []
-        for _ in range(3):  # the host's memory is touched for the first time in the first one, so the least counts
+        for _ in range(3):  # the first round touches the host's memory for the first time, so the least time counts
             begun = time.perf_counter()
             worker.execute(StepPlan(0, swap_out=pairs, swap_in=pairs))
             if self.device == "cuda":
@@ -382,16 +383,16 @@ class Startup:
 class CompileGuard:
     """Watches the launches of `kernels.py`: once a worker is warm, a kernel that would be compiled is an error.
 
-    A compile takes up to seconds, in which every stream stands still, and it would come whenever a new kind of load
-    does. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
+    Compiling takes up to seconds, in which every stream stands still, and it would happen whenever a new kind of load
+    comes. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
     itself says what it compiles. Its interpreter compiles nothing, so there the guard works out from a launch's
     arguments what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
 
-    A launch waits for its kernel. So a rehearsal comes before warm-up: it compiles all kernels at the same time, and
-    runs none.
+    A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
+    same time, and runs none.
 
     Args:
-        ops: the module.
+        ops: the module `kernels`.
     """
 
     def __init__(self, ops: ModuleType):
@@ -447,14 +448,14 @@ class CompileGuard:
     def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         """Stands in for a kernel's `run`."""
         if self.runtime.interpret:
-            self._launch(name, *args)  # without the options, which are for Triton and not the kernel's own
+            self._launch(name, *args)  # the options are for Triton; the kernel has no such parameters
         else:
             run(*args, grid=grid, warmup=True, **options)
 
     def _compile(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         """Triton calls this before it compiles a kernel, or loads it from its cache on disk; False lets it go on.
 
-        `compile` has the name and type of each parameter, and by the parameter's place the constants and attributes.
+        `compile` holds each parameter's name and type, and the constants and attributes by the parameter's index.
         """
         if self.armed:
             kinds, constants, (attributes,) = [], compile["constants"], compile["configs"]
@@ -480,7 +481,7 @@ class CompileGuard:
 
 
 def specialization(kernel: Any, name: str, value: Any) -> str:
-    """What Triton compiles for in an argument: a constexpr's value, or a type and whether 16 divides the value.
+    """What Triton specializes on in an argument: a constexpr's value, else the type and whether 16 divides the value.
 
     Args:
         kernel: the interpreted kernel. name: its parameter. value: the argument.
@@ -500,17 +501,17 @@ def specialization(kernel: Any, name: str, value: Any) -> str:
 
 
 def graph_sizes(most: int) -> list[int]:
-    """Sizes of batches that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
+    """The numbers of rows that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
 def prompts(count: int, length: int, blocks: list[int], **fields: Any) -> list[NewRow]:
-    """Rows for `count` slots, each of them `length` times token 0."""
+    """New rows for `count` slots. Each is a prompt of `length` times token 0."""
     return [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, **fields) for slot in range(count)]
 
 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Memory [count, *shape] of the host that a GPU reaches, or as many of these blocks as the system lets us pin.
+    """Pinned memory [count, *shape] of the host, or as many of these blocks as the system lets us pin.
 
     The pages are registered with CUDA as they are. torch's own allocator would round their size up to a power of two.
     """
@@ -519,7 +520,7 @@ def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
         pool = cpu.zeros((count, *shape), dtype)
         if int(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)) == 0:  # without flags
             break
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this takes it
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this launch takes it
             torch.zeros(1, device="cuda")
         count //= 2
     if count < asked:
@@ -528,10 +529,10 @@ def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:
-    """The tokens that a sequence may have, where `max_model_len` and `block_size` are possible.
+    """How many tokens a sequence may have.
 
     Raises:
-        ValueError: they are not.
+        ValueError: this device does not have the `block_size`, or the model does not have the `max_model_len`.
     """
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
@@ -544,14 +545,21 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
 
 
 def pick_device(name: str) -> str:
-    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`."""
+    """`cuda` or `cpu` for the config's `auto`, `cuda` or `cpu`.
+
+    Raises:
+        ValueError: `cuda` is asked for, and there is none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda'; torch sees no CUDA device on this machine: use --device cpu")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
-    """What is asked for; `auto` is the checkpoint's, but on a CPU 16 bits are bfloat16, or float32 if it has none."""
+    """The dtype that is asked for; `auto` is the checkpoint's.
+
+    On a CPU `auto` takes bfloat16 for a 16-bit checkpoint, or float32 where the CPU has no products of bfloat16.
+    """
     if asked == "auto":
         asked = checkpoint
         if device == "cpu" and checkpoint in ("bfloat16", "float16"):
@@ -587,7 +595,9 @@ def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
-    """Print what a worker would hold on a GPU of `gib` GiB, or here. Nothing is allocated, and no GPU is touched.
+    """Print what a worker would hold on a GPU of `gib` GiB, or on this machine.
+
+    Nothing is allocated, and no GPU is touched.
 
     Raises:
         ValueError: a worker would not start, or there is no such device.
@@ -603,10 +613,10 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     blocks = blocks_per_seq(config, max_model_len)
-    import reference  # whose shapes are every backend's
+    import reference  # its shapes are every backend's
 
-    with torch.device("meta"):  # for what is made without saying where
-        group = Group(0, config.tensor_parallel_size)  # which never meets
+    with torch.device("meta"):  # for tensors that are made without a device
+        group = Group(0, config.tensor_parallel_size)  # this group never meets
         model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
     state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, model_config.vocab_size, "meta")
     plan = plan_memory(config, model, state, device == "cuda")

@@ -27,7 +27,7 @@ from model import Batch, Transformer
 from plan import Logprobs, StepPlan, StepResult
 from sanitizer import KVSanitizer
 
-Mark = tuple[str, float, Any]  # a phase, when it began, and on a GPU the event of that
+Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
 
 
 class LateCompile(RuntimeError):
@@ -39,11 +39,11 @@ class Worker:
 
     Args:
         config: the engine's options.
-        model: filled with weights.
+        model: the model, filled with weights.
         pool: the KV pool [num_blocks, num_layers, 2, KV, block_size, D] on the device.
         host_pool: blocks of the same shape in the host's memory.
-        state: of the sequences that run.
-        greedy_head: finds greedy tokens without logits, where a CPU has one.
+        state: what the device knows of the sequences that run.
+        greedy_head: finds greedy tokens on a CPU without computing all logits, where that pays.
         watch: a context in which kernels are launched; see `CompileGuard`.
     """
 
@@ -61,12 +61,12 @@ class Worker:
         self.pool, self.host_pool, self.state, self.device = pool, host_pool, state, state.device
         self.greedy_head, self.watch = greedy_head, watch
         self.info: dict[str, Any] = {}  # see `facts`
-        self.rows: Rows | None = None  # that the batch state has
-        self.marks: list[Mark] | None = None  # of the step that is being launched, where there is a trace
+        self.rows: Rows | None = None  # the rows that the batch state holds
+        self.marks: list[Mark] | None = None  # of the step that is being launched; None without a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
-        self.graph_sizes: list[int] = []  # what decode steps are padded to; none: they are not
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # and the news of its rows
-        self.sanitizer: KVSanitizer | None = None  # once the scheduler's steps begin
+        self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # with each graph's news
+        self.sanitizer: KVSanitizer | None = None  # set after warm-up
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know; see `Startup.facts`."""
@@ -77,11 +77,11 @@ class Worker:
         return self.pool[0].nbytes
 
     def step(self, plan: StepPlan) -> StepResult:
-        """Apply the plan's differences and run its rows; where the device's memory does not suffice, say so."""
+        """Apply the plan's differences and run its rows. If memory runs out, the result's `error` says so."""
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """`step`, as far as the host is concerned: the device may still be at it."""
+        """Do the host's part of `step`. The device may still be running it afterwards."""
         self.marks = [] if self.config.trace else None
         self.mark("apply")
         try:
@@ -95,7 +95,7 @@ class Worker:
         return launched
 
     def mark(self, name: str) -> None:
-        """For the trace: a phase of the step begins, on the host now, on a GPU once it has done what it was given."""
+        """Note for the trace that a phase begins: on the host now, on a GPU once its earlier work is done."""
         if self.marks is not None:
             event = None
             if self.clock:
@@ -106,7 +106,7 @@ class Worker:
     def execute(self, plan: StepPlan) -> Launched:
         """Apply the plan's differences, move its blocks and run its rows, in the caller's inference mode."""
         self.state.enter(plan)
-        if plan.new:  # a slot may not be the one that it was
+        if plan.new:  # a slot may belong to another sequence now
             self.rows = None
         if plan.swap_out or plan.swap_in or plan.copies:
             self.mark("move_blocks")
@@ -122,7 +122,7 @@ class Worker:
         return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
 
     def run_tokens_one_by_one(self, plan: StepPlan) -> Launched:
-        """`run_rows`, token by token: torch's operators round by the number of rows, which is then always one."""
+        """Run the plan's rows token by token, because torch's operators round differently for other numbers of rows."""
         result = StepResult(plan.step, [])
         for i, (slot, count) in enumerate(plan.rows):
             for _ in range(count):
@@ -134,7 +134,7 @@ class Worker:
         return Launched(result)
 
     def run_rows(self, plan: StepPlan) -> Launched:
-        """Bring to the device what the batch state has noted, and run the plan's rows: by a graph, or by `forward`."""
+        """Bring to the device what the batch state has noted, and run the plan's rows, by a graph or by `forward`."""
         rows = self.rows
         if not rows or not rows.decode or plan.rows != rows.planned:
             rows = self.rows = self.enter_rows(plan)
@@ -151,7 +151,7 @@ class Worker:
         if len(rows.asked):
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
             launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
-        self.mark("")  # the last phase ends; its event must have happened once the step is done
+        self.mark("")  # ends the last phase, before the event that says that the step is done
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
@@ -170,19 +170,20 @@ class Worker:
     def logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, k: int
     ) -> list[tuple[torch.Tensor, ...]]:
-        """`ops.logprobs`, on the host, of the rows `asked` [A] of logits [R, V] and ids [R].
+        """The results of `ops.logprobs`, on the host, for the rows `asked` [A] of logits [R, V] and ids [R].
 
-        As many rows go in one call as the plan of the memory has room for. Each call gets a copy of its rows, because a
-        part of the logits may begin at an address for which no kernel was compiled: rows of an odd vocabulary do.
+        One call takes as many rows as the memory plan has room for. Each call gets a copy of its rows, because with an
+        odd vocabulary a part of the logits may begin at an address that no kernel was compiled for.
         """
         parts = asked.split(logprob_rows(k, logits.shape[1]))
         results = (self.ops.logprobs(logits[part], ids[part].long(), k) for part in parts)
         return [tuple(self.to_host(column) for column in columns) for columns in results]
 
     def shape_of(self, counts: np.ndarray, samples: np.ndarray) -> StepShape:
-        """The shape of a step of rows with so many tokens [B], of which some sample [B]; decodes are padded.
+        """The shape of a step whose rows have `counts` [B] tokens and sample where `samples` [B] is true.
 
-        The two kernels of attention round differently: where results must not depend on the batch, one has all rows.
+        A step of decodes is padded to one of `graph_sizes`. The two attention kernels round differently, so where
+        results must not depend on the batch one of them gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
         adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.__name__ == "kernels"
@@ -194,9 +195,10 @@ class Worker:
         return StepShape(rows, tokens, 0 if one else num_decodes, int(samples.sum()), longest, adjusted)
 
     def forward(self, shape: StepShape, plan: StepPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs, model, sampling and state update of the rows that the batch state has; nothing here is the host's.
+        """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
-        So a CUDA graph of it serves any step of its shape. The `plan` is for the sanitizer.
+        Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
+        The `plan` is for the sanitizer.
 
         Returns:
             logits [samples, vocab], and what `post_update` returns.
@@ -247,10 +249,11 @@ class Worker:
             self.ops.copy_blocks(self.pool, self.to_device(np.array(plan.copies, dtype=np.int64)))
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
+        """A copy of a host array on this worker's device; see `batch_state.to_device`."""
         return to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy that is there once what the device has been given before is done."""
+        """The tensor in the host's memory, complete once the device has finished the work that it was given before."""
         if self.device == "cpu":
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -266,9 +269,10 @@ class DeviceClock:
         self.seconds = time.perf_counter()
 
     def read(self, event: Any) -> float:
-        """The time of an event that has happened, after those that were read before.
+        """The time of an event that has happened. Events must be read in the order in which they were recorded.
 
-        From event to event: a float32 of milliseconds, which CUDA tells, does not hold an hour to the microsecond.
+        Each time is computed from that of the event before. CUDA gives the difference in milliseconds as a float32,
+        which over an hour would no longer be exact to the microsecond.
         """
         self.seconds += self.latest.elapsed_time(event) / 1e3
         self.latest = event
@@ -277,43 +281,43 @@ class DeviceClock:
 
 @dataclass(slots=True)
 class Rows:
-    """A step's rows, as the batch state has them."""
+    """A step's rows, as the batch state holds them."""
 
-    planned: list[tuple[int, int]]  # B of them, see `StepPlan`
+    planned: list[tuple[int, int]]  # [B] slot and number of tokens of each; see `StepPlan`
     shape: StepShape
     sampling: np.ndarray  # [R] rows that sample
     asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
-    counts: list[int]  # and of how many of the likeliest ids, for each of these
+    counts: list[int]  # [A] how many of the likeliest ids each of these wants
 
     @property
     def decode(self) -> bool:
-        """Whether each is a token and samples another: of a next step with the same rows, nothing need travel."""
+        """Whether every row has one token and samples. The next step with these rows finds its inputs on the device."""
         return self.shape.samples == self.shape.tokens
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step in the device's queue, and what will have come of it."""
+    """A step in the device's queue, and the tensors that will hold its results."""
 
-    unfinished: StepResult  # without what the device has yet to bring
+    unfinished: StepResult  # without what the device still computes
     rows: Rows | None = None
-    news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; there once it is `done`, as
-    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # those of `Worker.logprobs`
-    done: torch.cuda.Event | None = None  # None: it is
-    marks: list[Mark] = field(default_factory=list)  # where its phases began, where there is a trace
+    news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; complete after `done`
+    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `Worker.logprobs`; complete after `done`
+    done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
+    marks: list[Mark] = field(default_factory=list)  # where its phases began; empty without a trace
     clock: DeviceClock | None = None
 
     @property
     def step(self) -> int:
-        """Its number."""
+        """The step's number."""
         return self.unfinished.step
 
     def ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return without waiting."""
         return self.done is None or self.done.query()
 
     def result(self) -> StepResult:
-        """What came of it; waits until the device is done."""
+        """The step's result. This waits until the device is done."""
         if self.done is not None:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
@@ -321,7 +325,7 @@ class Launched:
             result.token_ids, stops = (news[: len(rows.sampling)] for news in self.news.tolist())
             if 1 in stops:
                 result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()
-            if not rows.decode:  # some bring no token
+            if not rows.decode:  # some rows bring no token
                 tokens = np.full(len(rows.planned), -1)
                 tokens[rows.sampling] = result.token_ids
                 result.token_ids = tokens.tolist()

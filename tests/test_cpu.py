@@ -30,7 +30,7 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 
 
 def kind_of(dtype: torch.dtype) -> type:
-    """What a weight for several rows is on this CPU: oneDNN packs no 16 bits where it has no instructions for them."""
+    """The kind of a weight for several rows. oneDNN packs no 16-bit weights on a CPU without instructions for them."""
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype))
         torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 1, dtype=dtype), packed, None, "none", [], "")
@@ -84,7 +84,7 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
 def test_a_greedy_head_finds_the_largest_output(outputs):
     torch.manual_seed(0)
     weight = (torch.randn(96) + torch.randn(outputs, 96) / 20).bfloat16()
-    weight[:: cpu.PANEL] = 4.0  # so that bytes are coarse
+    weight[:: cpu.PANEL] = 4.0  # makes bytes coarse
     weight[outputs // 3] = weight[-1]  # two that are equal
     head = cpu.GreedyHead(weight)
     missed = 0
@@ -213,8 +213,8 @@ def test_what_is_compiled_is_kept_for_the_next_start(monkeypatch, tmp_path):
     compilers = []
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, **options: compilers.append(options))
     assert torch.equal(compiled(2.0, 4)([x])[0], 2 * x) and not compilers
-    for changed in ((3.0, 4), (2.0, 5), (2.0, 4, 2)):  # which are other code
-        with pytest.raises(TypeError):  # as that compiler makes nothing
+    for changed in ((3.0, 4), (2.0, 5), (2.0, 4, 2)):  # each needs other code
+        with pytest.raises(TypeError):  # this compiler makes nothing
             compiled(*changed)
     assert len(compilers) == 3 and len(list(tmp_path.glob("manta/*"))) == 1
 
@@ -230,7 +230,7 @@ def compiled_ops():
 def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
     torch.manual_seed(0)
     x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # once rounded
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # both round once
     for residual in (None, torch.randn(tokens, 96).to(dtype)):
         sums = [None if residual is None else residual.clone() for _ in range(2)]
         got, want = (
@@ -254,7 +254,7 @@ def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, normed, rotated, i
     qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
     norms = torch.randn(2, 32).bfloat16().unbind() if normed else (None, None)
     slots = torch.randperm(20 * 16)[:tokens]
-    slots[::5] = -1 if tokens > 1 else 300  # which stores nothing
+    slots[::5] = -1 if tokens > 1 else 300  # -1 stores nothing
     pools = [torch.zeros(20, 3, 2, 2, 16, 32, dtype=torch.bfloat16) for _ in range(2)]
     got, want = (
         ops.qk_norm_rope_store(qkv.clone(), *norms, 1e-6, rotation, slots, pool[:, 1], interleaved)

@@ -25,7 +25,7 @@ def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_attention_decode_reads_keys_beyond_32_bits() -> None:
-    """The last of three blocks of a place each is 2^31 places into the pool, of which little is in memory."""
+    """Three blocks have a token each. The last begins 2^31 elements into the pool, whose gaps are not in memory."""
     memory = mmap.mmap(-1, 6 << 30, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000)  # MAP_NORESERVE
     kv = torch.frombuffer(memory, dtype=torch.bfloat16).view(3, 2**30)[:, :64].view(3, 2, 1, 1, 32)
     paged, order = oracles.paged(cpu_ops, [3], 1, 32, 1, torch.bfloat16), [2, 0, 1]
@@ -38,7 +38,7 @@ def test_attention_decode_reads_keys_beyond_32_bits() -> None:
 
 @pytest.fixture(params=[True, False], ids=["fused", "products"])
 def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Attention over prompts as a CPU runs it whose bfloat16 is fast in torch's fused attention, or is not."""
+    """Whether attention over prompts is torch's fused one, or products of matrices."""
     monkeypatch.setattr(cpu_ops, "fuses_attention", lambda dtype: request.param)
     return request.param
 

@@ -33,7 +33,7 @@ def tokens(outputs) -> list[list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def mp_llm(make_llm):
-    """One worker process, whose death costs two seconds."""
+    """One worker process. It is given up after a short `step_timeout`."""
     made = make_llm(distributed_executor_backend="mp", step_timeout=1.5, threads=1)
     assert isinstance(made.core.executor, MpExecutor)
     yield made
@@ -45,7 +45,7 @@ def worker(llm: LLM) -> int:
 
 
 def when(llm: LLM, steps: list[int], act) -> None:
-    """Let `act` happen right after the plans of these steps, counted from now, have gone out."""
+    """Call `act` right after the plans of these steps, counted from now, have gone out."""
     core, count = llm.core, 0
     submit = core.executor.submit
 
@@ -61,7 +61,7 @@ def when(llm: LLM, steps: list[int], act) -> None:
 
 @pytest.fixture
 def undisturbed(mp_llm):
-    """The executor as it was, after the test."""
+    """Makes the executor what it was, after the test."""
     yield
     vars(mp_llm.core.executor).pop("submit", None)
 
@@ -151,7 +151,7 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
 
 
 def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
-    """As those of a prompt of 60,000 tokens. Here the chunks are small, and what does not fit them comes slowly."""
+    """A long prompt's plan is too large for a chunk. Here chunks are small, and what does not fit comes slowly."""
     monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
     llm = make_llm(distributed_executor_backend="mp", threads=1)
     assert llm.core.depth == 2

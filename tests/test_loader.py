@@ -1,4 +1,4 @@
-"""The loader: what goes through the buffers is what a plain copy brings, and what may go wrong on the way."""
+"""The loader: buffers bring what a plain copy brings, and errors on the way are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size:
 
 @pytest.fixture
 def save(tmp_path: Path):
-    """Saves a random checkpoint in so many files; returns its folder."""
+    """Saves a random checkpoint in `files` files; returns its folder."""
 
     def save_checkpoint(dtype: torch.dtype = torch.float32, files: int = 1, **shape) -> Path:
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
@@ -57,7 +57,7 @@ def save(tmp_path: Path):
 
 
 def check_equal(staged: Transformer, plain: Transformer) -> None:
-    """Bit by bit, and all of it filled."""
+    """Check that all weights are filled, and bit-equal."""
     ours, theirs = staged.parameters(), plain.parameters()
     for name, part in ours.items():
         assert torch.equal(part.target, theirs[name].target) and not part.target.isnan().any(), name
@@ -67,7 +67,7 @@ def check_equal(staged: Transformer, plain: Transformer) -> None:
 @pytest.mark.parametrize("buffer_bytes", [352, 1000, 2**20], ids=["row by row", "pieces", "whole"])
 @pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"vocab_size": 5}], ids=["", "tied", "tiny"])
 def test_buffers_change_nothing(save, monkeypatch, size, buffer_bytes, shape):
-    """Of sharded checkpoints; on several ranks rows are cut, too, and the last may have nothing of the vocabulary."""
+    """The checkpoints have several files. Several ranks cut rows, too, and the last may hold no vocabulary."""
     monkeypatch.setattr(loader, "BUFFER_BYTES", buffer_bytes)
     folder = save(files=3, **shape)
     for rank in range(size):
@@ -99,7 +99,7 @@ def test_every_byte_goes_through_the_buffers_once_and_none_on_a_cpu(save, monkey
 
 
 def test_files_are_read_ahead(save, monkeypatch):
-    """One file further than the one that is being copied."""
+    """The file after the one that is being copied is read, too."""
     asked = []
     monkeypatch.setattr(loader, "read_ahead", lambda path: asked.append(os.path.basename(path)[6:7]))
     folder = save(files=3)
@@ -157,7 +157,11 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
     model, plain = build(folder), build(folder)
     for each in (model, plain):
         load_weights(each, str(folder))
+<<<<<<< HEAD
     model.head = model.head.clone()  # what packing does
+=======
+    model.head = model.head.clone()  # as packing does
+>>>>>>> f
     cpu.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding.data_ptr() != plain.embedding.data_ptr() and torch.equal(model.embedding, plain.embedding)
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]

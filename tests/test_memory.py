@@ -40,10 +40,10 @@ SHAPE = {
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that are made while it is on and have not gone yet; `ignored` were there before.
+    """Counts the bytes of living tensors that were made while it is on; `ignored` were there before.
 
-    The interpreter's launches leave cycles behind that hold their arguments, where a GPU's free them at once. So
-    before there is a new peak the garbage is collected.
+    A launch in the interpreter leaves cycles behind that hold its arguments, where a launch on a GPU frees them at
+    once. So garbage is collected before a new peak is noted.
     """
 
     def __init__(self, *ignored: torch.Tensor, collect: bool = True):
@@ -126,7 +126,7 @@ def make(folder, monkeypatch):
 @pytest.mark.parametrize("more", [{}, {"attention_bias": True, "tie_word_embeddings": True}], ids=["", "biases, tied"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
-    """Of every rank: those that torch has made once a real model is there, and on the meta device without any."""
+    """A rank's plan has the bytes that torch takes for a real model, and is the same on the meta device."""
     config = EngineConfig(folder(architectures=[family], vocab_size=99, **more), max_num_seqs=5, max_model_len=70)
     shape, plans = ModelConfig.from_folder(config.model), []
     for device in ("cpu", "meta"):
@@ -164,7 +164,7 @@ WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "hea
          "mlp of two"],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
-    """No more, and in these shapes, where small things count as they do not in a real one, at least two thirds."""
+    """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
     per_seq, plan, worker = made.blocks_per_seq(), made.memory, made.worker
     new = [
@@ -172,7 +172,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
         for i, count in enumerate(rows)
     ]
     before = tensors(worker, worker.state, worker.model, *worker.model.layers)
-    with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are still there
+    with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are alive
         for step in range(2):
             plan_of_step = StepPlan(step, rows=list(enumerate(rows)), new=new, released=[*range(len(rows))] * step)
             assert worker.step(plan_of_step).error is None
@@ -199,14 +199,14 @@ def test_the_plan_knows_the_kernels_constants():
 @pytest.mark.interpreted
 @pytest.mark.parametrize(("k", "rows"), [(0, 9), (1, 9), (20, 9), (700, 9), (9000, 3)])
 def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, rows):
-    """However many are asked for; the answers do not depend on how many rows go at a time."""
+    """They do so however many are asked for, and do not depend on how many rows go into a call."""
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
     made = make(VOCAB, max_num_seqs=rows, max_num_batched_tokens=rows)
     assert made.memory.logprobs == MIB and (memory.logprob_rows(k, 9000) < rows) == (k >= 700)
     logits, sampled = torch.randn(rows, 9000), torch.arange(rows)
     with LiveBytes(logits, sampled) as live:
         parts = []
-        for part in made.worker.logprobs(logits, sampled, torch.arange(rows), k):  # on a GPU they leave it at once
+        for part in made.worker.logprobs(logits, sampled, torch.arange(rows), k):  # a GPU's leave for the host at once
             parts.append([column.numpy().copy() for column in part])
             del part
     assert live.peak <= MIB
@@ -217,7 +217,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 
 @pytest.mark.interpreted
 def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
-    """In several rows where one cannot be so long; with torch's count of a CPU in the place of CUDA's."""
+    """There are several rows where one cannot be so long. A count of CPU tensors stands in for CUDA's."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
     made.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
@@ -249,7 +249,7 @@ def test_room_is_what_is_left():
 
 @pytest.mark.interpreted
 def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
-    """On a GPU, or on what passes for one here: of 1,000 MB 90% may be used, and 120 are, by whomever."""
+    """A made-up GPU has 1,000 MB, of which 90% may be used and 120 are in use already."""
     made = make(max_num_seqs=2, max_num_batched_tokens=8)
     plan = plan_of(weights=70 * 10**6, state=5 * 10**6, activations=30 * 10**6, graphs=10**6, block=10**6)
     made.device, made.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
@@ -292,7 +292,7 @@ def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:
 
 
 def test_plan_of_a_gpu_adds_up(capsys, folder):
-    """Of a Llama 3.1 8B, whose figures are known, on one and on two GPUs of 80 GiB."""
+    """The plan is for a Llama 3.1 8B, whose figures are known, on one and on two GPUs of 80 GiB."""
     model = folder(
         architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=128256, hidden_size=4096,
         intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,

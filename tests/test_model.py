@@ -86,7 +86,7 @@ CASES = {
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> Path:
-    """A folder of random checkpoints with transformers' word on each (one process for all: importing takes a while)."""
+    """A folder of random checkpoints and transformers' answers. One process makes all, because importing takes long."""
     folder = tmp_path_factory.mktemp("checkpoints")
     rng = random.Random(0)
     for case in CASES.values():
@@ -126,7 +126,7 @@ def check(worker: Worker, case: dict, oracle: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_family_equals_transformers(checkpoints, name):
-    # With these two, transformers turns keys by how long the sequence is then, we by how long one may be.
+    # With these two, transformers rotates keys by the length of the sequence so far, and we by the most it may have.
     lengths = {"llama-dynamic": 256, "llama-longrope": 128}
     worker = make_worker(checkpoints / name, max_model_len=lengths.get(name))
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
@@ -149,7 +149,7 @@ def test_context_grows_by_the_factor_of_rope(checkpoints):
 
 @pytest.mark.parametrize("name", ["llama", "llama-gqa-llama3-rope-tied", "llama-mqa-bias-linear-rope"])
 def test_older_config_spelling(checkpoints, tmp_path, name):
-    """`rope_theta`, `rope_scaling` and `torch_dtype`, as before transformers 5."""
+    """`rope_theta`, `rope_scaling` and `torch_dtype` are read as they were before transformers 5."""
     folder = shutil.copytree(checkpoints / name, tmp_path / "model")
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.pop("rope_parameters")

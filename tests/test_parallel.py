@@ -22,7 +22,7 @@ from startup import start_worker
 from worker import Worker
 
 SIZES = (2, 4)
-LENGTHS, NEW = (1, 7, 41), 20  # of the prompts, and tokens that each gets
+LENGTHS, NEW = (1, 7, 41), 20  # tokens of the prompts, and tokens that each gets
 BLOCK_SIZE, PER_SEQ = 16, 6
 
 
@@ -34,7 +34,7 @@ def shape(family: str, vocab: int, heads: int, kv_heads: int, **more) -> dict:
 
 CASES = {
     "llama-biases": shape("Llama", 97, 8, 2, attention_bias=True),  # on four ranks two hold the same KV head
-    "llama-tiny-vocabulary": shape("Llama", 5, 4, 2),  # of which the last of four ranks holds nothing
+    "llama-tiny-vocabulary": shape("Llama", 5, 4, 2),  # the last of four ranks holds nothing of it
     "mistral-window": shape("Mistral", 64, 4, 4, sliding_window=9, head_dim=8),
     "qwen2-tied": shape("Qwen2", 101, 4, 2, tie_word_embeddings=True),
     "ernie": shape("Ernie4_5", 71, 4, 2, head_dim=32, use_bias=False),
@@ -51,7 +51,7 @@ def build(folder: Path, group: Group | None = None) -> Transformer:
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory) -> Path:
-    """A folder of checkpoints, whose weights are wide enough that every one of them matters."""
+    """A folder of checkpoints. Their weights are so large that every one of them matters."""
     folder, generator = tmp_path_factory.mktemp("checkpoints"), torch.Generator().manual_seed(0)
     for name, raw in CASES.items():
         (folder / name).mkdir()
@@ -70,9 +70,9 @@ def make_worker(folder: Path, rank: int = 0, rendezvous: str = "", **fields) -> 
 
 
 def answers(worker: Worker) -> dict:
-    """Logits of all positions of a step of two prompts and a part of the third, and the tokens that follow.
+    """The logits of a step of two prompts and a part of the third, and the tokens that follow.
 
-    The second prompt's are drawn, the others' the likeliest.
+    The second prompt's tokens are drawn, and the others' are the likeliest.
     """
     seen, forward = [], worker.model.forward
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
@@ -88,7 +88,7 @@ def answers(worker: Worker) -> dict:
 
 
 def exchange(group: Group) -> None:
-    """What a group gives, as exactly as it can be said."""
+    """Check the exact results of what a group exchanges."""
     rank, size = group.rank, group.size
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.full((3, 5), rank + 1.0, dtype=dtype)
@@ -100,14 +100,14 @@ def exchange(group: Group) -> None:
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
-    """What each process runs: all that needs a group which has met; its findings go to a file."""
+    """What each process runs: all that needs a group that has met. It saves its findings in a file."""
     found = {}
     for name in CASES:
         worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", tensor_parallel_size=size)
         found[name] = answers(worker) | {"threads": torch.get_num_threads()}
         exchange(worker.group)
         worker.group.close()
-    # Ranks with less and less memory that is free, in blocks.
+    # Each rank has less free memory than the one before.
     startup.available_bytes = lambda: 2 * 2 * BLOCK_SIZE * 8 * 4 * (4 // size) * 4 * size * (20 - rank)
     fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
     worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
@@ -118,7 +118,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(checkpoints) -> dict[int, list[dict]]:
-    """What each rank of each size found; where one fails, its traceback is the error."""
+    """What each rank of each size found. If a rank fails, its traceback is the error."""
     found = {}
     for size in SIZES:
         torch.multiprocessing.spawn(run_rank, (size, checkpoints), nprocs=size)

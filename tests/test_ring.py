@@ -30,7 +30,7 @@ def messages(count: int, seed: int = 0) -> Any:
 
 
 def listen(ring: RingBuffer, reader: int, count: int, slow: bool, answer: RingBuffer) -> None:
-    """Read `count` messages, and answer with a hash of what they should have been if they were that."""
+    """Read `count` messages, and answer whether they are what they should be."""
     ring.be_reader(reader)
     answer.be_writer()
     rng, wanted = random.Random(reader), messages(count)
@@ -110,7 +110,7 @@ def test_nothing_comes():
 def test_a_large_message_that_is_broken_off_is_an_error():
     writer, reader = pair()
     with pytest.raises(RingTimeout):
-        writer.write(bytes(10**7), 0.1)  # nobody reads: it does not fit the socket
+        writer.write(bytes(10**7), 0.1)  # nobody reads, and the socket does not hold so much
     for theirs, _ in writer.sides:
         theirs.close()
     with pytest.raises(RingTimeout, match="message 1"):
@@ -120,7 +120,7 @@ def test_a_large_message_that_is_broken_off_is_an_error():
 
 
 def test_a_large_message_is_waited_for_however_short_the_look_is():
-    """A worker looks for the next plan for 20 us while a step is in flight, and a large plan takes longer to come."""
+    """A worker looks for the next plan only briefly while a step runs, and a large plan takes longer to come."""
     writer, reader = pair()
     message = random.Random(0).randbytes(100 * CHUNK)
     slow = Slow(writer.sides[0][0])
@@ -150,7 +150,7 @@ class Slow:
 
 
 class SlowRing(RingBuffer):
-    """A ring of small chunks, at whose writer's end larger messages come slowly."""
+    """A ring of small chunks whose writer sends larger messages slowly."""
 
     def __init__(self, num_readers: int):
         super().__init__(num_readers, 64)

@@ -139,7 +139,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
 
 @pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
 def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, capsys, most, blocks):
-    """CUDA registers the pages of the pool itself, no power of two of them; the error of a refusal is taken back."""
+    """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
     registered, zeros = [], torch.zeros
 
     def register(address: int, size: int, flags: int) -> int:
@@ -182,7 +182,7 @@ def test_lookahead_slots_have_room_in_the_tables(make):
 
 @pytest.mark.parametrize("count", [1, 40], ids=["decode", "prefill"])
 def test_blocks_that_the_window_has_passed_may_be_gone(make, count):
-    """-1 in the table and NaN in every block that is not the row's own change nothing."""
+    """A table with -1 for these blocks, and NaN in all blocks but the row's own, change nothing."""
     worker, tokens = make({"sliding_window": 24}), [i * 7 % 97 for i in range(110)]
     blocks = [40, 3, 17, 22, 9, 31, 12, 5]
     worker.step(StepPlan(0, rows=[(0, 110 - count)], new=[row(0, tokens, blocks=blocks)]))
@@ -199,7 +199,7 @@ def test_blocks_that_the_window_has_passed_may_be_gone(make, count):
 
 
 def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
-    """All matrices of all layers, and the head."""
+    """They multiply all matrices of all layers, and the head."""
     seen = []
     linear = lambda x, weight, bias: seen.append(weight.shape) or reference.linear(x, weight, bias)  # noqa: E731
     ops = SimpleNamespace(**vars(reference) | {"__name__": "kernels", "linear": linear})
@@ -214,7 +214,7 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 
 @pytest.mark.interpreted
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
-    """With batch_invariant, to the bit: in one go, in chunks, beside another row, and as decode."""
+    """With batch_invariant logits are bit-equal in one go, in chunks, beside another row, and as a decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
     worker, found = make(dtype="bfloat16", batch_invariant=True), []
@@ -236,7 +236,7 @@ def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make,
 
 
 def test_rows_keep_count_of_their_tokens(make):
-    """At first from the plan, of which a preempted row's output is a part, then on the device; a slot forgets."""
+    """At first the plan gives the counts, with a preempted row's output, then the device adds. A slot's are dropped."""
     worker, state = make(), None
     state = worker.state
     row_ids = [3, 4, 3, 5, 5, 6]
@@ -257,7 +257,7 @@ def test_rows_keep_count_of_their_tokens(make):
 
 
 def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
-    """What the host has noted of a slot and the device has not been told, it is told with the next row there."""
+    """If the device has not got what the host noted of a slot, it gets it with the slot's next row."""
     worker = make()
 
     def fail(*args):
@@ -265,7 +265,7 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
 
     changed = row(2, [3, 4])
     changed.logit_bias, changed.stop_ids = {9: 3.0}, (5, 31, 32)
-    worker.state.writes = Writes()  # as beside a GPU; what a CPU notes is there at once
+    worker.state.writes = Writes()  # as beside a GPU; on a CPU notes are written at once
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"copy_blocks": fail}))
         assert worker.step(StepPlan(0, rows=[(2, 2)], new=[changed], copies=[(0, 1)])).error
@@ -276,7 +276,7 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
 
 
 def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
-    """Rows after one another in a slot, with other stop tokens or none; the first token after [1, 2] is what it is."""
+    """Rows follow one another in a slot, with other stop tokens or none. All have the same first token."""
     worker = make()
     token = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
     for step, (stop_ids, stopped) in enumerate((((token, 3), [1]), ((token + 1,), []), ((), []), ((token,), [1]))):
@@ -288,7 +288,7 @@ def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
 
 
 class FakeGraph:
-    """What a CUDA graph is to the worker: `replay` does the step of one shape again, into the tensors of the first."""
+    """Stands in for a CUDA graph: `replay` runs the step of one shape again, into the tensors of the first run."""
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
@@ -302,7 +302,7 @@ class FakeGraph:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpreted)])
 def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, backend):
-    """Rows come and go, some with penalties or log-probabilities; now and then a prompt comes, and is not replayed."""
+    """Rows come and go, some with penalties or log-probabilities. Steps with a prompt are not replayed."""
     told, states = [], []
     for sizes in ([], [1, 2, 4, 8]):
         worker = make(backend=backend)
@@ -340,7 +340,7 @@ def test_graphs_are_for_1_2_4_the_eights_and_the_most():
 
 
 def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
-    """Half of what is free, divided among those who start beside this one; an explicit number is had or refused."""
+    """It takes half of what is free, divided among the workers of the machine. An explicit number is met or refused."""
     worker = make()
     monkeypatch.setattr(startup, "available_bytes", lambda: 101 * BLOCK_BYTES)
     monkeypatch.setattr(startup, "pinned", lambda count, shape, dtype: torch.zeros(min(count, 60), *shape))
@@ -379,7 +379,7 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
 
 
 def test_a_step_is_not_done_before_the_device_is(make):
-    """What a launched step will bring is read once its event has happened, and not before."""
+    """The results of a launched step are read once its event has happened, and not before."""
     worker, order = make(), []
     launched = worker.launch(StepPlan(3, rows=[(0, 2)], new=[row(0, [1, 2])]))
     assert launched.ready() and launched.step == 3
