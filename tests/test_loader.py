@@ -157,11 +157,7 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
     model, plain = build(folder), build(folder)
     for each in (model, plain):
         load_weights(each, str(folder))
-<<<<<<< HEAD
-    model.head = model.head.clone()  # what packing does
-=======
     model.head = model.head.clone()  # as packing does
->>>>>>> f
     cpu.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding.data_ptr() != plain.embedding.data_ptr() and torch.equal(model.embedding, plain.embedding)
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
