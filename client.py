@@ -18,6 +18,7 @@ import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -98,6 +99,9 @@ class MPClient:
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
+        if self.connection.send(message, register):
+            return
+        time.sleep(2 * RECONNECT)  # a new engine may listen already, and this connection be about to find it
         if not self.connection.send(message, register):
             raise EngineDeadError(GONE)
 

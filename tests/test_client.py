@@ -49,6 +49,18 @@ def test_clients_get_their_own_outputs(served, work, answers):
         client.close()
 
 
+def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm, tmp_path):
+    """The new engine listens, and the client has not connected to it yet: its next attempt is awaited, and no more."""
+    path = str(tmp_path / "engine")
+    client = MPClient(path)
+    with pytest.raises(EngineDeadError, match="the engine process has ended"):
+        client.call("metrics")
+    core = make_llm(num_gpu_blocks_override=64, block_size=16).core
+    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
+    assert collect(client.add(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
+    client.close()
+
+
 def test_a_refusal_reaches_the_client(served):
     client = MPClient(served[1])
     output = client.add(EngineCoreRequest("a", [], GREEDY)).get(timeout=30)
