@@ -58,10 +58,15 @@ def release() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def supports(feature: str) -> bool:
+    """Whether this CPU has a `feature`, as torch names them: `amx_tile`, say. A torch that cannot tell says no."""
+    check = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    return bool(check and check())
+
+
 def has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices itself; others emulate it, more slowly than float32."""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check() for check in checks if check)
+    return supports("avx512_bf16") or supports("amx_tile")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -76,8 +81,7 @@ def fuses_attention(dtype: torch.dtype) -> bool:
 
     In bfloat16 fused attention has fast products only with AMX. With AVX-512 alone, matrix products are faster.
     """
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return dtype != torch.bfloat16 or not has_bfloat16() or bool(amx and amx())
+    return dtype != torch.bfloat16 or not has_bfloat16() or supports("amx_tile")
 
 
 class DirectWrites:
