@@ -404,7 +404,7 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
     """
-    tied = isinstance(model.head, torch.Tensor) and model.head is model.embedding
+    tied = model.head is model.embedding
     model.pack(lambda weight: pack(weight, rows))
     for owner in (model, *model.layers):  # a norm multiplies in float32, and would convert its weight in each call
         for name, weight in list(vars(owner).items()):
