@@ -29,7 +29,7 @@ from typing import Any, get_args
 
 from plan import Message
 
-CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; with new prompts of a hundred thousand tokens it still fits
+CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger, and goes beside
 NUM_CHUNKS = 8
 SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
 NAP = 500e-6  # seconds between a writer's looks at a full ring
