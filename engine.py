@@ -81,7 +81,7 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add`.
         """
         r = request
-        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority)
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client)
         if self.journal:
             self.journal.tick()
         self.scheduler.add(queued)

@@ -57,10 +57,8 @@ class Journal:
 
     def add(self, request: Request) -> None:
         """Note a request that was accepted."""
-        params = dataclasses.asdict(request.params)
-        self.events.append(
-            ["add", self.now, request.request_id, request.prompt, params, request.salt, request.priority]
-        )
+        r, params = request, dataclasses.asdict(request.params)
+        self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Note a request that was given up, or one sample of it."""
@@ -144,8 +142,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Give the scheduler a request again, take one back, or let it forget its cached prefixes."""
     if kind == "add":
-        request_id, prompt, params, salt, priority = rest
-        scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority))
+        request_id, prompt, params, *others = rest
+        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *others))
     elif kind == "abort":
         scheduler.abort(*rest)
     else:

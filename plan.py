@@ -116,6 +116,7 @@ class EngineCoreRequest:
     params: SamplingParams
     salt: str = ""  # requests share cached prefixes only with those of the same salt
     priority: int = 0  # the lowest goes first, where that is the policy
+    client: str = ""  # whose request it is, as far as fairness and `explain` are concerned
 
 
 @dataclass(slots=True)

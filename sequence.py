@@ -178,11 +178,12 @@ class Request:
         params: how its tokens are chosen and when it ends.
         salt: prefixes are shared only among requests of equal salt.
         priority: lower goes first, where the policy is `priority`.
+        client: whose request it is.
     """
 
     __slots__ = (
-        "admitted", "arrival", "finished_reports", "groups", "held", "leader", "num_cached", "num_prompt", "params",
-        "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "admitted", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached", "num_prompt",
+        "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
     )  # fmt: skip
 
     def __init__(
@@ -192,8 +193,10 @@ class Request:
         params: SamplingParams,
         salt: str = "",
         priority: int = 0,
+        client: str = "",
     ):
         self.request_id, self.params, self.salt, self.priority = request_id, params, salt, priority
+        self.client = client
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)
         self.stop_ids: frozenset[int] = frozenset()
