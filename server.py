@@ -72,12 +72,7 @@ from tokenizer import Tokenizer
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
-UNREADABLE = {
-    errors.LimitRequestLine: 414,
-    errors.ExpectationFailed: 417,
-    errors.LimitRequestHeaders: 431,
-    errors.UnsupportedTransferCoding: 501,
-}
+UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
 
 def read_body(config: ServerConfig) -> dict[str, Any]:

@@ -146,7 +146,7 @@ def test_null_is_the_default_and_what_changes_nothing_is_taken(
     ("route", "name", "meant"),
     [
         (COMPLETIONS, "temprature", "temperature"), (CHAT, "maxTokens", "max_tokens"), (CHAT, "Stop", "stop"),
-        (CHAT, "responseformat", "response_format"), (COMPLETIONS, "messages", None), (CHAT, "prompt", None),
+        (CHAT, "responseformat", "response_format"), (COMPLETIONS, "messages", None), (CHAT, "xyzzy", None),
         ("/tokenize", "message", "messages"), ("/detokenize", "token", "tokens"), ("/detokenize", "prompt", None),
         (COMPLETIONS, "\x00" * 5000, None), (CHAT, "x" * 5000, None), (CHAT, "", None),
     ],

@@ -90,6 +90,15 @@ def test_tool_calls_reach_the_template_as_objects(engine: ScriptedClient, tmp_pa
     assert error["param"] == "messages" and "chat template" in error["message"]
 
 
+def test_a_template_may_know_of_effort_none(engine: ScriptedClient, tmp_path: Path) -> None:
+    shutil.copy(Path(DEMO) / "tokenizer.json", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ reasoning_effort }} {{ enable_thinking }}")
+    app = create_app(Api(engine, Tokenizer(str(tmp_path)), FACTS, ServerConfig(), ["manta"], Board()))
+    for fields in ({}, {"chat_template_kwargs": {"enable_thinking": True}}):
+        post(app.test_client(), CHAT, reasoning_effort="none", **fields)
+    assert [TOKENIZER.decode(ids) for ids, _, _ in engine.added] == ["none False", "none True"]
+
+
 def test_stream_of_a_completion(http_client: FlaskClient) -> None:
     sent = events(post(http_client, COMPLETIONS, max_tokens=5, stream=True))
     assert {tuple(event) for event in sent} == {("id", "object", "created", "model", "choices")}
@@ -326,8 +335,11 @@ def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
 def test_what_the_engine_refuses_is_400_before_the_first_byte(
     http_client: FlaskClient, engine: ScriptedClient, route: str, stream: bool
 ) -> None:
-    engine.script = [told([], "error", error="larger than the KV pool")]
-    assert "KV pool" in refusal(post(http_client, route, stream=stream))["message"]
+    engine.script = [told([], "error", error="larger than the KV pool, says '/home/me/manta/engine.py' at 1/2")]
+    assert (
+        refusal(post(http_client, route, stream=stream))["message"]
+        == "larger than the KV pool, says 'engine.py' at 1/2"
+    )
     engine.script = None
     assert post(http_client, route).status_code == 200
 
@@ -344,9 +356,9 @@ def test_an_error_after_the_first_byte_is_an_event(
 
 
 def test_a_dead_engine_is_503(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    engine.trouble = "the engine process has ended"
+    engine.trouble = "the engine process has ended, says /home/me/manta/engine.py"
     for response in (post(http_client, COMPLETIONS), post(http_client, CHAT, stream=True), http_client.get("/health")):
-        assert "engine" in refusal(response, 503)["message"]
+        assert refusal(response, 503)["message"] == "the engine process has ended, says engine.py"
 
 
 def test_our_own_bugs_are_500_and_logged(
