@@ -150,8 +150,9 @@ def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
 
 def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
     """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
-    if (unknown := next((key for key in value if key not in known), None)) and not config.allow_unknown_fields:
-        raise Refusal(f"{reprlib.repr(unknown)} is unknown; known are {', '.join(known)}", "unknown_parameter")
+    unknown = [key for key in value if key not in known]
+    if unknown and not config.allow_unknown_fields:
+        raise Refusal(f"{reprlib.repr(unknown[0])} is unknown; known are {', '.join(known)}", "unknown_parameter")
 
 
 def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:

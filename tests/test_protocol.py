@@ -185,6 +185,7 @@ def test_names_that_others_know_are_refused_by_name(
     ("route", "name", "value", "code"),
     [
         (COMPLETIONS, "stream_options", {"include_usge": True}, "unknown_parameter"),
+        (COMPLETIONS, "stream_options", {"": 1}, "unknown_parameter"),
         (COMPLETIONS, "stream_options", {"include_obfuscation": True}, "unsupported_parameter"),
         (CHAT, "messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "unknown_parameter"),
     ],

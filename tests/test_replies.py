@@ -378,7 +378,9 @@ def test_our_own_bugs_are_500_and_logged(
 def test_a_full_queue_is_429(engine: ScriptedClient) -> None:
     http_client = client_of(engine, max_queue=2)
     response = post(http_client, COMPLETIONS, prompt=["a", "b", "c"])
-    assert refusal(response, 429)["type"] == "rate_limit_error" and response.headers["Retry-After"]
+    error = refusal(response, 429)
+    assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    assert response.headers["Retry-After"]
     for fields in ({"n": 3}, {"best_of": 3}, {"use_beam_search": True, "beam_width": 3}):
         message = refusal(post(http_client, COMPLETIONS, **fields), 429)["message"]
         assert "3" in message and "2 (max_queue)" in message
