@@ -184,7 +184,7 @@ class ServerConfig:
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
     share_prefix_cache: bool = option(
-        False, "let requests of one API key reuse prefixes of another's, which can tell by the time who asked the same"
+        False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
     served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
