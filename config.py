@@ -10,6 +10,8 @@ import dataclasses
 import json
 import math
 import os
+import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -175,7 +177,16 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
-    api_key: tuple[str, ...] = option((), "key that clients must send; repeat it for several")
+    api_key: tuple[str, ...] = option(
+        (),
+        "key that clients must send; repeat it for several; `ps` shows it, but not api_key_file or MANTA_API_KEY",
+    )
+    api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
+    metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
+    share_prefix_cache: bool = option(
+        False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
+    )
+    allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
     served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
@@ -194,6 +205,35 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
+            if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
+                raise ValueError(
+                    f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
+                    "have at least 1, and only visible ASCII without spaces"
+                )
+
+
+def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:
+    """The options with the keys of `api_key_file` and of MANTA_API_KEY, which commas separate, among `api_key`.
+
+    The variable is taken out of `environ`, so that no other process inherits it.
+
+    Raises:
+        ValueError: the file cannot be read or has no key, or a key is empty.
+    """
+    keys, path = list(config.api_key), config.api_key_file
+    if path is not None:
+        try:
+            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"api_key_file is {path!r}, which cannot be read: {error}") from None
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"api_key_file is {path!r}, which has no key; it must have at least one, each on a line")
+        keys += found
+    if (listed := environ.pop("MANTA_API_KEY", None)) is not None:
+        keys += [key.strip() for key in listed.split(",")]
+    return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)))
 
 
 def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:

@@ -28,7 +28,7 @@ from outputs import Choices, CompletionOutput, RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
 from scheduler import Scheduler
 from sequence import Request
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, template_variables
 from tracing import Trace
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
@@ -225,9 +225,13 @@ class EngineCore:
         """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""
         return self.scheduler.explain(request_id)
 
-    def explain_prompts(self, name: str, most: int) -> list[dict[str, Any]]:
-        """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown."""
-        return [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
+    def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
+        """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.
+
+        With a client, another's are unknown, too.
+        """
+        stories = [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
+        return [story for story in stories if client in (None, story["client"])]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -432,14 +436,22 @@ class LLM:
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        **template_kwargs: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
-        `template_kwargs` go to the chat template.
+        `chat_template_kwargs` are variables of the chat template; of the others see `Tokenizer.render`.
+
+        Raises:
+            ValueError: the template refuses a conversation, or a variable has a reserved name; see also `generate`.
         """
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
-        rendered = [self.tokenizer.render(conversation, **template_kwargs) for conversation in conversations]
+        fixed = add_generation_prompt, continue_final_message, tools
+        variables = template_variables(chat_template_kwargs or {})
+        rendered = [self.tokenizer.render(conversation, *fixed, **variables) for conversation in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 

@@ -14,6 +14,7 @@ when it exits.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import mmap
@@ -38,6 +39,7 @@ from config import ServerConfig
 
 if TYPE_CHECKING:
     from flask import Flask
+    from gunicorn.workers.ggevent import GeventWorker
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 3  # of a new process to start, in a row, before the server gives up
@@ -197,6 +199,11 @@ class Board:
     def __init__(self) -> None:
         self.words = memoryview(mmap.mmap(-1, 8 * self.WORDS)).cast("q")
         self.mine = 1
+        self.secret = os.urandom(16)
+
+    def tag(self, *parts: str) -> str:
+        """A hash of `parts`, the same in all API processes; only they can make it, so that it tells nobody anything."""
+        return hashlib.blake2b(repr(parts).encode(), key=self.secret, digest_size=16).hexdigest()
 
     @property
     def draining(self) -> bool:
@@ -279,6 +286,7 @@ class Gunicorn(BaseApplication):
 
     Args:
         make_app: called in each API process; returns its Flask app.
+        worker_class: of gunicorn, which the API processes run.
         listener: a bound socket.
         children: the other processes to look after.
         board: the one that the apps use.
@@ -288,13 +296,14 @@ class Gunicorn(BaseApplication):
     def __init__(
         self,
         make_app: Callable[[], Flask],
+        worker_class: type[GeventWorker],
         listener: socket.socket,
         children: Sequence[Child],
         board: Board,
         config: ServerConfig,
     ):
         self.make_app, self.children, self.board, self.config = make_app, children, board, config
-        self.options = gunicorn_options(listener, children, board, config)
+        self.options = gunicorn_options(listener, children, board, config) | {"worker_class": worker_class}
         super().__init__()
 
     def load_config(self) -> None:
@@ -329,7 +338,7 @@ def gunicorn_options(
             print(f"  server    {url}", file=sys.stderr, flush=True)
 
     return {
-        "bind": f"fd://{listener.detach()}", "workers": config.api_server_count, "worker_class": "gevent",
+        "bind": f"fd://{listener.detach()}", "workers": config.api_server_count,
         "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": 120, "graceful_timeout": KEEP_ALIVE,
         "loglevel": "error", "control_socket_disable": True,
         "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,

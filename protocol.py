@@ -1,41 +1,68 @@
 """What an HTTP request may hold: one row of `FIELDS` for each field, and the check that its value must pass.
 
 A client's mistake is an `ApiError`, which names what arrived and what is allowed. What Manta cannot do yet is listed in
-`NOT_YET` and refused; to switch a feature on, move its entry from there to `FIELDS`.
+`NOT_YET` and refused; to switch a feature on, move its entry from there to `FIELDS`. What other servers call by another
+name is in `ELSEWHERE`, and what cannot change an answer is in `HARMLESS`. Any other name is a mistake, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
+import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
 
 from config import SamplingParams, ServerConfig
-from tokenizer import chat_messages
+from tokenizer import chat_messages, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
-RESERVED_KWARGS = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_dict", "return_tensors", "tokenize", "tools", "truncation",
-}  # fmt: skip
+FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
 
 class ApiError(Exception):
-    """A reply other than 200; the message names what arrived and what is allowed."""
+    """A reply other than 200; the message names what arrived and what is allowed.
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    Args:
+        status: of HTTP.
+        message: for a person.
+        param: the field that is wrong.
+        code: OpenAI's word for the mistake, by which programs know it.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status, self.param, self.code = status, param, code or ERROR_CODES.get(status)
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI spells it, its text bounded."""
         kind = ERROR_TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.status}}
+        return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.code}}
+
+
+class Refusal(ValueError):
+    """What a check raises where OpenAI has a code for the mistake."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
+    """The refusal of what the context cannot hold. LiteLLM and others know it by its first words, or by its code."""
+    words = f"this model's maximum context length is {limit} tokens; {message}"
+    return ApiError(400, words, param, "context_length_exceeded")
+
+
+def without_folders(message: str) -> str:
+    """What the engine said, for those who need not know where it is installed: of paths only the last part stays."""
+    return FOLDERS.sub("", message)
 
 
 # A check takes the value that arrived and returns the one to use; its ValueError says what is allowed.
@@ -55,8 +82,8 @@ def flag(value: Any, config: ServerConfig) -> bool:
 
 
 def count(value: Any, config: ServerConfig) -> int:
-    if type(value) is not int or not 1 <= value < 2**31:
-        raise ValueError(f"it must be a whole number from 1 to {2**31 - 1}")
+    if type(value) is not int or not (1 <= value < 2**31 or value == -1):
+        raise ValueError(f"it must be a whole number from 1 to {2**31 - 1}, or -1 for what is left of the context")
     return value
 
 
@@ -77,8 +104,18 @@ def only(*same: Any) -> Check:
 
     def check(value: Any, config: ServerConfig) -> Any:
         if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
-            raise ValueError(f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}")
+            message = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
+            raise Refusal(message, "unsupported_parameter")
         return value
+
+    return check
+
+
+def called(here: str) -> Check:
+    """A check for what has another name here."""
+
+    def check(value: Any, config: ServerConfig) -> Any:
+        raise Refusal(f"this server calls it {here}", "unknown_parameter")
 
     return check
 
@@ -111,23 +148,36 @@ def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
     return items
 
 
+def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
+    """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
+    unknown = [key for key in value if key not in known]
+    if unknown and not config.allow_unknown_fields:
+        raise Refusal(f"{reprlib.repr(unknown[0])} is unknown; known are {', '.join(known)}", "unknown_parameter")
+
+
 def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    return chat_messages(value)
+    found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
+    for message in value:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            known_keys(part, TEXT_PART, config)
+    return found
 
 
 def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
-    if not isinstance(value, dict) or RESERVED_KWARGS & value.keys():
-        raise ValueError(f"it must be an object without the reserved keys {', '.join(sorted(RESERVED_KWARGS))}")
-    return value
+    return template_variables(value)
 
 
 def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
     if not isinstance(value, dict):
         raise ValueError("it must be an object")
-    return {key: flag(value.get(key) or False, config) for key in ("include_usage", "continuous_usage_stats")}
+    known_keys(value, STREAM_OPTIONS, config)
+    options = {key: flag(value.get(key) or False, config) for key in STREAM_OPTIONS}
+    if options["include_obfuscation"]:
+        raise Refusal("this server cannot do include_obfuscation yet", "unsupported_parameter")
+    return options
 
 
-COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
+ROUTES = COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
 GENERATE = (COMPLETIONS, CHAT)
 NEEDED = {COMPLETIONS: "prompt", CHAT: "messages", DETOKENIZE: "tokens"}
 
@@ -141,22 +191,64 @@ class Field(NamedTuple):
     routes: Sequence[str] = GENERATE
 
 
-# What OpenAI's or vLLM's clients may send and this server cannot do yet, with the values that change nothing.
+TEXT_PART = ("type", "text", "cache_control", "prompt_cache_breakpoint")  # the last two are about caches elsewhere
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+# What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
-    "min_tokens": (0,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,),
-    "suffix": ("",), "response_format": ({"type": "text"},), "structured_outputs": ({},), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"), "chat_template": (), "documents": ([],),
-    "reasoning_effort": (), "modalities": (["text"],), "audio": (), "web_search_options": (), "prompt_embeds": (),
-    "truncate_prompt_tokens": (), "bad_words": ([],), "logits_processors": ([],),
-    "return_token_ids": (False,),
+    # OpenAI's
+    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "function_call": ("none", "auto"),
+    "reasoning_effort": ("none",), "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "web_search_options": (),
+    # vLLM's
+    "min_tokens": (0,), "prompt_logprobs": (), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
+    "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
+    "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,), "return_token_offsets": (False,),
+    "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
+    "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
+    "routed_experts_prompt_start": (0,),
+    # SGLang's
+    "regex": (), "ebnf": (), "json_schema": (), "stop_regex": ([],), "no_stop_trim": (False,), "lora_path": (),
+    "separate_reasoning": (False,), "custom_logit_processor": (), "custom_params": ({},), "input_ids": (),
+    "session_params": ({},), "return_hidden_states": (False,), "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,), "return_meta_info": (False,),
+    "images_config": ({},), "routed_dp_rank": (), "data_parallel_rank": (),
+    # llama.cpp's, ollama's and TGI's
+    "grammar": ("",), "lora": ([],), "samplers": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (0, -1),
+    "dynatemp_range": (0,), "mirostat": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_last_n": (),
+    "n_keep": (0, -1), "n_probs": (0,), "min_keep": (0,), "n_indent": (0,), "t_max_predict_ms": (0,), "id_slot": (-1,),
+    "return_tokens": (False,), "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],),
+    "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},), "format": ("",),
+    "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
+# What other servers call by another name than this one.
+ELSEWHERE = {
+    "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",
+    "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop", "n_cmpl": "n",
+    "num_beams": "beam_width", "extra_key": "cache_salt", "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
+}  # fmt: skip
+# What cannot change the answer, whatever its value, which nobody looks at.
+HARMLESS = (
+    "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "verbosity", "moderation",
+    "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels",  # vLLM's and SGLang's
+    "cache_prompt", "n_cache_reuse", "sse_ping_interval", "keep_alive",  # llama.cpp's and ollama's
+    # These belong to samplers that are off, as NOT_YET sees to.
+    "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers",
+)  # fmt: skip
 SAMPLING = {"stop": stop_strings, "stop_token_ids": token_ids}
 FIELDS = (
-    Field("model", string, None, (COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE)),
+    Field("model", string, None, ROUTES),
     Field("prompt", prompts, None, (COMPLETIONS, TOKENIZE)),
     Field("messages", messages, None, (CHAT, TOKENIZE)),
     Field("tokens", token_ids, None, (DETOKENIZE,)),
+    Field("return_token_strs", flag, None, (TOKENIZE,)),
     Field("add_special_tokens", flag, None, (COMPLETIONS, CHAT, TOKENIZE)),
     Field("add_generation_prompt", flag, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", flag, False, (CHAT, TOKENIZE)),
@@ -170,7 +262,10 @@ FIELDS = (
     *(Field(param, SAMPLING.get(param, as_is)) for param in PARAMS),
     *(Field(field, only(*same)) for field, same in NOT_YET.items()),
     *(Field(field, only(*NOT_YET[field]), None, (TOKENIZE,)) for field in ("tools", "chat_template", "documents")),
+    *(Field(field, called(here)) for field, here in ELSEWHERE.items()),
+    *(Field(field, as_is, None, ROUTES) for field in HARMLESS),
 )
+KNOWN = {route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES}
 
 
 def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
@@ -198,15 +293,37 @@ def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
 
 
 def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
-    """The checked value of each field that `route` knows; unknown ones are tolerated, null is the default."""
-    values = {}
-    for field in FIELDS:
-        if route in field.routes:
-            value = body.get(field.name)
+    """The checked value of each field that `route` knows; null is the default.
+
+    Raises:
+        ApiError: a value is not allowed, a field is unknown, or the one that is needed is missing.
+    """
+    known = KNOWN[route]
+    values = {name: field.default for name, field in known.items()}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if (field := known.get(name)) is None:
+            refuse_unknown(name, known.keys(), config)
+        else:
             try:
-                values[field.name] = field.default if value is None else field.check(value, config)
+                values[name] = field.check(value, config)
             except ValueError as error:
-                raise ApiError(400, f"{field.name} is {reprlib.repr(value)}: {error}", field.name) from None
+                code = error.code if isinstance(error, Refusal) else None
+                raise ApiError(400, f"{name} is {reprlib.repr(value)}: {error}", name, code) from None
     if (needed := NEEDED.get(route)) and values[needed] is None:
-        raise ApiError(400, f"{needed} is missing", needed)
+        raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
     return values
+
+
+def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
+    """Refuse a field that is not `known`, with the one that is meant if any is near, unless unknown fields are allowed.
+
+    Raises:
+        ApiError: it is refused.
+    """
+    if not config.allow_unknown_fields:
+        name = name[:64]  # it may be as long as the body
+        near = difflib.get_close_matches(name, known - {*ELSEWHERE, *HARMLESS}, 1)
+        hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
+        raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")

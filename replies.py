@@ -23,7 +23,7 @@ from config import SamplingParams
 from data_parallel import DPClient
 from outputs import Choices, Generation
 from plan import EngineCoreRequest
-from protocol import CHAT, ApiError
+from protocol import CHAT, ApiError, without_folders
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient
@@ -39,6 +39,7 @@ class Run:
 
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
+        owner: whose request it is.
         route: COMPLETIONS or CHAT, whose shapes the reply has.
         fields: of the request.
         prompts: (text or None, token ids) of each.
@@ -49,6 +50,7 @@ class Run:
     def __init__(
         self,
         name: str,
+        owner: str,
         route: str,
         fields: dict[str, Any],
         prompts: list[tuple[str | None, list[int]]],
@@ -57,7 +59,7 @@ class Run:
     ):
         self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + name
         self.created = int(time.time())
-        self.route, self.fields = route, fields
+        self.owner, self.route, self.fields = owner, route, fields
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
         self.n = params[0].n
         self.requests = [
@@ -83,9 +85,8 @@ class Run:
         try:
             for i, asked in enumerate(self.requests):
                 salt, priority = self.fields["cache_salt"], self.fields["priority"]
-                client.add(
-                    EngineCoreRequest(asked.request_id, asked.prompt_token_ids, asked.params, salt, priority), stream
-                )
+                ids, params = asked.prompt_token_ids, asked.params
+                client.add(EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner), stream)
                 live[asked.request_id] = i
             while live:
                 try:
@@ -98,7 +99,7 @@ class Run:
                 asked = self.requests[i]
                 if output.finish_reason == "error":
                     status = 503 if output.engine_fault else 400
-                    raise ApiError(status, output.error or "the engine failed")
+                    raise ApiError(status, without_folders(output.error or "the engine failed"))
                 new = asked.push(output, client.abort)
                 if asked.finished:
                     del live[output.request_id]
@@ -116,7 +117,7 @@ class Run:
         for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
             content: dict[str, Any] = {"text": generation.text}
             if self.route == CHAT:
-                content = {"message": {"role": "assistant", "content": generation.text}}
+                content = {"message": {"role": "assistant", "content": generation.text, "refusal": None}}
             choices.append({"index": i, **content, **ending(generation)})
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 

@@ -216,6 +216,7 @@ class Request:
         answers = [*self.finished_reports, *(group.report() for group in self.groups)]
         return {
             "request_id": self.request_id,
+            "client": self.client,
             "priority": self.priority,
             "prompt_tokens": self.num_prompt,
             "cached_tokens": self.num_cached,

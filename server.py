@@ -1,6 +1,7 @@
 """The OpenAI-compatible server: `python server.py --model PATH`.
 
     Api         the routes
+    Worker      gunicorn's worker, which speaks HTTP
     main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it
 
 Text is made and taken apart in these processes, off the engine's loop. `protocol.py` checks what comes in, `replies.py`
@@ -21,29 +22,57 @@ import re
 import reprlib
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
-from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
+from gunicorn import util
+from gunicorn.http import errors, wsgi
+from gunicorn.workers.ggevent import GeventWorker
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 from client import EngineDeadError, MPClient
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams, ServerConfig, from_flags, parser_for
+from config import (
+    VERSION,
+    EngineConfig,
+    ModelConfig,
+    SamplingParams,
+    ServerConfig,
+    from_flags,
+    parser_for,
+    with_all_keys,
+)
 from data_parallel import CoordinatorProcess, DPClient
 from engine_process import EngineProcess, check_gpus
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
-from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
+from protocol import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    PARAMS,
+    TOKENIZE,
+    ApiError,
+    parse_json,
+    read_fields,
+    too_long,
+    without_folders,
+)
 from replies import Client, ClientGone, Run, sse
 from tokenizer import Tokenizer
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+# What gunicorn finds wrong with a request before the app sees it, where that is not 400.
+UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
 
 def read_body(config: ServerConfig) -> dict[str, Any]:
@@ -65,7 +94,11 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
-        return ApiError(503, str(error))
+        return ApiError(503, without_folders(str(error)))
+    if isinstance(error, errors.ParseException):
+        return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
+    if isinstance(error, errors.NoMoreData):
+        return ApiError(400, "the request ends before its body is complete")
     logging.getLogger("manta").error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 
@@ -105,6 +138,9 @@ class Api:
 
     def chat(self) -> Response:
         fields = self._fields(CHAT)
+        if fields["reasoning_effort"] == "none":  # vLLM tells the template so
+            none = {"reasoning_effort": "none", "enable_thinking": False}
+            fields["chat_template_kwargs"] = none | fields["chat_template_kwargs"]
         prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
         return self._generate(CHAT, fields, [prompt], default_max_tokens=None)
 
@@ -117,13 +153,17 @@ class Api:
             ids = self._prompt(fields["prompt"][0], special is not False)[1]
         else:
             raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
-        strings = [self.tokenizer.token(id) for id in ids]
+        strings = None if fields["return_token_strs"] is False else [self.tokenizer.token(id) for id in ids]
         limit = self.facts["max_model_len"]
         return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
     def detokenize(self) -> Response:
-        fields = self._fields(DETOKENIZE)
-        return reply({"prompt": self.tokenizer.decode(fields["tokens"], skip_special_tokens=False)})
+        ids, limit, size = self._fields(DETOKENIZE)["tokens"], self.facts["max_model_len"], self.facts["vocab_size"]
+        if len(ids) > limit:
+            raise ApiError(400, f"tokens has {len(ids)} ids; at most {limit} are allowed (max_model_len)", "tokens")
+        if (highest := max(ids, default=0)) >= size:
+            raise ApiError(400, f"tokens has the id {highest}; allowed: 0 to {size - 1}", "tokens")
+        return reply({"prompt": self.tokenizer.decode(ids, skip_special_tokens=False)})
 
     def models(self) -> Response:
         return reply({"object": "list", "data": [self._model(name) for name in self.names]})
@@ -133,7 +173,7 @@ class Api:
 
     def health(self) -> Response:
         if self.client.trouble:
-            raise ApiError(503, self.client.trouble)
+            raise ApiError(503, without_folders(self.client.trouble))
         return reply({"status": "ok"})
 
     def version(self) -> Response:
@@ -150,7 +190,8 @@ class Api:
         return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
 
     def explain(self, id: str) -> Response:
-        found = self.client.call_all("explain_prompts", id, self.config.max_prompts)
+        mine = g.client if self.config.api_key else None  # another key's requests are as good as unknown
+        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, mine)
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
         )
@@ -165,9 +206,8 @@ class Api:
 
     def _name(self, name: str | None) -> str:
         if name is not None and name not in self.names:
-            raise ApiError(
-                404, f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}", "model"
-            )
+            message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
+            raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
 
     def _fields(self, route: str) -> dict[str, Any]:
@@ -208,7 +248,9 @@ class Api:
         if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
             cap = f"{self.config.max_queue} (max_queue)"
             raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
-        run = Run(g.name, route, fields, prompts, params, self.tokenizer)
+        if self.config.api_key and not self.config.share_prefix_cache:
+            fields["cache_salt"] = self.board.tag("salt", g.client, fields["cache_salt"])
+        run = Run(g.name, g.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.board.counted(answers))
@@ -232,14 +274,16 @@ class Api:
         """
         limit = self.facts["max_model_len"]
         asked = fields["max_completion_tokens"] or fields["max_tokens"]
-        for length in lengths:
-            if length >= limit:
-                raise ApiError(400, f"the prompt has {length} tokens; the context holds {limit} with the output")
-            if asked and length + asked > limit:
-                message = f"the prompt's {length} tokens and max_tokens {asked} are {length + asked}"
-                raise ApiError(400, f"{message}; the context holds {limit}", "max_tokens")
         defaults = self.facts["default_sampling"]
         most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
+        if asked == -1:  # all that is left
+            asked, most = None, limit
+        for length in lengths:
+            if length >= limit:
+                raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
+            if asked and length + asked > limit:
+                message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
+                raise too_long(limit, message, "max_tokens")
         left = [min(asked or most, limit - length) for length in lengths]
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
         if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
@@ -293,6 +337,7 @@ def create_app(api: Api) -> Flask:
     app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
+    app.url_map.strict_slashes = False  # some clients ask for /v1/models/
     for rule, method, view in (
         ("/v1/completions", "POST", api.completions),
         ("/v1/chat/completions", "POST", api.chat),
@@ -307,23 +352,28 @@ def create_app(api: Api) -> Flask:
     ):
         app.add_url_rule(rule, view_func=view, methods=[method])
     keys = [key.encode() for key in config.api_key]
+    metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
 
     @app.before_request
     def authorize() -> None:
         g.name = uuid.uuid4().hex
+        g.client = board.tag("address", request.remote_addr or "")
         asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
         preflight = request.method == "OPTIONS" and asks
-        if not keys or request.path == "/health" or preflight:
+        allowed = metrics_keys if request.endpoint == "metrics" else keys
+        if not allowed or request.endpoint == "health" or preflight:
             return
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("X-Api-Key", "").encode()]
         given += [bearer.encode()] if scheme.lower() == "bearer" else []
-        if not any([hmac.compare_digest(mine, theirs) for mine in keys for theirs in given]):  # a list: all, always
+        found = [mine for mine in allowed for theirs in given if hmac.compare_digest(mine, theirs)]  # all, always
+        if not found:
             raise ApiError(401, "the API key is missing or wrong: send Authorization: Bearer KEY, or X-Api-Key")
+        g.client = board.tag("key", found[0].decode())
 
     @app.before_request
     def refuse_when_draining() -> None:
-        if board.draining and (request.method == "POST" or request.path == "/health"):
+        if board.draining and (request.method == "POST" or request.endpoint == "health"):
             raise ApiError(503, "the server is shutting down")
 
     @app.after_request
@@ -336,12 +386,14 @@ def create_app(api: Api) -> Flask:
     def refuse(error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status=499)  # nginx's number for it; nobody reads it
+        headers = {}
+        if isinstance(error, MethodNotAllowed):
+            headers["Allow"] = ", ".join(sorted(error.valid_methods or ()))
         if isinstance(error, HTTPException):
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
         response = reply(answer.body(), answer.status)
-        if answer.status == 429:
-            response.headers["Retry-After"] = "1"
+        response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
     return app
@@ -356,6 +408,37 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
     if error.code == 413:
         return f"the body is larger than {config.max_body_bytes} bytes (max_body_bytes)"
     return error.description or error.name
+
+
+class NamelessResponse(wsgi.Response):
+    """Gunicorn's response, which does not say which server it is from."""
+
+    def default_headers(self) -> list[str]:
+        """The headers that every reply has."""
+        return [line for line in super().default_headers() if not line.startswith("Server:")]
+
+
+class Worker(GeventWorker):
+    """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
+
+    def init_process(self) -> None:
+        """What the process does first."""
+        wsgi.Response = NamelessResponse
+        super().init_process()
+
+    def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
+        """Answer what no request could be made of, or what the app did not catch, and hang up."""
+        if not isinstance(exc, Exception):  # the process ends
+            return
+        answer = api_error(exc)
+        content = msgspec.json.encode(answer.body())
+        head = (
+            f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {uuid.uuid4().hex}"
+        )
+        with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
+            client.sendall(head.encode() + b"\r\n\r\n" + content)
+            util.close_graceful(client)  # else what it has sent and nobody read would cost it the reply
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -374,6 +457,7 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+        config = with_all_keys(config, os.environ)
         check_gpus(engine_config)
         model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
         if "plan" in flags:
@@ -402,7 +486,7 @@ def main(argv: list[str] | None = None) -> None:
                 client = DPClient([engine.path for engine in engines], coordinator.path, facts["block_size"])
             return create_app(Api(client, tokenizer, facts, config, names, board))
 
-        Gunicorn(make_app, listener, children, board, config).run()
+        Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

@@ -409,3 +409,24 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
             raise ValueError(f"message {i} calls {function['name']!r} with arguments that are not JSON") from None
         parsed.append(call | {"function": function | {"arguments": arguments}})
     return parsed
+
+
+RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function of its name has as parameters
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
+}  # fmt: skip
+
+
+def template_variables(value: Any) -> dict[str, Any]:
+    """A caller's own variables for a chat template.
+
+    Raises:
+        ValueError: they are no dict, or a name is reserved or can be no variable's.
+    """
+    if not isinstance(value, dict):
+        raise ValueError("it must be an object of variables for the chat template")
+    for name in value:
+        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_VARIABLES:
+            reserved = ", ".join(sorted(RESERVED_VARIABLES))
+            raise ValueError(f"{reprlib.repr(name)} is no name for a variable of a template; reserved are {reserved}")
+    return value

@@ -492,3 +492,17 @@ def test_the_client_in_process_has_the_methods_of_the_one_across_processes(llm):
     with pytest.raises(ValueError, match="prompt"):
         client.add(EngineCoreRequest("client-3", [], params))
     assert not client.streams
+
+
+def test_chat_takes_what_a_template_is_rendered_with_and_nothing_else(llm):
+    question = [{"role": "user", "content": "What is 23 + 58?"}]
+    half = [*question, {"role": "assistant", "content": "8"}]
+    ask = {"sampling_params": GREEDY, "use_tqdm": False}
+    whole = llm.chat(question, **ask, chat_template_kwargs={"enable_thinking": False})[0]
+    rest = llm.chat(half, **ask, add_generation_prompt=False, continue_final_message=True)[0]
+    assert (whole.outputs[0].text, rest.outputs[0].text) == ("81", "1")
+    with pytest.raises(TypeError, match="sampling_parms"):
+        llm.chat(question, sampling_parms=GREEDY)
+    for name in ("self", "messages", "add_generation_prompt", "a b"):
+        with pytest.raises(ValueError, match=name):
+            llm.chat(question, chat_template_kwargs={name: 1})

@@ -8,7 +8,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from config import SamplingParams
-from protocol import FIELDS, GENERATE, NOT_YET
+from protocol import ELSEWHERE, FIELDS, GENERATE, HARMLESS, NOT_YET, PARAMS
 from scripted import (
     BODIES,
     CHAT,
@@ -24,7 +24,7 @@ from scripted import (
 
 BAD = {  # field: values that are refused on both generating routes
     "model": [1, ["manta"]],
-    "max_tokens": [0, -1, 1.5, "16", True, 2**31, 10**400, []],
+    "max_tokens": [0, -2, 1.5, "16", True, 2**31, 10**400, []],
     "max_completion_tokens": [0, "1"],
     "temperature": [-0.1, 100.5, "1", True, []],
     "top_p": [0, -1, 1.01, "1"],
@@ -69,6 +69,18 @@ BAD = {  # field: values that are refused on both generating routes
     ],
     "min_tokens": [1],
     "response_format": [{"type": "json_object"}, "text"],
+    "reasoning_effort": ["high", 1],
+    "prediction": [{"type": "content", "content": "a"}],
+    "regex": ["a+"],
+    "grammar": ["root ::= a"],
+    "json_schema": [{}],
+    "lora_path": ["a"],
+    "mirostat": [2, False],
+    "max_new_tokens": [5],
+    "n_predict": [-1],
+    "repeat_penalty": [1.1],
+    "enable_thinking": [False],
+    "rid": ["a"],
     "tools": [[{"type": "function"}]],
     "tool_choice": ["required", {"type": "function"}],
     "functions": [[{}]],
@@ -94,7 +106,11 @@ CASES = [
     *((route, name, value) for route in BODIES for name, values in BAD.items() for value in values),
     *((COMPLETIONS, "prompt", value) for value in (MISSING, None, *BAD_PROMPTS)),
     *((CHAT, "messages", value) for value in (MISSING, None, *BAD_MESSAGES)),
-    *((CHAT, "chat_template_kwargs", value) for value in (5, {"messages": []}, {"tokenize": True})),
+    *(
+        (CHAT, "chat_template_kwargs", {name: 1})
+        for name in ("messages", "tokenize", "self", "a b", "", "1", "x" * 9999 + "-")
+    ),
+    (CHAT, "chat_template_kwargs", 5),
     *((CHAT, "continue_final_message", value) for value in (1, "yes")),
 ]
 
@@ -109,7 +125,7 @@ def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_null_is_the_default_and_unknown_fields_are_tolerated(
+def test_null_is_the_default_and_what_changes_nothing_is_taken(
     http_client: FlaskClient, engine: ScriptedClient, route: str
 ) -> None:
     plain = post(http_client, route).json["choices"]
@@ -117,12 +133,75 @@ def test_null_is_the_default_and_unknown_fields_are_tolerated(
     assert post(http_client, route, **samples).json["choices"] == plain
     engine.added.pop()  # best_of 1 is the same as none, but spelled otherwise
     nulls = {field.name: None for field in FIELDS if field.name not in BODIES[route]}
-    assert post(http_client, route, **nulls, unknown={"a": [1]}).json["choices"] == plain
-    for body in ({"user": "me", "metadata": {}, "store": True, "parallel_tool_calls": True}, {"n": 1, "echo": False}):
+    assert post(http_client, route, **nulls, unknown=None).json["choices"] == plain
+    for body in (dict.fromkeys(HARMLESS, "any"), {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
         assert post(http_client, route, **body).json["choices"] == plain
     same = {name: values[0] for name, values in NOT_YET.items() if values}
+    assert same["min_tokens"] == 0 and same["reasoning_effort"] == "none"
     assert post(http_client, route, **same).json["choices"] == plain
     assert len({str(params) for _, params, _ in engine.added}) == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "meant"),
+    [
+        (COMPLETIONS, "temprature", "temperature"), (CHAT, "maxTokens", "max_tokens"), (CHAT, "Stop", "stop"),
+        (CHAT, "responseformat", "response_format"), (COMPLETIONS, "messages", None), (CHAT, "xyzzy", None),
+        ("/tokenize", "message", "messages"), ("/detokenize", "token", "tokens"), ("/detokenize", "prompt", None),
+        (COMPLETIONS, "\x00" * 5000, None), (CHAT, "x" * 5000, None), (CHAT, "", None),
+    ],
+)  # fmt: skip
+def test_an_unknown_field_is_400_with_the_one_that_is_meant(
+    engine: ScriptedClient, route: str, name: str, meant: str | None
+) -> None:
+    body = BODIES.get(route) or {"/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [5]}}[route]
+    error = refusal(post(client_of(engine), route, **body, **{name: 0}))
+    assert (error["param"], error["code"]) == (name[:64], "unknown_parameter")
+    assert (f"did you mean {meant}?" if meant else "allow-unknown-fields") in error["message"]
+    assert not engine.added
+    assert post(client_of(engine, allow_unknown_fields=True), route, **body, **{name: 0}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code", "words"),
+    [
+        ("max_new_tokens", 5, "unknown_parameter", "calls it max_tokens"),
+        ("repeat_penalty", 1.1, "unknown_parameter", "calls it repetition_penalty"),
+        ("regex", "a+", "unsupported_parameter", "cannot do that yet"),
+        ("tools", [{}], "unsupported_parameter", "cannot do that yet"),
+        ("temperature", -1, None, "from 0"),
+    ],
+)
+@pytest.mark.parametrize("allow", [False, True])
+def test_names_that_others_know_are_refused_by_name(
+    engine: ScriptedClient, name: str, value: Any, code: str | None, words: str, allow: bool
+) -> None:
+    for route in BODIES:
+        error = refusal(post(client_of(engine, allow_unknown_fields=allow), route, **{name: value}))
+        assert (error["param"], error["code"]) == (name, code) and words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "value", "code"),
+    [
+        (COMPLETIONS, "stream_options", {"include_usge": True}, "unknown_parameter"),
+        (COMPLETIONS, "stream_options", {"": 1}, "unknown_parameter"),
+        (COMPLETIONS, "stream_options", {"include_obfuscation": True}, "unsupported_parameter"),
+        (CHAT, "messages", [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], "unknown_parameter"),
+    ],
+)
+def test_unknown_names_within_a_field_are_400(
+    engine: ScriptedClient, route: str, name: str, value: Any, code: str
+) -> None:
+    error = refusal(post(client_of(engine), route, stream=True, **{name: value}))
+    assert (error["param"], error["code"]) == (name, code)
+    lenient = post(client_of(engine, allow_unknown_fields=True), route, stream=True, **{name: value})
+    assert lenient.status_code == (200 if code == "unknown_parameter" else 400)
+
+
+def test_a_tables_names_are_in_one_table_only() -> None:
+    tables = [set(NOT_YET), set(ELSEWHERE), set(HARMLESS), set(PARAMS)]
+    assert sum(map(len, tables)) == len(set().union(*tables))
 
 
 @pytest.mark.parametrize("route", BODIES)
@@ -171,16 +250,19 @@ def test_fields_reach_the_engine(http_client: FlaskClient, engine: ScriptedClien
 
 
 def test_max_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    for fields in ({}, {"max_tokens": 54}, {"prompt": [7] * 60}):
+    for fields in ({}, {"max_tokens": 54}, {"prompt": [7] * 60}, {"max_tokens": -1}, {"max_completion_tokens": -1}):
         post(http_client, COMPLETIONS, **({"prompt": [7] * 10} | fields))
-    assert [params.max_tokens for _, params, _ in engine.added] == [16, 54, 4]
+    assert [params.max_tokens for _, params, _ in engine.added] == [16, 54, 4, 54, 54]
     post(http_client, CHAT)
     ids, params, _ = engine.added[-1]
     assert params.max_tokens == FACTS["max_model_len"] - len(ids)
-    message = refusal(post(http_client, COMPLETIONS, prompt=[7] * 10, max_tokens=55))["message"]
-    assert all(number in message for number in ("10", "55", "65", "64"))
-    message = refusal(post(http_client, COMPLETIONS, prompt=[[7], [7] * 64]))["message"]
-    assert "64 tokens" in message
+    for fields, numbers in (
+        ({"prompt": [7] * 10, "max_tokens": 55}, ("10", "55", "65")),
+        ({"prompt": [[7], [7] * 64]}, ("64",)),
+    ):
+        error = refusal(post(http_client, COMPLETIONS, **fields))
+        assert error["message"].startswith("this model's maximum context length is 64 tokens")  # LiteLLM looks for it
+        assert error["code"] == "context_length_exceeded" and all(number in error["message"] for number in numbers)
     assert "characters" in refusal(post(http_client, COMPLETIONS, prompt="x" * 100_000))["message"]
 
 
@@ -191,10 +273,13 @@ def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engin
         post(http_client, route)
         post(http_client, route, temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=11)
         post(http_client, route, use_beam_search=True, n=2)
+        post(http_client, route, max_tokens=-1)
     defaults = SamplingParams(**own)
     explicit = SamplingParams(temperature=0, top_k=-1, min_p=0.1, max_tokens=11)
     beams = SamplingParams(use_beam_search=True, n=2, max_tokens=9)
-    assert [params for _, params, _ in engine.added] == [defaults, explicit, beams] * 2
+    assert [params for _, params, _ in engine.added if params.max_tokens < 20] == [defaults, explicit, beams] * 2
+    for ids, params, _ in engine.added[3::4]:
+        assert params.max_tokens == FACTS["max_model_len"] - len(ids)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +288,7 @@ def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engin
         ("max_prompts", 2, {"prompt": ["a"] * 3}),
         ("max_stop_strings", 2, {"stop": ["a"] * 3}),
         ("max_stop_length", 2, {"stop": ["abc"]}),
-        ("max_json_depth", 4, {"x": [[[[1]]]]}),
+        ("max_json_depth", 4, {"user": [[[[1]]]]}),
         ("max_output_tokens", 20, {"prompt": ["a", "b"]}),
         ("max_output_tokens", 20, {"n": 2}),
         ("max_choices", 5, {"n": 6}),

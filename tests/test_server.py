@@ -27,18 +27,28 @@ from scripted import (
     refusal,
 )
 from served import Server, eventually, serving
+from server import main
 
 
 @pytest.mark.parametrize(
     ("method", "route", "status"),
     [
         ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", CHAT, 405),
-        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/v1/models/", 404), ("GET", "/", 404),
-        ("GET", "//v1/models", 404),
+        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/", 404), ("GET", "//v1/models", 404),
     ],
 )  # fmt: skip
 def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
-    refusal(http_client.open(route, method=method), status)
+    response = http_client.open(route, method=method)
+    assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
+    if status == 405:
+        assert ("GET" if route == "/health" else "POST") in response.headers["Allow"].split(", ")
+
+
+def test_a_slash_at_the_end_changes_nothing(engine: ScriptedClient) -> None:
+    for route in ("/v1/models", "/health", "/version"):
+        assert client_of(engine).get(route + "/").json == client_of(engine).get(route).json
+    assert client_of(engine, api_key=("one",)).get("/health/").status_code == 200
+    refusal(client_of(engine, api_key=("one",)).get("/v1/models/"), 401)
 
 
 @pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
@@ -80,6 +90,7 @@ def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert "# TYPE manta_prompt_tokens_total counter\n" in http_client.get("/metrics").text
     ids = TOKENIZER.encode("To be")
     answer = post(http_client, "/tokenize", prompt="To be").json
+    assert post(http_client, "/tokenize", prompt="To be", return_token_strs=False).json == answer | {"token_strs": None}
     strings = [TOKENIZER.token(id) for id in ids]
     assert answer == {"count": len(ids), "max_model_len": 64, "tokens": ids, "token_strs": strings}
     chat = post(http_client, "/tokenize", **BODIES[CHAT]).json["tokens"]
@@ -87,6 +98,16 @@ def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for route, body in (("/tokenize", {}), ("/tokenize", {"prompt": [1]}), ("/detokenize", {"tokens": "a"})):
         refusal(post(http_client, route, **body))
     assert not engine.added
+
+
+def test_detokenize_takes_as_many_ids_as_the_context_has_and_only_those_of_the_vocabulary(
+    http_client: FlaskClient,
+) -> None:
+    assert post(http_client, "/detokenize", tokens=[5] * 64).status_code == 200
+    assert post(http_client, "/detokenize", tokens=[]).json == {"prompt": ""}
+    for tokens, words in (([5] * 65, "65 ids; at most 64"), ([5, 1024], "1024; allowed: 0 to 1023"), ([2**31 - 1], "")):
+        error = refusal(post(http_client, "/detokenize", tokens=tokens))
+        assert error["param"] == "tokens" and words in error["message"]
 
 
 def test_api_keys(engine: ScriptedClient) -> None:
@@ -97,12 +118,58 @@ def test_api_keys(engine: ScriptedClient) -> None:
         assert http_client.get("/v1/models", headers=headers).status_code == 200
     for headers in bad:
         refusal(http_client.get("/explain/cmpl-1", headers=headers), 401)
-        assert refusal(http_client.get("/v1/models", headers=headers), 401)["type"] == "authentication_error"
+        response = http_client.get("/v1/models", headers=headers)
+        error = refusal(response, 401)
+        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert response.headers["WWW-Authenticate"] == "Bearer"
         refusal(http_client.get("/nope", headers=headers), 401)
     assert http_client.get("/health").status_code == 200
     preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
     assert http_client.options(CHAT, headers=preflight).status_code == 200
     refusal(http_client.options(CHAT), 401)
+
+
+ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
+
+
+def test_metrics_are_for_every_key_or_for_one_of_their_own(engine: ScriptedClient) -> None:
+    keyed = client_of(engine, api_key=("one", "two"))
+    assert keyed.get("/metrics", headers=TWO).status_code == 200
+    for keys in (("one",), ()):
+        own = client_of(engine, api_key=keys, metrics_key="two")
+        for route in ("/metrics", "/metrics/"):
+            assert own.get(route, headers=TWO).status_code == 200
+            for headers in (ONE, {}):
+                refusal(own.get(route, headers=headers), 401)
+        assert own.get("/v1/models", headers=TWO).status_code == (401 if keys else 200)
+
+
+def test_each_key_has_its_own_salt_and_tag(engine: ScriptedClient) -> None:
+    """A tag of the key goes to the engine, and a salt that no client can make; without keys the address counts."""
+    ask = {"json": BODIES[COMPLETIONS]}
+    salted = {"json": BODIES[COMPLETIONS] | {"cache_salt": "x"}}
+    keyed = client_of(engine, api_key=("one", "two"))
+    for body in (ask, salted):
+        for headers in (ONE, TWO, {"X-Api-Key": "one"}):
+            assert keyed.post(COMPLETIONS, headers=headers, **body).status_code == 200
+    salts, tags = [salt for _, _, salt in engine.added], list(engine.clients)
+    assert salts[::3] == salts[2::3] and len(set(salts)) == 4 and not {"", "x"} & set(salts)
+    assert tags == [tags[0], tags[1], tags[0]] * 2 and tags[0] != tags[1]
+    assert not any(key in text for text in (*salts, *tags) for key in ("one", "two"))
+    forged = {"json": BODIES[COMPLETIONS] | {"cache_salt": salts[1]}}
+    keyed.post(COMPLETIONS, headers=ONE, **forged)
+    assert engine.added[-1][2] not in salts
+    shared = client_of(engine, api_key=("one", "two"), share_prefix_cache=True)
+    for http_client in (shared, client_of(engine)):
+        http_client.post(COMPLETIONS, headers=ONE, **salted)
+        assert engine.added[-1][2] == "x"
+    there = [{"REMOTE_ADDR": address} for address in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
+    engine.clients.clear()
+    http_client = client_of(engine)
+    for environ in there:
+        http_client.post(COMPLETIONS, environ_overrides=environ, headers={"X-Forwarded-For": "10.9.9.9"}, **ask)
+    first, again, other = engine.clients
+    assert first == again != other and "10.0.0" not in first
 
 
 @pytest.mark.parametrize("route", ["/health", "/nope", "/v1/models/nope"])
@@ -324,3 +391,142 @@ def test_a_chunked_body_is_measured(server: Server) -> None:
             for _ in range(34):
                 sock.sendall(b"%x\r\n%s\r\n" % (len(chunk), chunk))
         assert b" 413 " in sock.recv(100)
+
+
+# --- what gunicorn refuses -------------------------------------------------------------------------------------------
+
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
+def exchange(server: Server, raw: bytes) -> tuple[int, dict[str, str], bytes]:
+    """What comes back for these bytes until the server hangs up: a status, the headers, and all that follows."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(raw)
+        sock.shutdown(socket.SHUT_WR)
+        with sock.makefile("rb") as file:
+            head, _, rest = file.read().partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    return int(status.split()[1]), {name.lower(): value for name, value in (line.split(": ") for line in lines)}, rest
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n", 400),
+        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: tea\r\n\r\n", 417),
+        (POST + b"Transfer-Encoding: gzip\r\n\r\n", 400),
+        (POST + b"Transfer-Encoding: tea\r\n\r\n", 400),
+        (CHUNKED + b"zz\r\n{}\r\n", 400),
+        (CHUNKED + b"-5\r\n{}\r\n", 400),
+        (CHUNKED + b"2\r\n{}junk\r\n", 400),
+        (CHUNKED + b"\r\n\r\n", 400),
+        (CHUNKED + b"5\r\n{}", 400),
+        (POST + b"Content-Length: 9\r\n\r\n{", 400),
+    ],
+)
+def test_what_is_no_http_gets_an_error_like_any_other(server: Server, raw: bytes, status: int) -> None:
+    got, headers, rest = exchange(server, raw)
+    assert (got, headers["content-type"]) == (status, "application/json") and headers["x-request-id"]
+    assert "server" not in headers and b"gunicorn" not in rest
+    error = json.loads(rest)["error"]  # one reply, and nothing after it
+    assert set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+    assert "failed" not in server.log.read_text()  # it was no mistake of ours
+
+
+def test_no_reply_names_the_server(server: Server) -> None:
+    for raw in (b"GET /health", b"GET /nope", b"HEAD /v1/models", b"DELETE /health"):
+        _, headers, _ = exchange(server, raw + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert "server" not in headers and headers["x-request-id"]
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With the keys `red-key` and `blue-key` of a file, and `green-key` of the environment."""
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys").write_text("# of the tests\nred-key\n\n blue-key \n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MANTA_API_KEY", "green-key")
+        with serving(folder, "--api-key-file", str(folder / "keys"), "--block-size", "16") as running:
+            yield running
+
+
+def sdk_of(server: Server, key: str) -> openai.OpenAI:
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key=key, max_retries=0, timeout=60)
+    server.clients.append(client)
+    return client
+
+
+def test_keys_are_of_a_file_and_of_the_environment(keyed: Server) -> None:
+    for key in ("red-key", "blue-key", "green-key"):
+        assert sdk_of(keyed, key).models.list().data[0].id == "demo"
+    with pytest.raises(openai.AuthenticationError) as caught:
+        sdk_of(keyed, "# of the tests").models.list()
+    assert caught.value.code == "invalid_api_key"
+    assert keyed.get("/health")[0] == 200 and keyed.get("/metrics")[0] == 401
+
+
+def test_no_other_process_is_told_the_keys(keyed: Server) -> None:
+    for pid in keyed.pids:
+        assert "-key\0" not in Path(f"/proc/{pid}/cmdline").read_text().replace("--api-key", "")
+    engines = [pid for pid in keyed.pids if "engine_process" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert engines and not any("green-key" in Path(f"/proc/{pid}/environ").read_text() for pid in engines)
+    assert not re.search("red-key|blue-key|green-key", keyed.log.read_text())
+
+
+def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None:
+    """Neither by `cached_tokens` (with which the time goes), nor by `/explain`."""
+    red, blue = sdk_of(keyed, "red-key"), sdk_of(keyed, "blue-key")
+    ask = {"model": "demo", "prompt": "The secret of this is that nobody else has it. " * 8, "max_tokens": 2}
+
+    def cached(client: openai.OpenAI, **fields: Any) -> int:
+        return client.completions.create(**ask, extra_body=fields).usage.prompt_tokens_details.cached_tokens
+
+    assert cached(red) == 0 and cached(red) > 0
+    assert cached(blue) == 0 and cached(blue) > 0
+    assert cached(red, cache_salt="x") == 0 and cached(red, cache_salt="x") > 0 and cached(blue, cache_salt="x") == 0
+    answer = red.completions.create(**ask)
+    route = f"http://127.0.0.1:{keyed.port}/explain/{answer.id}"
+    assert red.get(route, cast_to=object)["prompts"]
+    with pytest.raises(openai.NotFoundError) as caught:
+        blue.get(route, cast_to=object)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        blue.get(route.replace(answer.id, "cmpl-0"), cast_to=object)
+    assert caught.value.message.replace(answer.id, "cmpl-0") == unknown.value.message
+
+
+@pytest.mark.parametrize(
+    ("flags", "listed", "words"),
+    [
+        (["--api-key", ""], None, "0 characters"),
+        (["--api-key", "good", "--api-key", "  "], None, "2 characters"),
+        (["--api-key", "a b"], None, "visible ASCII"),
+        (["--metrics-key", ""], None, "metrics_key"),
+        ([], "", "MANTA_API_KEY"),
+        ([], "one,,two", "MANTA_API_KEY"),
+        (["--api-key-file", "none"], None, "cannot be read"),
+        (["--api-key-file", "empty"], None, "has no key"),
+        (["--api-key-file", "binary"], None, "cannot be read"),
+    ],
+)
+def test_keys_that_open_the_server_to_all_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str],
+    listed: str | None, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("# nothing\n\n  \n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    if listed is not None:
+        monkeypatch.setenv("MANTA_API_KEY", listed)
+    with pytest.raises(SystemExit) as caught:
+        main([*flags, "--plan", "80"])
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and not printed.out
+    assert printed.err.startswith("server.py: error: ") and printed.err.count("\n") == 1 and words in printed.err
