@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
 import sys
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -28,6 +30,46 @@ def say(text: str) -> None:
     """Write a line to stderr, if that can be: a full disk or a closed pipe behind it must end nothing."""
     with contextlib.suppress(OSError, ValueError):  # a closed file is a ValueError
         print(text, file=sys.stderr, flush=True)
+
+
+class DiagnosticFile:
+    """A file in which the engine tells about itself. Where it takes no more, that is said once, and ends nothing else.
+
+    Args:
+        option: that asks for it.
+        path: of the file, which is replaced.
+        tail: what it ends with after every write.
+
+    Raises:
+        ValueError: there can be no such file.
+    """
+
+    def __init__(self, option: str, path: str, tail: bytes = b""):
+        self.name, self.tail, self.size = f"{option} is {path!r}", tail, 0  # bytes of all before the tail
+        try:
+            self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open as long as its user lives)
+        except OSError as error:
+            raise ValueError(f"{self.name}: {error.strerror}") from None
+        self.close = weakref.finalize(self, self.file.close)
+
+    def write(self, data: bytes) -> None:
+        """Add all of `data`, or nothing if it does not fit any more."""
+        if self.file.closed:
+            return
+        try:
+            if self.tail:  # a pipe has no places to seek
+                self.file.seek(self.size)
+            whole = data + self.tail
+            if self.file.write(whole) < len(whole):  # a disk that has become full takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.size += len(data)
+        except OSError as error:
+            say(f"{self.name}: {error.strerror}; no more is written there")
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.size)
+                self.file.seek(self.size)
+                self.file.write(self.tail)
+            self.close()
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, prompt
 from journal import Journal, replay
 from plan import StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def record(path: Path, depth: int = 1, **fields) -> list[str]:
@@ -132,3 +135,29 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
 def test_a_journal_that_cannot_be_written_is_refused(make_llm, tmp_path):
     with pytest.raises(ValueError, match=r"log_scheduler is .*No such file"):
         make_llm(log_scheduler=str(tmp_path / "nowhere" / "file"))
+
+
+@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+def test_a_disk_that_is_full_from_the_start(make_llm, option, capfd):
+    llm = make_llm(**{option: "/dev/full"})
+    assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 40
+    assert capfd.readouterr().err == f"{option} is '/dev/full': No space left on device; no more is written there\n"
+
+
+@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, capfd):
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    llm = make_llm(**{option: str(path)})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4321, limits[1]))  # a write that passes it is cut there
+        assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 40
+        llm.core.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == f"{option} is '{path}': No space left on device; no more is written there\n"
+    text = path.read_text()
+    assert 2000 < len(text) <= 4321
+    if option == "trace":
+        assert [event["name"] for event in json.loads(text)].count("update") > 2
+    else:
+        assert replay(text.splitlines()).step > 2
