@@ -163,6 +163,9 @@ class EngineConfig:
         "several hosts; auto: uni for LLM on one device, else mp",
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
+    max_worker_restarts: int = option(
+        20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
+    )
     enforce_eager: bool = option(
         False, "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step"
     )

@@ -74,9 +74,9 @@ class Journal:
         news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
         self._note({"landed": result.step} | news)
 
-    def start_over(self, lost: bool, refused: str | None) -> None:
+    def start_over(self, lost: bool, cause: str | None) -> None:
         """Note that the steps in flight brought no result, and that all tokens are computed again."""
-        self._note({"start_over": [lost, refused]})
+        self._note({"start_over": [lost, cause]})
 
     def _note(self, line: dict[str, Any]) -> None:
         """Write a line, with the events before it."""

@@ -42,6 +42,7 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     SWAPPED = enum.auto()
+    ASIDE = enum.auto()  # it would wait, but suspects run alone; see `Trial`
     FINISHED = enum.auto()
 
 
@@ -401,7 +402,8 @@ class WaitClock:
 
     The reasons: `step` (just that the step in progress must end first), `slots` (`max_num_seqs` sequences run),
     `tokens` (the step's budget is spent), `blocks` (the KV pool is full, or kept free for the growth of those that
-    run), `delay` (`scheduler_delay_factor`) and `order` (in the classic order, others had to run first).
+    run), `delay` (`scheduler_delay_factor`), `order` (in the classic order, others had to run first) and `trial`
+    (requests that may have killed workers run alone).
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from config import EngineConfig
 from engine import SamplingParams
-from fake_worker import EOS, VOCAB, Engine, prompt
+from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from journal import Journal, replay
 from plan import StepResult
 
@@ -99,6 +99,32 @@ def test_the_clock_goes_on_while_a_step_runs(tmp_path):
     assert journal.clock() == planned
     journal.landed(StepResult(0, []))
     assert journal.clock() >= planned + 0.01
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_search_for_a_request_that_kills_workers_replays(tmp_path, depth):
+    path, engine = tmp_path / "journal", Engine(num_blocks=60)
+    sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
+    journal, scheduler, flying = Journal(str(path), engine.config, sizes), engine.scheduler, deque()
+    for i in range(8):
+        journal.add(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
+    ended = []
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        journal.planned(plan, scheduler)
+        if any(seq.group.name == "4" for seq in scheduler.in_flight[-1].seqs):
+            journal.start_over(True, "killed")
+            ended += [output.request_id for output in scheduler.start_over(True, "killed")]
+            flying.clear()
+            engine.worker = FakeWorker(*engine.worker_args)
+            continue
+        flying.append((plan, engine.worker.step(plan)))
+        if len(flying) == depth:
+            journal.landed(flying[0][1])
+            scheduler.update(*flying.popleft())
+    lines = path.read_text().splitlines()
+    assert ended == ["4"] and sum("start_over" in json.loads(line) for line in lines) > 3
+    assert replay(lines).step == scheduler.step and not replay(lines).has_work()
 
 
 @pytest.mark.parametrize("name", ["rows", "preempted", "held_up", "free_blocks", "stopped"])

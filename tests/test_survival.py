@@ -59,6 +59,11 @@ def worker_of(server: Server) -> int:
     return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
 
 
+def workers_of(server: Server) -> list[int]:
+    """The processes that hold the model, or are about to."""
+    return [pid for pid in server.family() if "spawn_main" in command(pid)]
+
+
 def api_of(server: Server) -> list[int]:
     return [pid for pid in server.family()[1:] if "server.py" in command(pid)]
 
@@ -111,6 +116,31 @@ def test_streams_go_on_when_the_worker_is_gone(
     assert [reader.text for reader in readers] == texts
     assert all(reader.ended and not reader.error for reader in readers)
     assert two.log.read_text().count("new workers after ") >= 2
+
+
+def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
+    """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
+    engine = engine_of(two)
+    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    eventually(lambda: all(reader.text for reader in readers), 60)
+    killed = set()
+    for seconds in (0, 0.05, 0.1, 0.5, 1.0, 1.5):
+        time.sleep(seconds)
+        eventually(lambda: bool(set(workers_of(two)) - killed), 10)
+        for pid in set(workers_of(two)) - killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    status, trouble = two.get("/health")
+    assert status == 503 and "rank 0 has died (SIGKILL)" in trouble
+    late = Reader(two, prompt=prompts[0])
+    for reader in readers:
+        reader.join(120)
+    assert [reader.text for reader in readers] == texts
+    assert all(reader.ended and not reader.error for reader in readers)
+    late.join(60)
+    assert late.text == texts[0] or "is not ready" in str(late.error)
+    assert engine_of(two) == engine and len(killed) == 6
+    eventually(lambda: two.get("/health")[0] == 200, 60)
 
 
 def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], texts: list[str]) -> None:
