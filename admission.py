@@ -382,8 +382,8 @@ class Admission:
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,
                 logit_bias=params.logit_bias,
-                allowed_token_ids=params.allowed_token_ids,
-                stop_ids=tuple(request.stop_ids),
+                allowed=request.allowed,
+                stops=request.stops,
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:

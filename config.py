@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import reprlib
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -237,6 +238,9 @@ class ServerConfig:
     max_stop_strings: int = option(16, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
+    max_listed_tokens: int = option(
+        2**22, "prompts times token ids in stop_token_ids, allowed_token_ids and logit_bias of one request", 1
+    )
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
@@ -383,6 +387,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         self._check_tokens()
         self._check_samples()
 
@@ -400,21 +405,28 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:
-                raise ValueError(f"allowed_token_ids is {allowed!r}; it must be a list of at least one token id")
+                raise ValueError(
+                    f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
+                )
             for token in allowed:
                 if isinstance(token, str) or not is_token(token):
                     raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
-            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that `logit_bias` and `allowed_token_ids` name only tokens of a vocabulary of this size.
+        """Check that `logit_bias`, `allowed_token_ids` and `stop_token_ids` name only tokens of so large a vocabulary.
 
         Raises:
             ValueError: names those that are not.
         """
-        for name in ("logit_bias", "allowed_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             if outside := [token for token in getattr(self, name) or () if token >= size]:
-                raise ValueError(f"{name} has token ids {outside}; allowed: 0 to {size - 1}")
+                raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
+
+    @property
+    def num_listed(self) -> int:
+        """Token ids that are listed in it; they travel with each prompt."""
+        return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
     def _check_samples(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":

@@ -38,7 +38,7 @@ from admission import Admission, SchedulingBudget
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
-from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult
+from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
 from sequence import DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock, derived_seed
 
 COUNTERS = (
@@ -151,6 +151,8 @@ class Scheduler:
         self._check_size(request, limit, width)
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
+        request.stops = bit_words(request.stop_ids)
+        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request

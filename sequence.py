@@ -183,8 +183,8 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached", "num_prompt",
-        "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
+        "num_prompt", "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -201,6 +201,8 @@ class Request:
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)
         self.stop_ids: frozenset[int] = frozenset()
+        self.stops: dict[int, int] = {}  # the same as `bit_words`
+        self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
         self.arrival = 0.0
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission

@@ -118,7 +118,7 @@ class FakeWorker:
                     sampled[-1] = ids[0] if wanted else sampled[-1]
                     logprobs[i] = Logprobs(values[sampled[-1]], ids, [values[token] for token in ids])
                 row["tokens"] = [*tokens, sampled[-1]]
-                stopped += [i] if sampled[-1] in row["row"].stop_ids else []
+                stopped += [i] if row["row"].stops.get(sampled[-1] // 32, 0) >> sampled[-1] % 32 & 1 else []
         return StepResult(plan.step, sampled, stopped, logprobs)
 
 

@@ -91,3 +91,19 @@ def test_what_cannot_be_said_ends_nothing(before):
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=full, check=True)
     assert done.stdout == b"goes on\n"
+
+
+def test_listed_tokens_count_once():
+    params = SamplingParams(allowed_token_ids=[701, 700] * 500_000, stop_token_ids=[9, 8, 9, 9])
+    assert params.allowed_token_ids == (701, 700) and params.stop_token_ids == (9, 8)
+    assert params.num_listed == 4 and SamplingParams().num_listed == 0
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
+def test_listed_tokens_are_of_the_vocabulary(llm, name):
+    size = llm.core.facts["vocab_size"]
+    every = SamplingParams(**{name: range(size) if name == "stop_token_ids" else [*range(size)]}, max_tokens=3, n=2)
+    assert llm.generate([5, 6], every, use_tqdm=False)[0].outputs[1].finish_reason in ("stop", "length")
+    beyond = SamplingParams(**{name: [5, *range(size, 100_000)]})
+    with pytest.raises(ValueError, match=rf"^{name} has token ids \[{size}, .{{1,60}}\]; allowed: 0 to {size - 1}$"):
+        llm.generate([5, 6], beyond, use_tqdm=False)

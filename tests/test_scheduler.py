@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
+from plan import NewRow, StepPlan, bit_words
+from ring import Codec
 from sequence import Status, derived_seed
 
 
@@ -315,6 +317,20 @@ def test_the_latest_to_come_is_refused_where_a_step_does_not_fit():
     assert engine.errors == {"b": "out of memory"}
     engine.run()
     assert engine.outputs["a"] == expected(prompt(5), 6, 64, ignore_eos=True)
+
+
+def test_long_lists_of_tokens_travel_as_bits():
+    """Each sample has them: as numbers, the list of a whole vocabulary of 152,000 would take 700 KB for each."""
+    engine = Engine()
+    engine.add(
+        "a", prompt(5), n=8, max_tokens=2, ignore_eos=True, allowed_token_ids=[*range(50)], stop_token_ids=[3, 40]
+    )
+    engine.run()
+    rows = [row for plan in engine.plans for row in plan.new]
+    assert len(rows) >= 8
+    assert all(row.allowed == {0: 2**32 - 1, 1: 2**18 - 1} and row.stops == {0: 1 << 3, 1: 1 << 8} for row in rows)
+    row = NewRow(slot=0, token_ids=[1], blocks=[0], allowed=bit_words(range(152_000)))
+    assert len(Codec().encode(StepPlan(0, new=[row] * 256))) < 256 * 40_000
 
 
 POISONS = {

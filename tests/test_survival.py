@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import pytest
 
 from config import DEMO
 from scripted import COMPLETIONS
-from served import Server, alive, eventually, serving
+from served import ROOT, Server, alive, eventually, serving
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -202,6 +204,30 @@ def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> Non
         server.process.kill()
         server.process.wait()
         server.assert_gone()
+
+
+SCRIPT = """
+import os, signal
+from engine import LLM, SamplingParams
+llm = LLM(device="cpu", distributed_executor_backend="mp", threads=1, log_scheduler="/dev/full", trace="/dev/full")
+submit, count = llm.core.executor.submit, 0
+def submit_and_kill(plan):
+    global count
+    submit(plan)
+    count += 1
+    if count == 5:
+        os.kill(llm.core.executor.processes[0].pid, signal.SIGKILL)
+llm.core.executor.submit = submit_and_kill
+outputs = llm.generate(["To be"] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+print([len(output.outputs[0].token_ids) for output in outputs], llm.core.num_restarts)
+"""
+
+
+def test_nothing_that_is_said_to_a_full_disk_ends_an_engine() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", SCRIPT]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"[20, 20, 20] 1\n")
 
 
 def test_draining_refuses_new_requests_by_503(tmp_path: Path) -> None:
