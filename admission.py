@@ -14,8 +14,10 @@ prompt's blocks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
+from dataclasses import dataclass, field
 
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
@@ -41,6 +43,71 @@ class SchedulingBudget:
         self.seqs -= seqs
 
 
+@dataclass(slots=True)
+class Suspicion:
+    """In how many steps that workers died in a request ran, and which tokens its groups have yet to get past again."""
+
+    deaths: int = 0
+    goals: dict[SequenceGroup, int] = field(default_factory=dict)
+
+
+class Trial:
+    """Which requests may have killed workers, and which of these run alone, to find the one that has.
+
+    Whoever ran in a step that workers died in is suspect until steps have landed that took it past there. After one
+    death all go on together, for it may have been anything. When suspects run in another such step, the half of them
+    that came last runs alone. If workers die again, the guilty one is in this half, else in the other: so the search
+    is halved until one request was alone in a step that workers died in. Whatever kills workers whenever it runs is
+    found after 2 + log2(suspects) deaths at most, and who is innocent is only held up.
+    """
+
+    def __init__(self) -> None:
+        self.suspects: dict[Request, Suspicion] = {}
+        self.pool: list[Request] = []  # the guilty one is one of these, if anyone is; the first to come first
+        self.alone: list[Request] = []  # those of the pool who run, and nobody else; empty: all run
+
+    def died(self, seqs: Ints[Sequence], requests: Collection[Request]) -> Request | None:
+        """Workers have died in steps of `seqs`; returns the request that is guilty, once that is certain.
+
+        Args:
+            seqs: that the steps ran, those of requests that have ended or were preempted meanwhile among them.
+            requests: that have not ended, the first to come first.
+        """
+        ran: defaultdict[Request, dict[SequenceGroup, int]] = defaultdict(dict)
+        for seq in seqs:  # who was preempted has forgotten how far the steps would have brought it
+            goal = seq.num_computed if seq.slot >= 0 else seq.num_tokens
+            goals = ran[seq.group.request]
+            goals[seq.group] = max(goal, goals.get(seq.group, 0))
+        again = [request for request in requests if request in ran and request in self.suspects]
+        for request in requests:
+            if request in ran:
+                suspicion = self.suspects.setdefault(request, Suspicion())
+                suspicion.deaths += 1
+                for group, goal in ran[request].items():
+                    suspicion.goals[group] = max(goal, suspicion.goals.get(group, 0))
+        if again:
+            self.pool = again
+        return again[0] if again and len(ran) == 1 else None
+
+    def landed(self, computed: Callable[[Sequence], int]) -> None:
+        """Clear who has got past its goals; `computed` says how many tokens of a sequence steps have brought."""
+        for request, suspicion in list(self.suspects.items()):
+            live = [group for group in suspicion.goals if group.status is not Status.FINISHED]
+            suspicion.goals = {g: goal for g in live if computed(g.seqs[0]) < (goal := suspicion.goals[g])}
+            if not suspicion.goals:
+                del self.suspects[request]
+
+    @property
+    def settled(self) -> bool:
+        """Whether those who run alone are cleared, or gone, so that it is others' turn."""
+        return bool(self.alone) and self.suspects.keys().isdisjoint(self.alone)
+
+    def turn(self) -> None:
+        """Choose who runs alone from now on, if anyone is to."""
+        self.pool = [request for request in self.pool if request in self.suspects]
+        self.alone = self.pool[-max(1, len(self.pool) // 2) :]
+
+
 class Admission:
     """The queues before the door, the free slots behind it, and what is needed to decide who comes in.
 
@@ -63,6 +130,7 @@ class Admission:
         self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
         self.blocks, self.host, self.counters = space.device, space.host, counters
         self.waiting, self.swapped = GroupQueue(Status.WAITING), GroupQueue(Status.SWAPPED)
+        self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
         self.released: list[int] = []  # slots that the next plan gives up
@@ -83,7 +151,17 @@ class Admission:
     def wait(self, group: SequenceGroup, now: float) -> None:
         """Put a group into the queue of those who wait."""
         group.timeline.enter("waiting", now, waits=True)
-        self.waiting.push(group)
+        self._queue(group)
+
+    def _queue(self, group: SequenceGroup) -> None:
+        alone = self.trial.alone
+        (self.waiting if not alone or group.request in alone else self.aside).push(group)
+
+    def start_turn(self) -> None:
+        """Nothing runs or is swapped, and who may run in a trial is chosen anew: the others who wait step aside."""
+        self.trial.turn()
+        for group in [queue.pop(Status.WAITING) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
+            self._queue(group)
 
     def hold(self, group: SequenceGroup, now: float) -> None:
         """Let a sample wait for another one of its request, which computes the prompt for both."""
@@ -96,19 +174,23 @@ class Admission:
         if group.status is Status.SWAPPED:
             self.swapped.abort(group)
             self._free_host(group)
-        elif group.status is Status.WAITING:
-            self.waiting.abort(group)
-        else:
+        elif group.status is Status.HELD:
             group.request.held.remove(group)
+        else:
+            (self.waiting if group.status is Status.WAITING else self.aside).abort(group)
 
-    def lose_pools(self, now: float) -> None:
-        """What was in the KV cache and in host memory is gone: groups that were swapped compute their tokens again."""
+    def drop_swapped(self, now: float) -> None:
+        """Groups that were swapped compute their tokens again."""
         while self.swapped:
             group = self.swapped.pop(Status.WAITING)
             self._free_host(group)
             group.forget_computed()
             group.timeline.note(started_over=True)
             self.wait(group, now)
+
+    def lose_pools(self, now: float) -> None:
+        """What was in the KV cache and in host memory is gone."""
+        self.drop_swapped(now)
         self.drop_prompt_blocks()
         self.space.reset_prefix_cache()
         self.released = []  # new workers know of none of these
@@ -300,8 +382,8 @@ class Admission:
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,
                 logit_bias=params.logit_bias,
-                allowed_token_ids=params.allowed_token_ids,
-                stop_ids=tuple(request.stop_ids),
+                allowed=request.allowed,
+                stops=request.stops,
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:
@@ -464,18 +546,24 @@ class Admission:
 
     def check_integrity(self, requests: Collection[Request], running: Ints[SequenceGroup]) -> None:
         """Assert that queues and slots agree with each other, and with `running`."""
-        waiting, swapped = list(self.waiting), list(self.swapped)
+        waiting, swapped, aside = list(self.waiting), list(self.swapped), list(self.aside)
         held = [group for request in requests for group in request.held]
-        assert (len(waiting), len(swapped)) == (len(self.waiting), len(self.swapped))
-        places = [id(group) for group in (*waiting, *swapped, *held, *running)]
+        assert [*map(len, (waiting, swapped, aside))] == [*map(len, (self.waiting, self.swapped, self.aside))]
+        alone = self.trial.alone
+        assert all(alone and group.request not in alone for group in aside)
+        assert not alone or all(group.request in alone for group in (*waiting, *swapped, *running))
+        assert self.trial.suspects.keys() <= set(requests)
+        places = [id(group) for group in (*waiting, *swapped, *aside, *held, *running)]
         assert sorted(places) == sorted(id(group) for request in requests for group in request.groups)
         slots = [seq.slot for group in running for seq in group.seqs]
         slots += [slot for group in running for slot in group.spare_slots]
         assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
-        for group in (*waiting, *swapped, *held):
+        for group in (*waiting, *swapped, *aside, *held):
             assert not group.spare_slots and all(seq.slot < 0 and not seq.blocks for seq in group.seqs)
         for group in held:
             assert group.status is Status.HELD
-            assert (leader := group.request.leader) and (leader.awaited or leader.status is Status.WAITING)
+            assert (leader := group.request.leader) and (
+                leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
+            )
         for group in swapped:
             assert all(len(seq.host_blocks) == self.host.blocks_for(seq.num_computed) for seq in group.seqs)

@@ -138,17 +138,13 @@ class BatchState:
 
     def _enter_stops(self, row: NewRow) -> None:
         """Note which tokens end a new row. Mostly they are those of the slot's last row, and nothing is written."""
-        words: dict[int, int] = {}
-        for token in row.stop_ids:
-            words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
-        if words != (before := self.stops[row.slot]):
-            self.stops[row.slot] = words
-            for place, word in (dict.fromkeys(before, 0) | words).items():
-                self._write("stop_bits", row.slot, array("I", (word,)), place)
+        if row.stops != self.stops[row.slot]:
+            self.stops[row.slot] = row.stops
+            self._write_bits("stop_bits", row.slot, row.stops)
 
     def _enter_adjustments(self, row: NewRow) -> int:
         """Note what changes the logits of a new row; returns its `kinds`, see `ops.Adjust`."""
-        slot, bias, allowed = row.slot, row.logit_bias, row.allowed_token_ids
+        slot, bias, allowed = row.slot, row.logit_bias, row.allowed
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
             ids = to_device(torch.tensor(row.token_ids), self.device)
@@ -160,10 +156,13 @@ class BatchState:
             self._write("bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
             self._write("biases", slot, array("f", [bias[token] for token in ordered]))
         if allowed is not None:
-            bits = np.zeros(32 * self.bitmask.shape[1], dtype=np.uint8)
-            bits[list(allowed)] = 1
-            self._write("bitmask", slot, np.packbits(bits, bitorder="little"))
+            self._write_bits("bitmask", slot, allowed)
         return (row.penalties is not None) + 2 * (bias is not None) + 4 * (allowed is not None)
+
+    def _write_bits(self, name: str, slot: int, words: dict[int, int]) -> None:
+        row = np.zeros(self.places[name][1], dtype=np.uint32)
+        row[list(words)] = list(words.values())
+        self._write(name, slot, row)
 
     def _grow(self, slot: int, blocks: list[int]) -> None:
         begin = self.num_blocks[slot]

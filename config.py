@@ -6,11 +6,16 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
 import re
+import reprlib
+import sys
+import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +27,52 @@ INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 
 T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, if that can be: a full disk or a closed pipe behind it must end nothing."""
+    with contextlib.suppress(OSError, ValueError):  # a closed file is a ValueError
+        print(text, file=sys.stderr, flush=True)
+
+
+class DiagnosticFile:
+    """A file in which the engine tells about itself. Where it takes no more, that is said once, and ends nothing else.
+
+    Args:
+        option: that asks for it.
+        path: of the file, which is replaced.
+        tail: what it ends with after every write.
+
+    Raises:
+        ValueError: there can be no such file.
+    """
+
+    def __init__(self, option: str, path: str, tail: bytes = b""):
+        self.name, self.tail, self.size = f"{option} is {path!r}", tail, 0  # bytes of all before the tail
+        try:
+            self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open as long as its user lives)
+        except OSError as error:
+            raise ValueError(f"{self.name}: {error.strerror}") from None
+        self.close = weakref.finalize(self, self.file.close)
+
+    def write(self, data: bytes) -> None:
+        """Add all of `data`, or nothing if it does not fit any more."""
+        if self.file.closed:
+            return
+        try:
+            if self.tail:  # a pipe has no places to seek
+                self.file.seek(self.size)
+            whole = data + self.tail
+            if self.file.write(whole) < len(whole):  # a disk that has become full takes a part
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.size += len(data)
+        except OSError as error:
+            say(f"{self.name}: {error.strerror}; no more is written there")
+            with contextlib.suppress(OSError):
+                self.file.truncate(self.size)
+                self.file.seek(self.size)
+                self.file.write(self.tail)
+            self.close()
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:
@@ -115,6 +166,9 @@ class EngineConfig:
         "several hosts; auto: uni for LLM on one device, else mp",
     )
     step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
+    max_worker_restarts: int = option(
+        20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
+    )
     enforce_eager: bool = option(
         False, "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step"
     )
@@ -195,6 +249,9 @@ class ServerConfig:
     max_stop_strings: int = option(16, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
+    max_listed_tokens: int = option(
+        2**22, "prompts times token ids in stop_token_ids, allowed_token_ids and logit_bias of one request", 1
+    )
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
@@ -370,6 +427,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
+        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
         self._check_tokens()
         self._check_samples()
 
@@ -387,21 +445,28 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
         if (allowed := self.allowed_token_ids) is not None:
             if not isinstance(allowed, list | tuple) or not allowed:
-                raise ValueError(f"allowed_token_ids is {allowed!r}; it must be a list of at least one token id")
+                raise ValueError(
+                    f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
+                )
             for token in allowed:
                 if isinstance(token, str) or not is_token(token):
                     raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
-            object.__setattr__(self, "allowed_token_ids", tuple(allowed))
+            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
     def check_vocabulary(self, size: int) -> None:
-        """Check that `logit_bias` and `allowed_token_ids` name only tokens of a vocabulary of this size.
+        """Check that `logit_bias`, `allowed_token_ids` and `stop_token_ids` name only tokens of so large a vocabulary.
 
         Raises:
             ValueError: names those that are not.
         """
-        for name in ("logit_bias", "allowed_token_ids"):
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             if outside := [token for token in getattr(self, name) or () if token >= size]:
-                raise ValueError(f"{name} has token ids {outside}; allowed: 0 to {size - 1}")
+                raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
+
+    @property
+    def num_listed(self) -> int:
+        """Token ids that are listed in it; they travel with each prompt."""
+        return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
     def _check_samples(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from client import Stream
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling, say
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
@@ -34,7 +33,7 @@ from tracing import Trace
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
 
 UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
-MAX_DEATHS = 3  # of workers in a row, after which the latest request to come is held to be the cause
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
 class EngineCore:
@@ -72,7 +71,7 @@ class EngineCore:
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
         self.depth = 2 if overlap else 1  # how many of them there are at most
-        self.num_restarts, self.deaths = 0, 0  # of the workers: in all, and since a step went through
+        self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request.
@@ -109,7 +108,7 @@ class EngineCore:
             start: whether to start a step; None starts one if there is anything to run.
 
         Raises:
-            ValueError, WorkerError: they do not start any more.
+            WorkerError: they do not start any more.
             ConnectionError: one is gone, and it is torchrun's to replace.
         """
         if self.journal:
@@ -142,7 +141,7 @@ class EngineCore:
         except KeyboardInterrupt:  # the next step begins anew
             self._start_over(False, None)
             raise
-        self.deaths = 0
+        self.in_a_row = 0
         if result.error:
             return Outputs(self._start_over(False, result.error))
         if self.journal:
@@ -164,29 +163,45 @@ class EngineCore:
             self._replace_workers(error)
 
     def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
-        self.on_trouble(f"{error}; the workers are started anew")
-        begun, refused = time.monotonic(), None
-        self.num_restarts, self.deaths = self.num_restarts + 1, self.deaths + 1
-        if self.deaths >= MAX_DEATHS:
-            refused = f"{error}, {self.deaths} times in a row; of the requests in this step, yours came last"
-        sizes = {name: self.facts[name] for name in ("max_model_len", "num_host_blocks")}
-        assert isinstance(self.executor, MpExecutor)
-        self.executor.restart(
-            dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
-        )
-        outputs = self._start_over(True, refused)
+        begun, outputs = time.monotonic(), self._start_over(True, str(error))
+        self._restart_workers(error)
         live = len(self.scheduler.requests)
-        print(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on", file=sys.stderr)
+        say(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
         self.on_trouble(None)
         return outputs
 
-    def _start_over(self, lost: bool, refused: str | None) -> list[EngineOutput]:
+    def _restart_workers(self, error: Exception) -> None:
+        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
+
+        Raises:
+            WorkerError: they have not come up in `max_worker_restarts` times.
+        """
+        sizes = {name: self.facts[name] for name in ("max_model_len", "num_host_blocks")}
+        config = dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
+        most, pause = self.config.max_worker_restarts, 0.0
+        assert isinstance(self.executor, MpExecutor)
+        while True:
+            if self.in_a_row == most:
+                raise WorkerError(
+                    f"{error}; no step went through, and the workers were started anew {most} times "
+                    "(max_worker_restarts)"
+                ) from error
+            self.on_trouble(f"{error}; the workers are started anew")
+            time.sleep(pause)
+            self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
+            try:
+                return self.executor.restart(config)
+            except (ValueError, WorkerError, OSError) as failure:
+                say(f"{failure}: the workers are started once more")
+                error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
+
+    def _start_over(self, lost: bool, cause: str | None) -> list[EngineOutput]:
         """Give up the steps that run; the tokens of all requests are computed again."""
         if self.journal:
-            self.journal.start_over(lost, refused)
+            self.journal.start_over(lost, cause)
         self.executor.forget()
         self.plans.clear()
-        return self.scheduler.start_over(lost, refused)
+        return self.scheduler.start_over(lost, cause)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """What a method of `Worker` returns on each rank.
@@ -215,7 +230,8 @@ class EngineCore:
 
     def load(self) -> tuple[int, int]:
         """How many groups of sequences wait, or are swapped, and how many run."""
-        return len(self.scheduler.waiting) + len(self.scheduler.swapped), len(self.scheduler.running)
+        queues = (self.scheduler.waiting, self.scheduler.swapped, self.scheduler.admission.aside)
+        return sum(map(len, queues)), len(self.scheduler.running)
 
     def metrics(self) -> dict[str, float]:
         """Gauges and counters, by vLLM's names."""

@@ -183,6 +183,7 @@ class MpExecutor:
         self.processes: list[Any] = []
         self.rings: list[RingBuffer] = []
         self.waiting: deque[int] = deque()  # steps without a result yet
+        self.all_facts: list[dict[str, Any]] = []  # of each rank; none until they are ready
         self.close = weakref.finalize(self, end, self.processes, self.rings)
         self.start(config)
 
@@ -259,10 +260,11 @@ class MpExecutor:
         """End all workers, whatever they do, and start them anew.
 
         Raises:
-            ValueError, WorkerError: they do not come up again.
+            ValueError, WorkerError, OSError: they do not come up again; another try may go better.
         """
         end(self.processes, self.rings)
         self.waiting.clear()
+        self.all_facts = []
         self.start(config)
 
     def _send(self, message: StepPlan | Call) -> None:
@@ -334,6 +336,8 @@ class MpExecutor:
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
 
     def _where(self) -> str:
+        if not self.all_facts:
+            return " while it started"
         return f" in step {self.waiting[0]}" if self.waiting else " while idle"
 
 

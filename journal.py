@@ -14,11 +14,10 @@ import dataclasses
 import json
 import sys
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from config import EngineConfig, SamplingParams
+from config import DiagnosticFile, EngineConfig, SamplingParams
 from plan import Logprobs, StepPlan, StepResult
 from scheduler import Scheduler
 from sequence import Request
@@ -33,15 +32,11 @@ class Journal:
         sizes: the scheduler's further arguments, by name.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: there can be no such file.
     """
 
     def __init__(self, path: str, config: EngineConfig, sizes: dict[str, Any]):
-        try:
-            self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115 (it stays open as long as the journal lives)
-        except OSError as error:
-            raise ValueError(f"log_scheduler is {path!r}: {error.strerror}") from None
-        weakref.finalize(self, self.file.close)
+        self.file = DiagnosticFile("log_scheduler", path)
         self.events: list[list[Any]] = []  # what came since the latest line, oldest first
         self.start = time.monotonic()
         self.now = 0.0
@@ -79,9 +74,9 @@ class Journal:
         news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
         self._note({"landed": result.step} | news)
 
-    def start_over(self, lost: bool, refused: str | None) -> None:
+    def start_over(self, lost: bool, cause: str | None) -> None:
         """Note that the steps in flight brought no result, and that all tokens are computed again."""
-        self._note({"start_over": [lost, refused]})
+        self._note({"start_over": [lost, cause]})
 
     def _note(self, line: dict[str, Any]) -> None:
         """Write a line, with the events before it."""
@@ -89,8 +84,7 @@ class Journal:
         self.events = []
 
     def _write(self, line: dict[str, Any]) -> None:
-        self.file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        self.file.flush()
+        self.file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
 def decisions(scheduler: Scheduler) -> dict[str, Any]:

@@ -6,7 +6,7 @@ A plan carries differences, not batches: the workers keep the state of every seq
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +31,17 @@ class NewRow:
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
     num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties
     logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    stop_ids: tuple[int, ...] = ()  # tokens that end it
+    # Sets of tokens are bits, by word of 32, because many rows may have the same long list: see `bit_words`.
+    allowed: dict[int, int] | None = None  # no others are drawn
+    stops: dict[int, int] = field(default_factory=dict)  # these end it
+
+
+def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
+    """Bit `token % 32` of word `token // 32` for each token: the words that are not 0."""
+    words: dict[int, int] = {}
+    for token in token_ids:
+        words[token // 32] = words.get(token // 32, 0) | 1 << token % 32
+    return words
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import time
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ from admission import Admission, SchedulingBudget
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
-from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult
+from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
 from sequence import DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock, derived_seed
 
 COUNTERS = (
@@ -151,6 +151,8 @@ class Scheduler:
         self._check_size(request, limit, width)
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
         request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
+        request.stops = bit_words(request.stop_ids)
+        request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
@@ -231,6 +233,7 @@ class Scheduler:
         self.admission.finished(group, now)
         if not request.groups:
             del self.requests[request.request_id]
+            self.admission.trial.suspects.pop(request, None)
             self.reports[request.request_id] = request.report(now)
             if len(self.reports) > MAX_REPORTS:
                 self.reports.popitem(last=False)
@@ -243,7 +246,14 @@ class Scheduler:
         budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
         flight = Flight(plan, budget, now)
         self.admission.begin_step(now)
-        reason = self._schedule_mixed(flight) if self.config.enable_chunked_prefill else self._schedule_classic(flight)
+        if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
+            self._let_others_run(now)
+        if self.admission.trial.settled:
+            reason = "trial"
+        elif self.config.enable_chunked_prefill:
+            reason = self._schedule_mixed(flight)
+        else:
+            reason = self._schedule_classic(flight)
         flight.others.sort(key=lambda row: row[1] > 1)  # stable: rows of one token first, as the workers' kernels want
         plan.rows = flight.decodes.rows
         if flight.others:
@@ -252,7 +262,9 @@ class Scheduler:
         self.space.planned(plan)
         if self.admission.held_up:
             reason = self.admission.held_up[1]
-        self.waits.advance(now, reason if self.waiting or self.swapped else "step")
+        if self.admission.aside:
+            reason = "trial"
+        self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
         self.counters["num_computed_tokens_total"] += self.config.max_num_batched_tokens - budget.tokens
         self.in_flight.append(flight)
         self.step += 1
@@ -459,6 +471,8 @@ class Scheduler:
             news.outputs += self._advance_beams(rows)
         if beams or any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
+        if self.admission.trial.suspects:
+            self._clear_suspects()
         return news
 
     def _only_decodes(self, seq: Sequence) -> bool:
@@ -554,28 +568,55 @@ class Scheduler:
         outputs[-1].finished = True
         return outputs
 
-    def start_over(self, lost: bool, refused: str | None = None) -> list[EngineOutput]:
+    def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:
         """The steps in flight will bring no results: every sequence computes its tokens again, and gets the same.
 
         Args:
-            lost: what was in the KV cache and in host memory is gone, too.
-            refused: why the latest to come of those that ran in them is ended, rather than run once more.
+            lost: the workers have died, and what was in the KV cache and in host memory is gone, too.
+            cause: what happened, if the steps' requests may be to blame. Where workers have died, `Trial` says who is
+                ended rather than run once more; else it is the latest to come, because a step did not fit.
         """
-        seqs = [seq for flight in self.in_flight for seq in flight.seqs if seq.slot >= 0]
-        outputs, now = [], self.clock()
+        trial, outputs, now = self.admission.trial, [], self.clock()
+        seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         self.in_flight.clear()
-        if refused and seqs:
-            request = max((seq.group for seq in seqs), key=lambda group: group.key[1]).request
-            self.abort(request.request_id)
-            news = EngineOutput(request.request_id, [], "error", error=refused, finished=True, engine_fault=True)
+        guilty = None
+        if cause and lost:
+            guilty = trial.died(seqs, self.requests.values())
+            if guilty:
+                deaths = trial.suspects[guilty].deaths
+                cause += f"; {deaths} steps that this request ran in have ended so, and in the last it was alone"
+        elif cause and (live := [seq.group for seq in seqs if seq.slot >= 0]):
+            guilty = max(live, key=lambda group: group.key[1]).request
+        if guilty:
+            self.abort(guilty.request_id)
+            news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
             outputs.append(news)
+        self._stop_running(now)
+        if lost:
+            self.admission.lose_pools(now)
+            self.admission.start_turn()
+        return outputs
+
+    def _stop_running(self, now: float) -> None:
+        """All who run compute their tokens again; no step may be in flight."""
         running, self.running, self.others = self.running, [], []
         for group in running:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
-        if lost:
-            self.admission.lose_pools(now)
-        return outputs
+
+    def _let_others_run(self, now: float) -> None:
+        """Those who ran alone are cleared. All queue anew, so that whoever may run now comes in in order."""
+        self._stop_running(now)
+        self.admission.drop_swapped(now)
+        self.admission.start_turn()
+
+    def _clear_suspects(self) -> None:
+        """Requests that have come past where workers died are suspect no more."""
+        flying: Counter[Sequence] = Counter()  # tokens of steps that have yet to land
+        for flight in self.in_flight:
+            flying.update(flight.decodes.seqs)
+            flying.update({seq: count for seq, count, _ in flight.others})
+        self.admission.trial.landed(lambda seq: seq.num_computed - flying[seq])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""
@@ -587,7 +628,7 @@ class Scheduler:
         """Gauges and counters, by vLLM's names."""
         return {
             "num_requests_running": len(self.running),
-            "num_requests_waiting": len(self.waiting),
+            "num_requests_waiting": len(self.waiting) + len(self.admission.aside),
             "num_requests_swapped": len(self.swapped),
             "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
             **self.counters,

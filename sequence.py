@@ -42,6 +42,7 @@ class Status(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     SWAPPED = enum.auto()
+    ASIDE = enum.auto()  # it would wait, but suspects run alone; see `Trial`
     FINISHED = enum.auto()
 
 
@@ -182,8 +183,8 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached", "num_prompt",
-        "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
+        "num_prompt", "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -200,6 +201,8 @@ class Request:
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)
         self.stop_ids: frozenset[int] = frozenset()
+        self.stops: dict[int, int] = {}  # the same as `bit_words`
+        self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
         self.arrival = 0.0
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
@@ -402,7 +405,8 @@ class WaitClock:
 
     The reasons: `step` (just that the step in progress must end first), `slots` (`max_num_seqs` sequences run),
     `tokens` (the step's budget is spent), `blocks` (the KV pool is full, or kept free for the growth of those that
-    run), `delay` (`scheduler_delay_factor`) and `order` (in the classic order, others had to run first).
+    run), `delay` (`scheduler_delay_factor`), `order` (in the classic order, others had to run first) and `trial`
+    (requests that may have killed workers run alone).
     """
 
     def __init__(self) -> None:

@@ -289,12 +289,12 @@ class Api:
         if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
             given = {**defaults, **given}
         try:
-            params = [SamplingParams(**given | {"max_tokens": tokens}) for tokens in left]
-            params[0].check_vocabulary(self.facts["vocab_size"])
+            params = SamplingParams(**given | {"max_tokens": left[0]})
+            params.check_vocabulary(self.facts["vocab_size"])
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
-        self._check_samples(params[0], len(left), sum(left), fields["stream"])
-        return params
+        self._check_samples(params, len(left), sum(left), fields["stream"])
+        return [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
 
     def _check_samples(self, params: SamplingParams, prompts: int, tokens: int, stream: bool) -> None:
         """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
@@ -305,6 +305,9 @@ class Api:
         if tokens > (cap := self.config.max_output_tokens):
             message = f"prompts times {name} times max_tokens is {tokens}; at most {cap} (max_output_tokens)"
             raise ApiError(400, message, "max_tokens")
+        if (listed := prompts * params.num_listed) > (cap := self.config.max_listed_tokens):
+            message = f"prompts times listed token ids are {listed}; at most {cap} are allowed (max_listed_tokens)"
+            raise ApiError(400, message)
         if stream and params.use_beam_search:
             raise ApiError(400, "stream is true; with use_beam_search it must be false", "stream")
         if stream and params.num_samples > params.n:

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
+from config import DiagnosticFile
 from plan import StepPlan, StepResult
 
 LANES = ("engine", "worker", "device")
 LAST = "update"  # phase of a step
-END = b"\n]\n"
 
 
 class Trace:
@@ -29,20 +28,17 @@ class Trace:
         path: of the file, which is replaced.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: there can be no such file.
     """
 
     def __init__(self, path: str):
-        try:
-            self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open as long as the trace lives)
-        except OSError as error:
-            raise ValueError(f"trace is {path!r}: {error.strerror}") from None
+        self.file = DiagnosticFile("trace", path, tail=b"\n]\n")
         self.start = time.perf_counter()
         events = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
             for tid, lane in enumerate(LANES)
         ]
-        self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode() + END)
+        self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode())
         self.events: list[str] = []  # that are not in the file yet
         self.close = weakref.finalize(self, end, self.file, self.events)
 
@@ -69,15 +65,14 @@ class Trace:
             flush(self.file, self.events)
 
 
-def flush(file: BinaryIO, events: list[str]) -> None:
-    """Move the events into the file, where they take the place of the array's end, with which they close."""
+def flush(file: DiagnosticFile, events: list[str]) -> None:
+    """Move the events into the file."""
     if events:
-        file.seek(-len(END), os.SEEK_END)
-        file.write("".join(",\n" + event for event in events).encode() + END)
+        file.write("".join(",\n" + event for event in events).encode())
         events.clear()
 
 
-def end(file: BinaryIO, events: list[str]) -> None:
+def end(file: DiagnosticFile, events: list[str]) -> None:
     """Flush and close."""
-    with file:
-        flush(file, events)
+    flush(file, events)
+    file.close()

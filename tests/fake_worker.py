@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import deque
+from collections.abc import Callable
 
 from beam import BeamSearch
 from config import EngineConfig, SamplingParams
@@ -117,7 +118,7 @@ class FakeWorker:
                     sampled[-1] = ids[0] if wanted else sampled[-1]
                     logprobs[i] = Logprobs(values[sampled[-1]], ids, [values[token] for token in ids])
                 row["tokens"] = [*tokens, sampled[-1]]
-                stopped += [i] if sampled[-1] in row["row"].stop_ids else []
+                stopped += [i] if row["row"].stops.get(sampled[-1] // 32, 0) >> sampled[-1] % 32 & 1 else []
         return StepResult(plan.step, sampled, stopped, logprobs)
 
 
@@ -148,8 +149,11 @@ class Engine:
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.logprobs: dict[tuple[str, int], float | None] = {}
         self.reasons: dict[str, str] = {}
+        self.errors: dict[str, str] = {}
         self.finished: list[str] = []
         self.plans: list[StepPlan] = []
+        self.kills: Callable[[set[str]], bool] = lambda ran: False  # whether a step of these requests kills the worker
+        self.deaths = 0
 
     def add(self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, **params) -> SequenceGroup:
         if params.get("use_beam_search"):
@@ -165,6 +169,11 @@ class Engine:
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
         self.scheduler.check_integrity()
+        ran = {seq.group.request.request_id for seq in self.scheduler.in_flight[-1].seqs}
+        if self.kills(ran):
+            self.deaths += 1
+            self._start_over(True, "killed")
+            return plan
         self.flying.append((plan, self.worker.step(plan)))
         if len(self.flying) == self.depth:
             self.land()
@@ -182,17 +191,21 @@ class Engine:
                 self.finished.append(output.request_id)
         self.scheduler.check_integrity()
 
-    def lose(self, lost: bool, refused: str | None = None) -> None:
-        """The steps in flight bring no result, because the worker dies in one, or because it fails there."""
+    def lose(self, lost: bool, cause: str | None = None) -> None:
+        """The steps in flight bring no results, because the worker dies in one, or because it fails there."""
         plan = self.scheduler.schedule()
+        if not lost:
+            self.worker.step(plan)
+        self._start_over(lost, cause)
+
+    def _start_over(self, lost: bool, cause: str | None) -> None:
         self.flying.clear()
         if lost:
             self.worker = FakeWorker(*self.worker_args)
-        else:
-            self.worker.step(plan)
-        for output in self.scheduler.start_over(lost, refused):
-            assert output.finished and output.error == refused and output.request_id not in self.finished
-            self.reasons[output.request_id] = "error"
+        for output in self.scheduler.start_over(lost, cause):
+            assert output.finished and cause and output.error.startswith(cause)
+            assert output.request_id not in self.finished
+            self.reasons[output.request_id], self.errors[output.request_id] = "error", output.error
             self.finished.append(output.request_id)
         self.scheduler.check_integrity()
 

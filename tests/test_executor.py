@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -121,11 +122,63 @@ def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
 
 
 def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_llm, answers, undisturbed):
-    when(mp_llm, [1, 3, 5], lambda: os.kill(worker(mp_llm), signal.SIGKILL))
-    outputs = mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)
-    assert tokens(outputs)[:3] == answers[:3]
-    assert outputs[3].outputs[0].finish_reason == "error"
-    assert "died (SIGKILL)" in outputs[3].error and "3 times in a row" in outputs[3].error
+    """It is the second of the four, with three samples, and each worker lives for some steps of it."""
+    core, submit = mp_llm.core, mp_llm.core.executor.submit
+    before = core.metrics()["num_worker_restarts_total"]
+
+    def submit_and_kill(plan: StepPlan) -> None:
+        submit(plan)
+        lengths = [seq.num_known for seq in core.scheduler.in_flight[-1].seqs if seq.group.request.params.n == 3]
+        if lengths and max(lengths) > 20:
+            os.kill(worker(mp_llm), signal.SIGKILL)
+
+    core.executor.submit = submit_and_kill
+    outputs = mp_llm.generate(PROMPTS, [MIXED[0], MIXED[1], STORY, STORY], use_tqdm=False)
+    assert [tokens(outputs)[i] for i in (0, 3)] == [answers[i] for i in (0, 3)]
+    assert len(outputs[2].outputs[0].token_ids) == 60 and outputs[1].outputs[0].finish_reason == "error"
+    deaths = core.metrics()["num_worker_restarts_total"] - before
+    assert 2 <= deaths <= 4 and "died (SIGKILL) in step" in outputs[1].error
+    assert f"{deaths:.0f} steps that this request ran in have ended so" in outputs[1].error
+
+
+@pytest.mark.parametrize("refuses", [ValueError("no memory for them"), OSError("no room for them")])
+def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, capfd):
+    core, restart, pauses, said = mp_llm.core, mp_llm.core.executor.restart, [], []
+    core.on_trouble = said.append
+    monkeypatch.setattr("engine.time.sleep", lambda seconds: pauses.append(seconds))
+
+    def restart_or_not(config) -> None:
+        if len(pauses) < 7:
+            raise refuses
+        restart(config)
+
+    monkeypatch.setattr(core.executor, "restart", restart_or_not)
+    when(mp_llm, [3], lambda: os.kill(worker(mp_llm), signal.SIGKILL))
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert pauses == [0, 0.5, 1, 2, 4, 4, 4] and "SIGKILL" in said[0] and said[-1] is None
+    assert all(f"{refuses}; the workers are started anew" in text for text in said[1:-1])
+    assert capfd.readouterr().err.count(f"{refuses}: the workers are started once more") == 6
+
+
+def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm, monkeypatch):
+    llm = make_llm(distributed_executor_backend="mp", threads=1, max_worker_restarts=3)
+    restart, count = llm.core.executor.restart, 0
+
+    def restart_and_die(config) -> None:
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise ValueError("no memory for them")
+        start = threading.Timer(0.1 * count, lambda: os.kill(worker(llm), signal.SIGKILL))
+        start.start()
+        restart(config)
+
+    monkeypatch.setattr(llm.core.executor, "restart", restart_and_die)
+    when(llm, [3], lambda: os.kill(worker(llm), signal.SIGKILL))
+    with pytest.raises(WorkerError, match=r"no memory for them; no step .* anew 3 times \(max_worker_restarts\)"):
+        llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    assert not llm.core.has_work()
+    llm.core.close()
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["", "as on a GPU"])

@@ -51,7 +51,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "memory": {"config", "model"},
     "parallel": set(),
     "sanitizer": {"plan"},
-    "tracing": {"plan"},
+    "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
     "kernels": set(),
     "reference": set(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -13,9 +14,11 @@ import pytest
 
 from config import EngineConfig
 from engine import SamplingParams
-from fake_worker import EOS, VOCAB, Engine, prompt
+from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from journal import Journal, replay
 from plan import StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 def record(path: Path, depth: int = 1, **fields) -> list[str]:
@@ -98,6 +101,32 @@ def test_the_clock_goes_on_while_a_step_runs(tmp_path):
     assert journal.clock() >= planned + 0.01
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_search_for_a_request_that_kills_workers_replays(tmp_path, depth):
+    path, engine = tmp_path / "journal", Engine(num_blocks=60)
+    sizes = {"num_blocks": 60, "max_model_len": 64, "vocab_size": VOCAB, "eos_token_ids": [EOS]}
+    journal, scheduler, flying = Journal(str(path), engine.config, sizes), engine.scheduler, deque()
+    for i in range(8):
+        journal.add(engine.add(str(i), prompt(6, i), max_tokens=9, n=1 + i % 2, ignore_eos=True).request)
+    ended = []
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        journal.planned(plan, scheduler)
+        if any(seq.group.name == "4" for seq in scheduler.in_flight[-1].seqs):
+            journal.start_over(True, "killed")
+            ended += [output.request_id for output in scheduler.start_over(True, "killed")]
+            flying.clear()
+            engine.worker = FakeWorker(*engine.worker_args)
+            continue
+        flying.append((plan, engine.worker.step(plan)))
+        if len(flying) == depth:
+            journal.landed(flying[0][1])
+            scheduler.update(*flying.popleft())
+    lines = path.read_text().splitlines()
+    assert ended == ["4"] and sum("start_over" in json.loads(line) for line in lines) > 3
+    assert replay(lines).step == scheduler.step and not replay(lines).has_work()
+
+
 @pytest.mark.parametrize("name", ["rows", "preempted", "held_up", "free_blocks", "stopped"])
 def test_a_changed_decision_is_noticed(tmp_path, name):
     lines = record(tmp_path / "journal")
@@ -132,3 +161,29 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
 def test_a_journal_that_cannot_be_written_is_refused(make_llm, tmp_path):
     with pytest.raises(ValueError, match=r"log_scheduler is .*No such file"):
         make_llm(log_scheduler=str(tmp_path / "nowhere" / "file"))
+
+
+@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+def test_a_disk_that_is_full_from_the_start(make_llm, option, capfd):
+    llm = make_llm(**{option: "/dev/full"})
+    assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 40
+    assert capfd.readouterr().err == f"{option} is '/dev/full': No space left on device; no more is written there\n"
+
+
+@pytest.mark.parametrize("option", ["log_scheduler", "trace"])
+def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, capfd):
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
+    llm = make_llm(**{option: str(path)})
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4321, limits[1]))  # a write that passes it is cut there
+        assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 40
+        llm.core.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capfd.readouterr().err == f"{option} is '{path}': No space left on device; no more is written there\n"
+    text = path.read_text()
+    assert 2000 < len(text) <= 4321
+    if option == "trace":
+        assert [event["name"] for event in json.loads(text)].count("update") > 2
+    else:
+        assert replay(text.splitlines()).step > 2

@@ -32,7 +32,7 @@ BAD = {  # field: values that are refused on both generating routes
     "min_p": [-0.1, 1.1],
     "seed": [2**63, -(2**63) - 1, 1.0, "1", True],
     "stop": ["", [""], 5, {"a": 1}, ["a", 1], ["a"] * 17, ["a" * 513], [["a"]]],
-    "stop_token_ids": [5, [-1], ["1"], [True], "12", {"1": 2}],
+    "stop_token_ids": [5, [-1], [5, 1024], ["1"], [True], "12", {"1": 2}],
     "ignore_eos": [1, "true"],
     "skip_special_tokens": [0],
     "spaces_between_special_tokens": ["no"],
@@ -202,6 +202,18 @@ def test_unknown_names_within_a_field_are_400(
 def test_a_tables_names_are_in_one_table_only() -> None:
     tables = [set(NOT_YET), set(ELSEWHERE), set(HARMLESS), set(PARAMS)]
     assert sum(map(len, tables)) == len(set().union(*tables))
+
+
+def test_lists_of_tokens_are_bounded_by_what_they_come_to_with_all_prompts(
+    http_client: FlaskClient, engine: ScriptedClient
+) -> None:
+    few = {"allowed_token_ids": [5, 9] * 1000, "stop_token_ids": [7]}
+    assert post(http_client, COMPLETIONS, prompt=["a"] * 10, **few).status_code == 200
+    assert {params.allowed_token_ids for _, params, _ in engine.added} == {(5, 9)}
+    many = {"allowed_token_ids": list(range(1024)), "stop_token_ids": list(range(1024)) * 2}
+    engine.added.clear()
+    error = refusal(post(client_of(engine, max_listed_tokens=4095), COMPLETIONS, prompt=["a"] * 2, **many))
+    assert "prompts times listed token ids are 4096; at most 4095 are allowed" in error["message"] and not engine.added
 
 
 @pytest.mark.parametrize("route", BODIES)

@@ -18,14 +18,16 @@ class Scenario:
     """Arrivals, steps and aborts, over pools of any size, in both orders, policies and modes of preemption.
 
     Every request gets its own tokens. Within its class nobody is let in before who came earlier. And every request ends
-    within a number of steps known when it comes (`cost`), unless work of a better class comes after it.
+    within a number of steps known when it comes (`cost`), unless work of a better class comes after it. One of them may
+    kill the worker in every step that it is in: then it is ended, and nobody else is for it.
     """
 
     SAMPLES = ({}, {}, {}, {"n": 2}, {"n": 4}, {"n": 1, "best_of": 3},
                {"use_beam_search": True, "n": 1, "beam_width": 2},
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
-    def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, window, ahead, depth):
+    def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, window, ahead, depth,
+                 poison=None):  # fmt: skip
         self.limit = min(blocks * size - ahead, 40)
         self.engine = Engine(
             blocks, self.limit, host, window, 1.5, depth, block_size=size, max_num_seqs=seqs,
@@ -33,6 +35,8 @@ class Scenario:
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead,
         )  # fmt: skip
+        self.poison = str(poison)  # the name of the one that kills
+        self.engine.kills = lambda ran: self.poison in ran
         self.asked: dict[str, tuple[list[int], int, dict]] = {}
         self.due: dict[str, int] = {}  # the step by which it must have ended
         self.last_in: dict[int, int] = {}  # of each class, the latest arrival that was let in
@@ -58,13 +62,22 @@ class Scenario:
         requests = self.engine.scheduler.requests
         for other in requests.values():
             if other is group.request or other.groups[0].key[0] > group.key[0]:
-                ahead = [r for r in requests.values() if r.groups[0].key[:2] <= other.groups[0].key[:2]]
-                self.due[other.request_id] = self.engine.scheduler.step + sum(map(self.cost, ahead))
+                self.due[other.request_id] = self.last_step(other)
+
+    def last_step(self, request: Request) -> int:
+        """The step by which a request must have ended: a trial may be before all that goes before it."""
+        scheduler = self.engine.scheduler
+        ahead = [r for r in scheduler.requests.values() if r.groups[0].key[:2] <= request.groups[0].key[:2]]
+        tried = scheduler.admission.trial.pool
+        return scheduler.step + sum(map(self.cost, ahead)) + sum(self.cost(r) + self.engine.depth for r in tried)
 
     def step(self) -> None:
         waiting = [r for r in self.engine.scheduler.requests.values() if not r.admitted]
         keys = {request.request_id: request.groups[0].key for request in waiting}
+        deaths = self.engine.deaths
         self.engine.step()
+        if self.engine.deaths > deaths:
+            self.check_loss({self.poison})
         for rank, arrival, _ in sorted(keys[r.request_id] for r in waiting if r.admitted):
             assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
             self.last_in[rank] = arrival
@@ -83,13 +96,17 @@ class Scenario:
 
     def lose(self, lost: bool, refuse: bool) -> None:
         """The workers are lost in a step, or only its result; and the latest to come may be to blame for it."""
-        scheduler, known = self.engine.scheduler, list(self.engine.finished)
+        known = set(self.engine.finished)
         self.engine.lose(lost, "it will not fit" if refuse else None)
-        for name in set(self.engine.finished) - set(known):
+        self.check_loss(set(self.engine.finished) - known)
+
+    def check_loss(self, ended: set[str]) -> None:
+        """Only some of `ended` have ended by it; all others have as much time again."""
+        for name in self.engine.errors.keys() & self.asked.keys():
+            assert name in ended
             del self.asked[name]
-        for request in scheduler.requests.values():
-            ahead = [r for r in scheduler.requests.values() if r.groups[0].key[:2] <= request.groups[0].key[:2]]
-            self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead))
+        for request in self.engine.scheduler.requests.values():
+            self.due[request.request_id] = self.last_step(request)
 
     def finish(self) -> None:
         engine = self.engine
@@ -115,7 +132,7 @@ def run_scenario(seed: int) -> Scheduler:
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)), rng.choice((0, 0, 3)),
-        rng.choice((1, 2)),
+        rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
@@ -148,7 +165,7 @@ class Traffic(RuleBasedStateMachine):
         tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority")),
         reserve=st.sampled_from((0.0, 1.0)), window=st.sampled_from((0, 7)), ahead=st.integers(0, 3),
-        depth=st.integers(1, 2))  # fmt: skip
+        depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)
 

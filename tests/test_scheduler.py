@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fake_worker import EOS, Engine, expected, expected_beams, next_logprobs, prompt, sample_seed
+from plan import NewRow, StepPlan, bit_words
+from ring import Codec
 from sequence import Status, derived_seed
 
 
@@ -311,10 +313,105 @@ def test_the_latest_to_come_is_refused_where_a_step_does_not_fit():
     for name in ("a", "b"):
         engine.add(name, prompt(5), max_tokens=6, ignore_eos=True)
     engine.step()
-    engine.lose(lost=False, refused="out of memory")
-    assert engine.reasons == {"b": "error"}
+    engine.lose(lost=False, cause="out of memory")
+    assert engine.errors == {"b": "out of memory"}
     engine.run()
     assert engine.outputs["a"] == expected(prompt(5), 6, 64, ignore_eos=True)
+
+
+def test_long_lists_of_tokens_travel_as_bits():
+    """Each sample has them: as numbers, the list of a whole vocabulary of 152,000 would take 700 KB for each."""
+    engine = Engine()
+    engine.add(
+        "a", prompt(5), n=8, max_tokens=2, ignore_eos=True, allowed_token_ids=[*range(50)], stop_token_ids=[3, 40]
+    )
+    engine.run()
+    rows = [row for plan in engine.plans for row in plan.new]
+    assert len(rows) >= 8
+    assert all(row.allowed == {0: 2**32 - 1, 1: 2**18 - 1} and row.stops == {0: 1 << 3, 1: 1 << 8} for row in rows)
+    row = NewRow(slot=0, token_ids=[1], blocks=[0], allowed=bit_words(range(152_000)))
+    assert len(Codec().encode(StepPlan(0, new=[row] * 256))) < 256 * 40_000
+
+
+POISONS = {
+    "its prompt": dict(at=lambda tokens: tokens >= 1),
+    "its third token": dict(at=lambda tokens: tokens >= 12),
+    "all its samples": dict(at=lambda tokens: tokens >= 10, n=4),
+}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("chunked", [True, False])
+@pytest.mark.parametrize("place", [0, 5, 11])
+@pytest.mark.parametrize("poison", POISONS)
+def test_a_request_that_kills_workers_is_found_and_ended(poison, place, chunked, depth):
+    """Steps go through between its deaths, because others run, too, and it lives for some steps each time."""
+    at, more = POISONS[poison]["at"], {"n": POISONS[poison].get("n", 1)}
+    engine = Engine(num_blocks=80, max_num_seqs=14, max_num_batched_tokens=64, enable_chunked_prefill=chunked,
+                    preemption_mode="swap", num_host_blocks=20, depth=depth)  # fmt: skip
+
+    def kills(ran: set[str]) -> bool:
+        poisoned = engine.scheduler.requests.get("poison") if "poison" in ran else None
+        return poisoned is not None and all(at(group.seqs[0].num_known) for group in poisoned.groups)
+
+    engine.kills = kills
+    for i in range(12):
+        if i == place:
+            engine.add("poison", prompt(9, 3), max_tokens=30, ignore_eos=True, **more)
+        engine.add(str(i), prompt(6 + i, i), max_tokens=20, ignore_eos=True)
+        if i % 4 == 3:
+            engine.step()
+    engine.run()
+    told = f"killed; {engine.deaths} steps that this request ran in have ended so, and in the last it was alone"
+    assert engine.errors == {"poison": told}
+    assert 2 <= engine.deaths <= 2 + 4  # of at most 13 suspects
+    for i in range(12):
+        assert engine.outputs[str(i)] == expected(prompt(6 + i, i), 20, 64, ignore_eos=True)
+    assert engine.scheduler.blocks.num_free == engine.scheduler.blocks.num_blocks
+    trial = engine.scheduler.admission.trial
+    assert not trial.suspects and not trial.pool and not trial.alone
+
+
+def test_each_of_several_such_requests_is_found():
+    engine, bad = Engine(num_blocks=120, max_num_seqs=16, max_num_batched_tokens=64), {"2", "3", "9"}
+    engine.kills = lambda ran: bool(ran & bad)
+    for i in range(16):
+        engine.add(str(i), prompt(6, i), max_tokens=10, ignore_eos=True)
+    engine.run()
+    assert engine.errors.keys() == bad
+    assert engine.deaths <= 2 + 4 + 2 * (1 + 4)
+    for i in {*range(16)} - {*map(int, bad)}:
+        assert engine.outputs[str(i)] == expected(prompt(6, i), 10, 64, ignore_eos=True)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_deaths_that_nobody_is_to_blame_for_cost_no_request(depth):
+    """An operator's kills: in steps that are far apart, and then in two that are not, after which all are tried."""
+    engine = Engine(num_blocks=80, depth=depth, max_num_batched_tokens=256)
+    engine.kills = lambda ran: engine.scheduler.step in {3, 9, 15, 25, 26}
+    for i in range(6):
+        engine.add(str(i), prompt(6, i), max_tokens=40, n=2 if i == 4 else 1, ignore_eos=True)
+    tried, late = set(), 0
+    while engine.scheduler.has_work():
+        engine.step()
+        trial = engine.scheduler.admission.trial
+        tried.add(frozenset(request.request_id for request in trial.alone))
+        if trial.alone and not late:  # who comes meanwhile waits, and may leave
+            late = engine.scheduler.step
+            engine.add("late", prompt(7), max_tokens=5, ignore_eos=True)
+            engine.add("gone", prompt(7), max_tokens=5)
+            assert engine.scheduler.metrics()["num_requests_waiting"] >= 2
+            engine.scheduler.abort("gone")
+            assert engine.scheduler.explain("late")["answers"][0]["state"] == "aside"
+    engine.run()
+    assert engine.deaths == 5 and set(engine.reasons.values()) == {"length"}
+    assert tried == {frozenset(names) for names in ("", "345", "2", "1", "0")}
+    waited = engine.scheduler.explain("late")["answers"][0]["stays"][0]["waited_for"]
+    assert set(waited) <= {"trial", "step"}
+    assert engine.outputs["late"] == expected(prompt(7), 5, 64, ignore_eos=True)
+    for i in range(6):
+        for index, tokens in engine.answers[str(i)].items():
+            assert tokens == expected(prompt(6, i), 40, 64, ignore_eos=True, seed=sample_seed(index))
 
 
 def test_explain_tells_where_the_time_went():

@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +20,7 @@ import pytest
 
 from config import DEMO
 from scripted import COMPLETIONS
-from served import Server, alive, eventually, serving
+from served import ROOT, Server, alive, eventually, serving
 
 LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
 
@@ -57,6 +59,11 @@ def engine_of(server: Server) -> int:
 def worker_of(server: Server) -> int:
     """The process that holds the model."""
     return next(pid for pid in server.family() if "libtorch" in Path(f"/proc/{pid}/maps").read_text())
+
+
+def workers_of(server: Server) -> list[int]:
+    """The processes that hold the model, or are about to."""
+    return [pid for pid in server.family() if "spawn_main" in command(pid)]
 
 
 def api_of(server: Server) -> list[int]:
@@ -111,6 +118,31 @@ def test_streams_go_on_when_the_worker_is_gone(
     assert [reader.text for reader in readers] == texts
     assert all(reader.ended and not reader.error for reader in readers)
     assert two.log.read_text().count("new workers after ") >= 2
+
+
+def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
+    """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
+    engine = engine_of(two)
+    readers = [Reader(two, prompt=prompt) for prompt in prompts]
+    eventually(lambda: all(reader.text for reader in readers), 60)
+    killed = set()
+    for seconds in (0, 0.05, 0.1, 0.5, 1.0, 1.5):
+        time.sleep(seconds)
+        eventually(lambda: bool(set(workers_of(two)) - killed), 10)
+        for pid in set(workers_of(two)) - killed:
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+    status, trouble = two.get("/health")
+    assert status == 503 and "rank 0 has died (SIGKILL)" in trouble
+    late = Reader(two, prompt=prompts[0])
+    for reader in readers:
+        reader.join(120)
+    assert [reader.text for reader in readers] == texts
+    assert all(reader.ended and not reader.error for reader in readers)
+    late.join(60)
+    assert late.text == texts[0] or "is not ready" in str(late.error)
+    assert engine_of(two) == engine and len(killed) == 6
+    eventually(lambda: two.get("/health")[0] == 200, 60)
 
 
 def test_a_dead_engine_process_is_replaced(two: Server, prompts: list[str], texts: list[str]) -> None:
@@ -173,6 +205,30 @@ def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> Non
         server.process.kill()
         server.process.wait()
         server.assert_gone()
+
+
+SCRIPT = """
+import os, signal
+from engine import LLM, SamplingParams
+llm = LLM(device="cpu", distributed_executor_backend="mp", threads=1, log_scheduler="/dev/full", trace="/dev/full")
+submit, count = llm.core.executor.submit, 0
+def submit_and_kill(plan):
+    global count
+    submit(plan)
+    count += 1
+    if count == 5:
+        os.kill(llm.core.executor.processes[0].pid, signal.SIGKILL)
+llm.core.executor.submit = submit_and_kill
+outputs = llm.generate(["To be"] * 3, SamplingParams(max_tokens=20, ignore_eos=True), use_tqdm=False)
+print([len(output.outputs[0].token_ids) for output in outputs], llm.core.num_restarts)
+"""
+
+
+def test_nothing_that_is_said_to_a_full_disk_ends_an_engine() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", SCRIPT]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, timeout=120)
+    assert (done.returncode, done.stdout) == (0, b"[20, 20, 20] 1\n")
 
 
 def test_draining_refuses_new_requests_by_503(tmp_path: Path) -> None:

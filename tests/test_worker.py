@@ -17,7 +17,7 @@ import startup
 from batch_state import StepShape, Writes
 from config import EngineConfig, ModelConfig
 from memory import captures_graphs
-from plan import NewRow, StepPlan
+from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
 from worker import Worker
 
@@ -242,7 +242,7 @@ def test_rows_keep_count_of_their_tokens(make):
     row_ids = [3, 4, 3, 5, 5, 6]
     changed = row(2, row_ids)
     changed.penalties, changed.num_prompt = (1.2, 0.5, 0.25), 3
-    changed.logit_bias, changed.allowed_token_ids = {9: -3.0, 4: 2.0}, (0, 31, 32, 96, 31)
+    changed.logit_bias, changed.allowed = {9: -3.0, 4: 2.0}, bit_words((0, 31, 32, 96, 31))
     tokens = worker.step(StepPlan(0, rows=[(2, 6), (3, 2)], new=[changed, row(3, [7, 7])])).token_ids
     tokens[1:] = worker.step(StepPlan(1, rows=[(2, 1), (3, 1)])).token_ids[:1]
     want = torch.zeros(97, dtype=torch.int32)
@@ -264,7 +264,7 @@ def test_a_step_that_fails_early_leaves_no_slot_half_told(make, monkeypatch):
         raise torch.OutOfMemoryError("no room for the pairs")
 
     changed = row(2, [3, 4])
-    changed.logit_bias, changed.stop_ids = {9: 3.0}, (5, 31, 32)
+    changed.logit_bias, changed.stops = {9: 3.0}, bit_words((5, 31, 32))
     worker.state.writes = Writes()  # as beside a GPU; on a CPU notes are written at once
     with monkeypatch.context() as patch:
         patch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"copy_blocks": fail}))
@@ -281,7 +281,7 @@ def test_a_sequence_is_stopped_by_its_own_tokens_alone(make):
     token = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
     for step, (stop_ids, stopped) in enumerate((((token, 3), [1]), ((token + 1,), []), ((), []), ((token,), [1]))):
         new = row(0, [1, 2])
-        new.stop_ids = stop_ids
+        new.stops = bit_words(stop_ids)
         plan = StepPlan(step + 1, rows=[(1, 1), (0, 2)], new=[new, row(1, [7, 8])], released=[0, 1][: 1 + (step > 0)])
         result = worker.step(plan)
         assert result.token_ids == [-1, token] and result.stopped == stopped
