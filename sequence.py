@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import compress
 from typing import Any
 
@@ -360,8 +360,10 @@ class FairQueue(GroupQueue):
         client, (_, arrival, index) = self.clients[group.request.client], group.key
         if (first := self._first_of(client)) is None:
             client.counter = max(client.counter, self.virtual_time)
-        elif (arrival, index) < first.key[1:]:
+        elif (arrival, index) < first.key[1:]:  # a sample that was held, and is to stand in line instead
             first.key = (UNPLACED, *first.key[1:])
+            self.heap = [entry for entry in self.heap if entry[1] is not first]  # few: one of each client, or preempted
+            heapify(self.heap)
         group.key = (UNPLACED, arrival, index)
         heappush(client.backlog, ((arrival, index), group))
         self._place(client)
