@@ -252,13 +252,14 @@ class Admission:
 
         Args:
             going: those who run, without decodes; the first in line counts as one of them if there is room for it.
-            tokens: of the step, those of the decodes taken off.
+            tokens: of the step that are left when each of those who run has one.
             running: all who run.
         """
         wants: Counter[str] = Counter()
         for group in going if self.fair is not None else ():
             if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[group.request.client] += want
+                tokens += group.width
         first = self.first()
         if wants and first and len(self.free_slots) >= first.width:
             need = self.blocks.blocks_for(len(first.seqs[0].tokens))
