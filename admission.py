@@ -547,6 +547,8 @@ class Admission:
         """Assert that queues and slots agree with each other, and with `running`."""
         waiting, swapped = list(self.waiting), list(self.swapped)
         held = [group for request in requests for group in request.held]
+        if self.fair is not None:
+            self.fair.check_integrity(requests)
         assert (len(waiting), len(swapped)) == (len(self.waiting), len(self.swapped))
         places = [id(group) for group in (*waiting, *swapped, *held, *running)]
         assert sorted(places) == sorted(id(group) for request in requests for group in request.groups)

@@ -19,7 +19,7 @@ import enum
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -409,6 +409,17 @@ class FairQueue(GroupQueue):
         client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output * group.width)
         client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
         self._place(client)
+
+    def check_integrity(self, requests: Collection[Request]) -> None:
+        """Assert that the books agree with `requests`, all that have yet to finish."""
+        assert self.num_active == len({request.client for request in requests})
+        for name, client in self.clients.items():
+            groups = [group for request in requests if request.client == name for group in request.groups]
+            charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
+            assert client.outstanding == charged and client.settled >= 0
+            first = self._first_of(client)
+            for _, group in client.backlog:
+                assert group.status is not self.status or (group is first) == (group.key[0] < UNPLACED)
 
 
 @dataclass(slots=True)
