@@ -245,7 +245,7 @@ class Admission:
     # --- the policy `fair`; see `FairQueue` -------------------------------------------------------------------------
 
     def divide(self, going: Ints[SequenceGroup], tokens: int, running: Ints[SequenceGroup]) -> dict[str, int]:
-        """The tokens that each client's prompts may have of the step's `tokens`, where several want some under `fair`.
+        """The tokens that each client's prompts may have of the step's `tokens`, where several want some.
 
         Else a long prompt would take whole steps, and whoever came after it would wait for all of these. All clients
         get the same, but for those who want less (max-min fairness).
@@ -256,7 +256,7 @@ class Admission:
             running: all who run.
         """
         wants: Counter[str] = Counter()
-        for group in going if self.fair is not None else ():
+        for group in going:
             if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[group.request.client] += want
                 tokens += group.width

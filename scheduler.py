@@ -342,7 +342,9 @@ class Scheduler:
         before = len(self.admission.preempted)
         to_come = self.config.max_num_seqs - len(self.admission.free_slots)  # sequences, or the slots kept for them
         due = [seq.group for seq in self.decodes.pop_due()]
-        shares = self.admission.divide(self.others, flight.budget.tokens - to_come, self.running)
+        shares: dict[str, int] = {}
+        if self.admission.fair is not None and self.others:
+            shares = self.admission.divide(self.others, flight.budget.tokens - to_come, self.running)
         for group in sorted(self.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING:  # any more
                 continue

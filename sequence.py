@@ -230,7 +230,10 @@ class Request:
 
 
 class GroupQueue:
-    """Groups of one status, first to go first. O(log n) to push and pop; an aborted group is skipped when met."""
+    """Groups of one status, first to go first. O(log n) to push and pop.
+
+    An entry of the heap whose group was aborted, or has got another place since, is skipped when met.
+    """
 
     def __init__(self, status: Status):
         self.status = status
@@ -251,13 +254,9 @@ class GroupQueue:
 
     def first(self) -> SequenceGroup:
         """The group that goes next; the queue must not be empty."""
-        while self._stale(*self.heap[0]):
+        while (group := self.heap[0][1]).status is not self.status or group.key != self.heap[0][0]:
             heappop(self.heap)
-        return self.heap[0][1]
-
-    def _stale(self, key: Key, group: SequenceGroup) -> bool:
-        """Whether an entry of the heap is none any more, because its group has left or has got another place."""
-        return group.status is not self.status or group.key != key
+        return group
 
     def pop(self, status: Status) -> SequenceGroup:
         """Take the group that goes next out of the queue, into `status`."""
@@ -320,7 +319,7 @@ class FairQueue(GroupQueue):
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         for key, group in self.heap:
-            if group.charged_prompt and not self._stale(key, group):
+            if group.charged_prompt and group.status is self.status and group.key == key:
                 yield group
         for client in self.clients.values():
             yield from (group for _, group in client.backlog if group.status is self.status)

@@ -118,8 +118,8 @@ def run_scenario(seed: int) -> Scheduler:
     scenario = Scenario(
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
-        rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)), rng.choice((0, 0, 3)),
-        rng.choice((1, 2)),
+        rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)),
+        rng.choice((0, 0, 3)), rng.choice((1, 2)),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
