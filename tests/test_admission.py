@@ -395,9 +395,10 @@ def test_nobody_saves_up_what_is_not_asked_for(contended):
 
 
 def test_a_newcomer_does_not_have_to_be_caught_up_with():
-    """Two clients have long shared what a third left them: a fourth gets no more than they do from then on."""
-    engine = Engine(800, 600, max_num_seqs=5, scheduling_policy="fair")
-    engine.add("leaves it to others", prompt(4), client="a", max_tokens=500, ignore_eos=True)
+    """Two clients have long shared what others left them: one more gets no more than they do from then on."""
+    engine = Engine(800, 600, max_num_seqs=6, scheduling_policy="fair")
+    for i in range(4):
+        engine.add(f"leaves most to others {i}", prompt(4), client=f"{i}", max_tokens=500, ignore_eos=True)
     for i in range(80):
         engine.add(f"b{i}", prompt(4, i), client="b", max_tokens=8, ignore_eos=True)
         engine.add(f"c{i}", prompt(4, i), client="c", max_tokens=8, ignore_eos=True)
@@ -417,7 +418,8 @@ def test_one_client_alone_is_served_as_by_arrival():
     for policy in ("fcfs", "fair"):
         engine = Engine(200, scheduling_policy=policy, max_num_seqs=4)
         for i in range(30):
-            engine.add(f"{i}", prompt(3 + i % 5, i), max_tokens=50, n=1 + i % 3)
+            params = {"use_beam_search": True, "n": 3} if i % 4 == 3 else {"n": 1 + i % 3}
+            engine.add(f"{i}", prompt(3 + i % 5, i), max_tokens=50, **params)
         engine.run()
         assert engine.scheduler.counters["num_preemptions_total"] == 0
         order[policy] = engine.finished
