@@ -396,8 +396,8 @@ def test_nobody_saves_up_what_is_not_asked_for(contended):
 
 def test_a_newcomer_does_not_have_to_be_caught_up_with():
     """Two clients have long shared what others left them: one more gets no more than they do from then on."""
-    engine = Engine(800, 600, max_num_seqs=6, scheduling_policy="fair")
-    for i in range(4):
+    engine = Engine(800, 600, max_num_seqs=12, scheduling_policy="fair")
+    for i in range(2):
         engine.add(f"leaves most to others {i}", prompt(4), client=f"{i}", max_tokens=500, ignore_eos=True)
     for i in range(80):
         engine.add(f"b{i}", prompt(4, i), client="b", max_tokens=8, ignore_eos=True)
