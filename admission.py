@@ -14,15 +14,16 @@ prompt's blocks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
+from typing import Any
 
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from plan import NewRow, StepPlan
-from sequence import GroupQueue, Request, Sequence, SequenceGroup, Status
+from sequence import FairQueue, GroupQueue, Request, Sequence, SequenceGroup, Status
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
@@ -129,7 +130,11 @@ class Admission:
     ):
         self.config, self.space, self.vocab_size, self.swap_cost = config, space, vocab_size, swap_cost
         self.blocks, self.host, self.counters = space.device, space.host, counters
-        self.waiting, self.swapped = GroupQueue(Status.WAITING), GroupQueue(Status.SWAPPED)
+        self.fair = FairQueue() if config.scheduling_policy == "fair" else None
+        self.waiting = GroupQueue(Status.WAITING) if self.fair is None else self.fair
+        self.swapped = GroupQueue(Status.SWAPPED)
+        # Who makes way must be worse than this by class. Under `fair` less than a step's tokens is not worth the work.
+        self.quantum = 0 if self.fair is None else config.max_num_batched_tokens
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -144,6 +149,7 @@ class Admission:
         self.now = now
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
+        self.sequences: Counter[str] | None = None  # that each client runs, if that was asked for
         self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
 
     # --- the queues -------------------------------------------------------------------------------------------------
@@ -160,7 +166,7 @@ class Admission:
     def start_turn(self) -> None:
         """Nothing runs or is swapped, and who may run in a trial is chosen anew: the others who wait step aside."""
         self.trial.turn()
-        for group in [queue.pop(Status.WAITING) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
+        for group in [queue.pop(Status.HELD) for queue in (self.waiting, self.aside) for _ in range(len(queue))]:
             self._queue(group)
 
     def hold(self, group: SequenceGroup, now: float) -> None:
@@ -220,6 +226,8 @@ class Admission:
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
+            if self.fair is not None:
+                self._note_rival(group, running)
             if budget.tokens <= 0 or budget.seqs <= 0:
                 self.held_up = (group.name, "tokens" if self.free_slots else "slots")
                 return
@@ -238,14 +246,16 @@ class Admission:
                 return
             growth = self._growth(running) if growth is None else growth
             growth += self._growth([group])
-            kept = 0  # with nothing running nobody needs a reserve, and the group may fill the pool
-            if running:
-                kept = self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
+            kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
             if not self._find_room(group, plan, kept, alone=not running):
                 self.held_up = (group.name, "blocks")
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
             yield queue.pop(Status.RUNNING)
+
+    def _kept(self, group: SequenceGroup, growth: float) -> int:
+        """Blocks that must be left free when `group` is let in, where the others are expected to grow by `growth`."""
+        return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
     def _growth(self, groups: Ints[SequenceGroup]) -> float:
         """Blocks that `groups` are expected to need beyond those of their tokens.
@@ -256,34 +266,35 @@ class Admission:
         """
         tokens = 0.0
         for group in groups:
-            num_prompt = group.request.num_prompt
-            end = num_prompt + self.used_share * min(group.limit - num_prompt, EXPECTED_TOKENS)
+            end = group.request.num_prompt + self.used_share * self._allowance(group)
             tokens += max(0.0, end - group.seqs[0].num_known) * group.width
         return tokens * self.caution * self.config.schedule_conservativeness / self.config.block_size
 
+    def _allowance(self, group: SequenceGroup) -> int:
+        """Tokens of output that are reckoned with for each sequence of a group."""
+        return min(group.limit - group.request.num_prompt, EXPECTED_TOKENS)
+
     def learn(self, group: SequenceGroup) -> None:
         """A group has all its tokens: admission knows a little more of how much outputs grow."""
-        num_prompt = group.request.num_prompt
-        allowed = min(group.limit - num_prompt, EXPECTED_TOKENS)
-        used = min(1.0, (group.seqs[0].num_tokens - num_prompt) / allowed)
+        used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self._allowance(group))
         self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 
     def make_way(self, running: Ints[SequenceGroup]) -> list[SequenceGroup]:
         """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
 
-        Only groups of a lower priority make way for one that waits.
+        Only groups of a worse class make way for one that waits.
         """
         if not self.waiting or not running:
             return []
         group, victims, slots = self.waiting.first(), [], len(self.free_slots)
-        if group is not self.first() or running[-1].key[0] <= group.key[0]:
+        if group is not self.first() or not self._yields(running[-1], group):
             return []
         births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
         needed = self.blocks.blocks_for(len(group.seqs[0].tokens)) + births  # if nothing of it is cached
         short = needed + self.blocks.watermark_blocks - self.blocks.num_free
         for victim in reversed(running):
-            if victim.key[0] <= group.key[0] or (short <= 0 and slots >= group.width):
+            if not self._yields(victim, group) or (short <= 0 and slots >= group.width):
                 break
             tables = (seq.blocks for seq in victim.seqs)
             short -= sum(self.blocks.ref_counts[block] == 1 for table in tables for block in table if block >= 0)
@@ -293,6 +304,12 @@ class Admission:
             return []
         self.urgent = group
         return victims
+
+    def _yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
+        """Whether `victim` makes way for `group`; under `fair` it does so for another client only."""
+        if self.fair is not None and victim.request.client == group.request.client:
+            return False
+        return victim.key[0] > group.key[0] + self.quantum
 
     def must_gather(self, running: Ints[SequenceGroup]) -> bool:
         """Whether the classic order runs no prompts yet, so that more of them come together in one step.
@@ -305,6 +322,62 @@ class Admission:
             return False
         earliest = min(group.request.arrival for group in self.waiting)
         return self.now - earliest <= factor * self.prefill_seconds
+
+    # --- the policy `fair`; see `FairQueue` -------------------------------------------------------------------------
+
+    def divide(self, going: Ints[SequenceGroup], tokens: int, running: Ints[SequenceGroup]) -> dict[str, int]:
+        """The tokens that each client's prompts may have of the step's `tokens`, where several want some.
+
+        Else a long prompt would take whole steps, and whoever came after it would wait for all of these. All clients
+        get the same, but for those who want less (max-min fairness).
+
+        Args:
+            going: those who run, without decodes; the first in line counts as one of them if there is room for it.
+            tokens: of the step that are left when each of those who run has one.
+            running: all who run.
+        """
+        wants: Counter[str] = Counter()
+        for group in going:
+            if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
+                wants[group.request.client] += want
+                tokens += group.width
+        first = self.first()
+        if wants and first and len(self.free_slots) >= first.width:
+            need = self.blocks.blocks_for(len(first.seqs[0].tokens))
+            if need + self._kept(first, self._growth([*running, first])) <= self.blocks.num_free:
+                wants[first.request.client] += len(first.seqs[0].tokens) - first.seqs[0].num_computed
+        shares: dict[str, int] = {}
+        if len(wants) < 2:
+            return shares
+        for place, (client, want) in enumerate(sorted(wants.items(), key=lambda item: item[1])):
+            shares[client] = min(want, tokens // (len(wants) - place))
+            tokens -= shares[client]
+        return shares
+
+    def _note_rival(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
+        """Note of the first in line, once it has waited, which other client runs most sequences."""
+        if self.now > group.timeline.begun and "served_instead" not in group.timeline.stays[-1]:
+            group.timeline.note(served_instead=self.rival_of(group, running))
+
+    def rival_of(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> dict[str, int] | None:
+        """Which other client has most of the sequences that run, by its number, and how many; None if none has any."""
+        if self.sequences is None:
+            self.sequences = Counter()
+            for other in running:
+                self.sequences[other.request.client] += len(other.seqs)
+        count, name = max(
+            ((count, name) for name, count in self.sequences.items() if name != group.request.client), default=(0, "")
+        )
+        assert self.fair is not None
+        return {"client": self.fair.clients[name].number, "sequences": count} if count else None
+
+    def account(self, request: Request) -> dict[str, Any]:
+        """Under `fair`: whose request it is, as a number, and its client's counter; see `FairQueue`. Else nothing."""
+        if self.fair is None:
+            return {}
+        client = self.fair.clients[request.client]
+        facts = {"number": client.number, "counter": client.counter, "virtual_time": self.fair.virtual_time}
+        return {"client": facts}
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 
@@ -338,6 +411,8 @@ class Admission:
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += cached
             self.counters["host_cache_hits_total"] += fetched * self.config.block_size
+        if self.fair is not None and not group.charged_prompt:
+            self.fair.charge(group, len(group.seqs[0].tokens) - cached, self._allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=cached)
         if request.prompt_blocks and not self._has_more_samples(request, group):
             self.space.pinned += request.prompt_blocks  # the last sample has branched off
@@ -455,6 +530,11 @@ class Admission:
             self._let_go(request, now)
         if not request.groups and request.prompt_blocks:
             self._drop(request)
+        if self.fair is not None:
+            if group.charged_prompt:
+                self.fair.settle(group)
+            if not request.groups:
+                self.fair.depart(request)
 
     def drop_prompt_blocks(self, most: int | None = None) -> bool:
         """Give up the prompt blocks of the latest `most` requests that keep some, or of all; returns if there were any.
@@ -548,6 +628,8 @@ class Admission:
         """Assert that queues and slots agree with each other, and with `running`."""
         waiting, swapped, aside = list(self.waiting), list(self.swapped), list(self.aside)
         held = [group for request in requests for group in request.held]
+        if self.fair is not None:
+            self.fair.check_integrity(requests)
         assert [*map(len, (waiting, swapped, aside))] == [*map(len, (self.waiting, self.swapped, self.aside))]
         alone = self.trial.alone
         assert all(alone and group.request not in alone for group in aside)

@@ -128,8 +128,10 @@ class EngineConfig:
     enable_chunked_prefill: bool = option(
         True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
     )
-    scheduling_policy: Literal["fcfs", "priority"] = option(
-        "fcfs", "first come first served, or the lowest priority value first"
+    scheduling_policy: Literal["auto", "fcfs", "priority", "fair"] = option(
+        "auto",
+        "fcfs: first come first served; priority: the lowest value first; fair: the client that has had the fewest "
+        "tokens first, where a client is its API key, else its address; auto: fair with several API keys, else fcfs",
     )
     scheduler_delay_factor: float = option(
         0.0, "without chunked prefill: wait this times the last prefill's seconds before the next one", 0.0, 1000.0

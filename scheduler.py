@@ -39,7 +39,17 @@ from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
-from sequence import DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock, derived_seed
+from sequence import (
+    OUTPUT_WEIGHT,
+    DecodeBatch,
+    DecodeRows,
+    Request,
+    Sequence,
+    SequenceGroup,
+    Status,
+    WaitClock,
+    derived_seed,
+)
 
 COUNTERS = (
     "num_preemptions_total",
@@ -158,6 +168,8 @@ class Scheduler:
         self.requests[request.request_id] = request
         seed = params.seed if params.seed is not None else derived_seed(self.config.seed, request.request_id)
         rank = request.priority if self.config.scheduling_policy == "priority" else 0
+        if self.admission.fair is not None:  # it has classes of its own
+            self.admission.fair.arrive(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
             group = SequenceGroup(request, index, self.waits)
             group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
@@ -234,7 +246,7 @@ class Scheduler:
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
-            self.reports[request.request_id] = request.report(now)
+            self.reports[request.request_id] = request.report(now) | self.admission.account(request)
             if len(self.reports) > MAX_REPORTS:
                 self.reports.popitem(last=False)
 
@@ -265,7 +277,10 @@ class Scheduler:
         if self.admission.aside:
             reason = "trial"
         self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
-        self.counters["num_computed_tokens_total"] += self.config.max_num_batched_tokens - budget.tokens
+        computed = self.config.max_num_batched_tokens - budget.tokens
+        self.counters["num_computed_tokens_total"] += computed
+        if self.admission.fair is not None:
+            self.admission.fair.advance(computed + (OUTPUT_WEIGHT - 1) * len(flight.decodes.seqs))
         self.in_flight.append(flight)
         self.step += 1
         return plan
@@ -339,6 +354,9 @@ class Scheduler:
         before = len(self.admission.preempted)
         to_come = self.config.max_num_seqs - len(self.admission.free_slots)  # sequences, or the slots kept for them
         due = [seq.group for seq in self.decodes.pop_due()]
+        shares: dict[str, int] = {}
+        if self.admission.fair is not None and self.others:
+            shares = self.admission.divide(self.others, flight.budget.tokens - to_come, self.running)
         for group in sorted(self.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING:  # any more
                 continue
@@ -348,19 +366,25 @@ class Scheduler:
                 self.others.append(group)
             if seq.batch is None:
                 to_come -= group.width
-            most = self._most_tokens(group, flight.budget.tokens - to_come)
+            left = flight.budget.tokens
+            most = self._most_tokens(group, left - to_come, shares)
             schedule = self._schedule_sequence if group.beams is None else self._schedule_beams
             if not schedule(group, flight, most):  # it was preempted itself, as all after it were
                 break
+            if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
+                shares[group.request.client] -= taken
         flight.decodes, flight.decode_step = self.decodes.run(), self.decodes.steps
         flight.budget.take(len(self.decodes), seqs=len(self.decodes))
         return len(self.admission.preempted) > before
 
-    def _most_tokens(self, group: SequenceGroup, left: int) -> int:
+    def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
         """Tokens that a running group may compute, of those that are left when all after it have one each.
 
-        So no prompt holds up decodes, nor the prompt of somebody of a better priority who is about to be let in.
+        So no prompt holds up decodes, nor the prompt of somebody of a better priority who is about to be let in. Nor
+        does a client's prompt take more than what is left of its share, if the prompts of several share the step.
         """
+        if (share := shares.get(group.request.client)) is not None:
+            return min(left, max(group.width, share))
         urgent = self.admission.urgent
         if urgent and urgent.key[0] < group.key[0]:
             return max(group.width, left - len(urgent.seqs[0].tokens))
@@ -638,11 +662,14 @@ class Scheduler:
         """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
         if (request := self.requests.get(request_id)) is None:
             return self.reports.get(request_id)
-        report = request.report(self.clock())
+        report = request.report(self.clock()) | self.admission.account(request)
         for group in request.groups:
             if group.status in (Status.WAITING, Status.SWAPPED):
                 ahead = sum(other.key < group.key for queue in (self.waiting, self.swapped) for other in queue)
                 report["answers"][group.index]["ahead"] = ahead
+                if self.admission.fair is not None:
+                    rival = self.admission.rival_of(group, self.running)
+                    report["answers"][group.index]["served_instead"] = rival
         return report
 
     def check_integrity(self) -> None:

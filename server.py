@@ -242,7 +242,8 @@ class Api:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
         if fields["priority"] and self.facts["scheduling_policy"] != "priority":
-            raise ApiError(400, f"priority is {fields['priority']}; under the policy fcfs it must be 0", "priority")
+            policy = self.facts["scheduling_policy"]
+            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
         params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
         answers = len(prompts) * params[0].num_sequences
         if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
@@ -461,6 +462,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         config = with_all_keys(config, os.environ)
+        engine_config = with_policy(engine_config, config)
         check_gpus(engine_config)
         model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
         if "plan" in flags:
@@ -497,6 +499,14 @@ def main(argv: list[str] | None = None) -> None:
             for child in children:
                 child.stop()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:
+    """The engine's options, with the policy that `auto` means: `fair` where there are several API keys, else `fcfs`."""
+    policy = engine_config.scheduling_policy
+    if policy == "auto":
+        policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
+    return dataclasses.replace(engine_config, scheduling_policy=policy)
 
 
 def launch(

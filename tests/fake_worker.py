@@ -155,10 +155,12 @@ class Engine:
         self.kills: Callable[[set[str]], bool] = lambda ran: False  # whether a step of these requests kills the worker
         self.deaths = 0
 
-    def add(self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, **params) -> SequenceGroup:
+    def add(
+        self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "", **params
+    ) -> SequenceGroup:
         if params.get("use_beam_search"):
             params = {"temperature": 0} | params
-        request = Request(request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority)
+        request = Request(request_id, prompt, SamplingParams(**{"seed": 0} | params), salt, priority, client)
         self.scheduler.add(request)
         self.answers[request_id] = {i: [] for i in range(request.params.num_samples)}
         return request.groups[0]

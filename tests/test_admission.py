@@ -300,3 +300,201 @@ def test_admission_keeps_room_for_growth_once_it_knows_it():
         counters = engine.scheduler.counters
         again[conservativeness] = counters["num_recomputed_tokens_total"] / counters["num_computed_tokens_total"]
     assert again[1.0] < 0.1 < 0.2 < again[0.0]
+
+
+# --- the policy `fair` ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("others", [1, 2, 3])
+def test_a_newcomer_waits_at_most_for_a_budget_and_a_request_of_each_client(others, slots):
+    """However many samples the others have asked for, and whenever it comes."""
+    budget, length, max_tokens = 4, 6, 20
+    in_the_way = others * (budget + length + 2 * max_tokens)  # tokens
+    for samples in (1, 6):
+        for arrival in range(0, 4 + others * samples * max_tokens // slots, 9):
+            engine = Engine(max_num_seqs=slots, max_num_batched_tokens=budget, scheduling_policy="fair")
+            for i in range(others):
+                engine.add(f"{i}", prompt(length, i), client=f"{i}", n=samples, max_tokens=max_tokens, ignore_eos=True)
+            while engine.scheduler.step < arrival and engine.scheduler.has_work():
+                engine.step()
+            engine.add("new", prompt(2, 9), client="new", max_tokens=1)
+            begun = engine.scheduler.step
+            while "new" not in engine.finished:
+                engine.step()
+            assert engine.scheduler.step - begun <= in_the_way / slots + 2
+
+
+def test_a_newcomer_takes_the_slot_of_who_has_most_of_them():
+    engine = Engine(600, 128, max_num_seqs=16, max_num_batched_tokens=32, scheduling_policy="fair")
+    engine.add("many", prompt(8), client="a", n=40, max_tokens=100, ignore_eos=True)
+    for _ in range(30):
+        engine.step()
+    engine.add("few", prompt(4, 3), client="b", max_tokens=2, ignore_eos=True)
+    engine.step()
+    engine.step()
+    assert engine.finished == ["few"] and engine.scheduler.counters["num_preemptions_total"] == 1
+    engine.run()
+    for index, tokens in engine.answers["many"].items():
+        assert tokens == expected(prompt(8), 100, 128, ignore_eos=True, seed=sample_seed(index))
+    assert engine.scheduler.counters["num_preemptions_total"] == 1
+
+
+def test_two_clients_get_the_same_however_much_they_ask_for():
+    """At any time as long as both wait; and for that nobody is preempted again and again."""
+    engine = Engine(400, 64, max_num_seqs=8, max_num_batched_tokens=16, scheduling_policy="fair")
+    for i in range(60):
+        engine.add(f"a{i}", prompt(2, i), client="a", n=1 + i % 3, max_tokens=40)
+    for i in range(150):
+        engine.add(f"b{i}", prompt(2, i), client="b", max_tokens=1 + i % 20, ignore_eos=True)
+    fair, written = engine.scheduler.admission.fair, {"a": 0, "b": 0}
+    while all(fair.clients[client].backlog for client in "ab"):
+        engine.step()
+        for client in "ab":
+            mine = (found for name, found in engine.answers.items() if name[0] == client)
+            written[client] = sum(len(tokens) for found in mine for tokens in found.values())
+        assert abs(written["a"] - written["b"]) <= 4 * 40  # what half of the slots may come to hold
+    assert min(written.values()) > 4 * 4 * 40  # it took long enough to tell
+    assert engine.scheduler.counters["num_preemptions_total"] <= 8
+    engine.run()
+
+
+def test_no_stream_of_newcomers_holds_up_a_request_for_ever():
+    """Each of them asks for a little, and is a client of its own."""
+    engine = Engine(max_num_seqs=2, scheduling_policy="fair")
+    engine.add("first", prompt(4), client="a", max_tokens=10, ignore_eos=True)
+    engine.add("second", prompt(4), client="a", max_tokens=10, ignore_eos=True)
+    for i in range(200):
+        engine.add(f"new {i}", prompt(3, i), client=f"new {i}", max_tokens=3, ignore_eos=True)
+        engine.step()
+    assert "second" in engine.finished and len(engine.scheduler.waiting) > 20
+    engine.run()
+    assert len(engine.scheduler.admission.fair.clients) <= 2  # who has gone is forgotten
+
+
+@pytest.mark.parametrize("contended", [False, True])
+def test_nobody_saves_up_what_is_not_asked_for(contended):
+    """Who has had little for long does not come before others for as long."""
+    engine = Engine(400, 64, max_num_seqs=4, scheduling_policy="fair")
+    for i in range(60):
+        for client in "bc" if contended else "b":
+            engine.add(f"{client}{i}", prompt(4, i), client=client, max_tokens=8, ignore_eos=True)
+        if i % 8 == 0:
+            engine.add(f"a{i}", prompt(2, i), client="a", max_tokens=2, ignore_eos=True)
+        while not contended and len(engine.scheduler.requests) > 1:
+            engine.step()
+    while contended and len(engine.finished) < 60:
+        engine.step()
+    count = len(engine.finished)
+    for i in range(30):
+        engine.add(f"a late {i}", prompt(4, i), client="a", max_tokens=8, ignore_eos=True)
+        engine.add(f"b late {i}", prompt(4, i), client="b", max_tokens=8, ignore_eos=True)
+    engine.run()
+    first = [name[0] for name in engine.finished[count : count + 24]]
+    assert min(first.count("a"), first.count("b")) >= 6
+
+
+def test_a_newcomer_does_not_have_to_be_caught_up_with():
+    """Two clients have long shared what others left them: one more gets no more than they do from then on."""
+    engine = Engine(800, 600, max_num_seqs=12, scheduling_policy="fair")
+    for i in range(2):
+        engine.add(f"leaves most to others {i}", prompt(4), client=f"{i}", max_tokens=500, ignore_eos=True)
+    for i in range(80):
+        engine.add(f"b{i}", prompt(4, i), client="b", max_tokens=8, ignore_eos=True)
+        engine.add(f"c{i}", prompt(4, i), client="c", max_tokens=8, ignore_eos=True)
+    while len(engine.finished) < 80:
+        engine.step()
+    for i in range(40):
+        engine.add(f"d{i}", prompt(4, i), client="d", max_tokens=8, ignore_eos=True)
+    while len(engine.finished) < 120:
+        engine.step()
+    first = [name[0] for name in engine.finished[80:]]
+    assert min(first.count(client) for client in "bcd") >= 8
+
+
+def test_one_client_alone_is_served_as_by_arrival():
+    """What it is given back, as its requests end before they had to, is no reason to preempt its own."""
+    order = {}
+    for policy in ("fcfs", "fair"):
+        engine = Engine(200, scheduling_policy=policy, max_num_seqs=4)
+        for i in range(30):
+            params = {"use_beam_search": True, "n": 3} if i % 4 == 3 else {"n": 1 + i % 3}
+            engine.add(f"{i}", prompt(3 + i % 5, i), max_tokens=50, **params)
+        engine.run()
+        assert engine.scheduler.counters["num_preemptions_total"] == 0
+        order[policy] = engine.finished
+    assert order["fair"] == order["fcfs"]
+
+
+def test_nobody_is_preempted_for_less_than_a_steps_tokens():
+    engine = Engine(max_num_seqs=3, scheduling_policy="fair")  # 16 tokens a step
+    engine.add("three", prompt(2), client="a", n=3, max_tokens=4, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("one", prompt(2, 3), client="b", max_tokens=4, ignore_eos=True)
+    engine.run()
+    assert engine.scheduler.counters["num_preemptions_total"] == 0
+
+
+def test_a_long_prompt_of_another_client_shares_the_step():
+    engine = Engine(num_blocks=64, scheduling_policy="fair", schedule_conservativeness=0.0)
+    engine.add("long", prompt(60), client="a", max_tokens=2)
+    engine.step()
+    engine.add("as long", prompt(60, 2), client="b", max_tokens=2)
+    engine.add("short", prompt(4, 3), client="c", max_tokens=2)
+    assert sorted(count for _, count in engine.step().rows) == [8, 8]
+    assert sorted(count for _, count in engine.step().rows) == [4, 6, 6]
+    engine.run()
+
+
+def test_a_client_is_charged_with_what_it_has_had():
+    """A prompt's tokens but for cached ones, twice the output's, and nothing again after a preemption."""
+    engine = Engine(num_blocks=12, max_model_len=44, scheduling_policy="fair", preemption_mode="recompute")
+    fair, counters = engine.scheduler.admission.fair, {}
+    engine.add("plain", prompt(9), client="plain", max_tokens=30, ignore_eos=True)
+    engine.add("samples", prompt(10, 2), client="samples", n=3, max_tokens=5, ignore_eos=True)
+    engine.add("beams", prompt(9, 3), client="beams", use_beam_search=True, n=2, max_tokens=4, ignore_eos=True)
+    while engine.scheduler.has_work():
+        engine.step()
+        counters |= {name: client.counter for name, client in fair.clients.items() if not client.num_requests}
+    assert engine.scheduler.counters["num_preemptions_total"] > 0
+    # Of four tokens the beams went on with three.
+    assert counters == {"plain": 9 + 2 * 30, "samples": 10 + 2 + 2 * 3 * 5, "beams": 9 + 2 * 2 * 3}
+
+
+def test_a_client_is_not_charged_with_what_is_cached_or_aborted():
+    engine = Engine(scheduling_policy="fair")
+    engine.add("before", prompt(9), client="a", max_tokens=1)
+    engine.add("again", prompt(9), client="b", max_tokens=8, ignore_eos=True)
+    engine.step()
+    fair = engine.scheduler.admission.fair
+    start = fair.clients["b"].counter - 2 * 8 - 9
+    engine.scheduler.abort("again")
+    assert fair.clients["b"].counter == start + 7  # the rest of the step's tokens, of its prompt
+    engine.add("cached", prompt(9), client="b", max_tokens=2, ignore_eos=True)
+    counter = fair.clients["b"].counter
+    engine.run()
+    assert fair.clients["b"].counter == counter + 1 + 2 * 2
+
+
+def test_explain_says_who_was_served_instead_and_tells_no_name():
+    engine = Engine(max_num_seqs=2, scheduling_policy="fair")
+
+    def step():
+        engine.step()
+        engine.now += 1.0
+
+    engine.add("long", prompt(4), client="secret a", n=2, max_tokens=5, ignore_eos=True)
+    step()
+    for name in ("b1", "b2"):
+        engine.add(name, prompt(4, 3), client="secret b", max_tokens=5, ignore_eos=True)
+    step()
+    report = engine.scheduler.explain("b2")
+    assert report["client"]["number"] == 2 and report["client"]["counter"] >= report["client"]["virtual_time"] >= 0
+    assert report["answers"][0]["served_instead"] == {"client": 1, "sequences": 1}  # the other slot has b1
+    while engine.scheduler.has_work():
+        step()
+    waited = engine.scheduler.explain("b2")["answers"][0]["stays"][0]
+    assert waited["served_instead"] == {"client": 1, "sequences": 1} and "slots" in waited["waited_for"]
+    assert "secret" not in str(engine.scheduler.explain("b2"))
+    assert "client" not in Engine().scheduler.admission.account(engine.add("x", [1], max_tokens=1).request)

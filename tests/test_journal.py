@@ -35,6 +35,7 @@ def record(path: Path, depth: int = 1, **fields) -> list[str]:
                 str(i),
                 prompt(6 + i, i % 3),
                 priority=i % 3,
+                client=str(i % 3),
                 max_tokens=25,
                 salt="ab"[i % 2],
                 n=1 + (i % 4 == 1),
@@ -65,11 +66,12 @@ def record(path: Path, depth: int = 1, **fields) -> list[str]:
         {},
         {"preemption_mode": "swap"},
         {"scheduling_policy": "priority", "preemption_mode": "swap"},
+        {"scheduling_policy": "fair", "preemption_mode": "swap"},
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 48, "scheduler_delay_factor": 0.5},
         {"enable_prefix_caching": False, "max_num_seqs": 3},
         {"depth": 2, "preemption_mode": "swap"},
     ],
-    ids=["defaults", "swap", "priority", "classic", "few slots", "ahead"],
+    ids=["defaults", "swap", "priority", "fair", "classic", "few slots", "ahead"],
 )
 def test_replay_makes_the_same_decisions(tmp_path, fields):
     lines = record(tmp_path / "journal", **fields)

@@ -17,9 +17,10 @@ from sequence import Request
 class Scenario:
     """Arrivals, steps and aborts, over pools of any size, in both orders, policies and modes of preemption.
 
-    Every request gets its own tokens. Within its class nobody is let in before who came earlier. And every request ends
-    within a number of steps known when it comes (`cost`), unless work of a better class comes after it. One of them may
-    kill the worker in every step that it is in: then it is ended, and nobody else is for it.
+    Every request gets its own tokens. Within its class, or of its client under `fair`, nobody is let in before who came
+    earlier. And every request ends within a number of steps known when it comes (`cost`), unless work of a better class
+    comes after it; under `fair` that may be any work. One of them may kill the worker in every step that it is in: then
+    it is ended, and nobody else is for it.
     """
 
     SAMPLES = ({}, {}, {}, {"n": 2}, {"n": 4}, {"n": 1, "best_of": 3},
@@ -28,7 +29,7 @@ class Scenario:
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, window, ahead, depth,
                  poison=None):  # fmt: skip
-        self.limit = min(blocks * size - ahead, 40)
+        self.limit, self.fair = min(blocks * size - ahead, 40), policy == "fair"
         self.engine = Engine(
             blocks, self.limit, host, window, 1.5, depth, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
@@ -39,7 +40,7 @@ class Scenario:
         self.engine.kills = lambda ran: self.poison in ran
         self.asked: dict[str, tuple[list[int], int, dict]] = {}
         self.due: dict[str, int] = {}  # the step by which it must have ended
-        self.last_in: dict[int, int] = {}  # of each class, the latest arrival that was let in
+        self.last_in: dict[int, int] = {}  # of each class or client, the latest arrival that was let in
 
     def cost(self, request: Request) -> int:
         """Steps that a request may take once it is the first: a token at least in each; and where samples branch off
@@ -53,32 +54,34 @@ class Scenario:
         name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
         params = self.SAMPLES[samples]
         try:
-            group = self.engine.add(name, ids, priority=priority, max_tokens=max_tokens, **params)
+            group = self.engine.add(name, ids, priority=priority, client=str(priority), max_tokens=max_tokens, **params)
         except ValueError as error:
             assert "beam" in str(error)  # too wide for the slots or the pool
             self.engine.answers[name] = {}
             return
         self.asked[name] = ids, max_tokens, params
-        requests = self.engine.scheduler.requests
-        for other in requests.values():
-            if other is group.request or other.groups[0].key[0] > group.key[0]:
-                self.due[other.request_id] = self.last_step(other)
+        for other in self.engine.scheduler.requests.values():
+            if other is group.request or self.fair or other.groups[0].key[0] > group.key[0]:
+                self.expect(other)
 
-    def last_step(self, request: Request) -> int:
-        """The step by which a request must have ended: a trial may be before all that goes before it."""
-        scheduler = self.engine.scheduler
-        ahead = [r for r in scheduler.requests.values() if r.groups[0].key[:2] <= request.groups[0].key[:2]]
-        tried = scheduler.admission.trial.pool
-        return scheduler.step + sum(map(self.cost, ahead)) + sum(self.cost(r) + self.engine.depth for r in tried)
+    def expect(self, request: Request) -> None:
+        """Reckon by when a request must have ended: after those before it, which are all of them under `fair`.
+
+        A trial may come before all that.
+        """
+        scheduler, place = self.engine.scheduler, request.groups[0].key[:2]
+        ahead = [r for r in scheduler.requests.values() if self.fair or r.groups[0].key[:2] <= place]
+        tried = sum(self.cost(r) + self.engine.depth for r in scheduler.admission.trial.pool)
+        self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead)) + tried
 
     def step(self) -> None:
         waiting = [r for r in self.engine.scheduler.requests.values() if not r.admitted]
-        keys = {request.request_id: request.groups[0].key for request in waiting}
+        keys = {r.request_id: (r.priority if self.fair else r.groups[0].key[0], r.groups[0].key[1]) for r in waiting}
         deaths = self.engine.deaths
         self.engine.step()
         if self.engine.deaths > deaths:
             self.check_loss({self.poison})
-        for rank, arrival, _ in sorted(keys[r.request_id] for r in waiting if r.admitted):
+        for rank, arrival in sorted(keys[r.request_id] for r in waiting if r.admitted):
             assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
             self.last_in[rank] = arrival
         for name in self.engine.scheduler.requests:
@@ -106,7 +109,7 @@ class Scenario:
             assert name in ended
             del self.asked[name]
         for request in self.engine.scheduler.requests.values():
-            self.due[request.request_id] = self.last_step(request)
+            self.expect(request)
 
     def finish(self) -> None:
         engine = self.engine
@@ -131,8 +134,8 @@ def run_scenario(seed: int) -> Scheduler:
     scenario = Scenario(
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
-        rng.choice(("fcfs", "priority")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)), rng.choice((0, 0, 3)),
-        rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)),
+        rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)),
+        rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
@@ -163,7 +166,7 @@ class Traffic(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(8, 24), host=st.integers(0, 24), size=st.sampled_from((1, 3, 4)), seqs=st.integers(1, 6),
         tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
-        mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority")),
+        mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
         reserve=st.sampled_from((0.0, 1.0)), window=st.sampled_from((0, 7)), ahead=st.integers(0, 3),
         depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3))  # fmt: skip
     def start(self, **drawn):
