@@ -6,10 +6,12 @@ Standard library only: every process reads this file, and most of them never imp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,6 +22,12 @@ INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 
 T = TypeVar("T")
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, if that can be: a full disk or a closed pipe behind it must end nothing."""
+    with contextlib.suppress(OSError, ValueError):  # a closed file is a ValueError
+        print(text, file=sys.stderr, flush=True)
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from typing import Any
 from tqdm import tqdm
 
 from client import Stream
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling
+from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling, say
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
@@ -176,7 +175,7 @@ class EngineCore:
         )
         outputs = self._start_over(True, refused)
         live = len(self.scheduler.requests)
-        print(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on", file=sys.stderr)
+        say(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
         self.on_trouble(None)
         return outputs
 
