@@ -126,7 +126,7 @@ class RingBuffer:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: its nap; 0: it is awake
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: which nap, or 0
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # messages written, or read, at this end
         self.naps = 0  # of this reader

@@ -26,7 +26,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "executor", "journal", "outputs", "plan", "scheduler", "sequence", "tokenizer", "tracing"},
     "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes"},
     "client": {"plan", "ring"},
-    "processes": {"config"},
+    "processes": {"config", "executor", "ring"},
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),
