@@ -186,8 +186,10 @@ class Child:
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, for good."""
         self._close_pipes()
+        self.address.close()
+        self.listener.close()
         if is_stopped(self.process.pid):
             self.process.kill()
         try:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from client import GRACE, EngineDeadError, MPClient, read_frames, to_frame
+from client import GRACE, SEND_TIMEOUT, EngineDeadError, FrameServer, MPClient, connect, read_frames, to_frame
 from engine import SamplingParams
 from engine_process import EngineServer
-from plan import EngineCoreRequest, EngineOutput
-from ring import Codec
+from plan import EngineCoreRequest, EngineOutput, Health, Reply
+from ring import STALL, Codec
+from served import eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=4)
@@ -177,3 +179,50 @@ def test_a_frame_that_is_no_message_ends_the_connection():
             with one:
                 one.sendall(junk)
             assert list(read_frames(other)) == []
+
+
+def test_a_client_that_does_not_read_holds_up_nobody():
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    stuck, other = connect(address), MPClient(address)
+    eventually(lambda: len(server.clients) == 2)
+    story, begun = Reply(0, "x" * 100_000), time.monotonic()
+    frame = to_frame(server.codec, story)
+    for _ in range(50):  # far more than a socket holds
+        server.publish(story)
+    assert time.monotonic() - begun < SEND_TIMEOUT / 2
+    eventually(lambda: other.connection.heard > 50)
+    got = bytearray()  # and all that it was sent comes to it in the end
+    while got.count(frame) < 50:
+        got += stuck.recv(1 << 20)
+    with stuck:
+        other.close()
+    eventually(lambda: not server.late)
+    address.close()
+
+
+def test_a_client_hears_of_trouble_that_was_there_before_it_came():
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    server.health = Health("rank 0 has died")
+    client = MPClient(address)
+    assert client.trouble == "rank 0 has died"
+    client.close()
+    address.close()
+
+
+def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypatch):
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    client = MPClient(address)
+    eventually(lambda: client.trouble is None)
+    with server.lock:  # as if the process was stopped
+        begun = time.monotonic()
+        eventually(lambda: client.trouble is not None, 30)
+        assert time.monotonic() - begun >= STALL - 1
+        assert "no sign of life" in client.trouble
+        with pytest.raises(EngineDeadError, match="no sign of life"):
+            client.call("metrics")
+    eventually(lambda: client.trouble is None)
+    client.close()
+    address.close()
