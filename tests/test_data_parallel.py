@@ -29,7 +29,7 @@ from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Ro
 from engine import LLM
 from engine_process import EngineServer, check_gpus, visible_gpus
 from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
-from served import Server, eventually, serving
+from served import Server, alive, eventually, serving
 from test_survival import Reader, command
 
 
@@ -356,12 +356,15 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             reader.join(60)
             assert reader.text == text
         eventually(lambda: len(counts(server, "num_requests_running")) == 2, 60)
-        coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
-        os.kill(coordinator, signal.SIGKILL)
-        eventually(lambda: "the coordinator is ready again" in server.log.read_text(), 30)
-        reader = Reader(server, prompt=prompts[0], max_tokens=40)
-        reader.join(60)
-        assert reader.text == texts[0]
+        for times, with_signal in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+            coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
+            os.kill(coordinator, with_signal)
+            reader = Reader(server, prompt=prompts[0], max_tokens=40)  # for which it is not needed
+            reader.join(60)
+            assert reader.text == texts[0] and server.get("/health")[0] == 200
+            ready = "the coordinator is ready again"
+            eventually(lambda: server.log.read_text().count(ready) == times, 30)  # noqa: B023
+            assert not alive(coordinator)
         status, story = server.get("/explain/none")
         assert status == 404 and story
         server.pids = server.family()
