@@ -1,4 +1,4 @@
-"""How other processes speak to the engine, and to the coordinator: over Unix sockets, in frames of a message each.
+"""How other processes speak to the engine, and to the coordinator: over sockets, in frames of a message each.
 
     MPClient        a client's end of one engine: what it adds comes back as a `Stream` of outputs
     Stream          the outputs of one request, or of several, as they come
@@ -7,31 +7,38 @@
 
 A frame is four bytes of length and the message as `ring.Codec` writes it. All of this is plain sockets, threads and
 queues, because gevent can patch those and turn the threads into greenlets, which the API processes want.
+
+Nothing here has a name. The parent of all these processes makes a pair of sockets, the address and the listener, which
+its children inherit. To connect is to make another pair, and to send one half of it through the address; to accept is
+to receive that half from the listener. So nothing is left in the file system, whoever is killed, nobody else can
+connect, and who comes while a process is being replaced waits in line for its successor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import queue
 import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
-from ring import Codec
+from ring import BEAT, STALL, Codec, Watchdog
 
 GONE = "the engine process has ended"
+SILENT = "the engine process gives no sign of life"
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
-RECONNECT = 0.2  # seconds between attempts to reach a process that has ended, until its successor listens
+GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
+HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 
 
 class EngineDeadError(RuntimeError):
-    """The engine process is gone, and this request with it."""
+    """The engine process is gone, and this request with it, or it does not answer."""
 
 
 class Stream:
@@ -61,24 +68,24 @@ class MPClient:
     """A connection to an engine process, and to its successor if that one ends.
 
     Args:
-        path: of the engine's Unix socket.
+        address: of the engine.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, address: socket.socket):
         self.streams: dict[str, Stream] = {}
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
-        self.trouble: str | None = None  # why the engine cannot run requests now; None: it can
-        self.connection = Connection(path, self._receive, self._connected, self._lost)
-        if self.connection.socket is None:
-            self.trouble = GONE
+        self.said: str | None = GONE  # the engine's own word on its health
+        self.connection = Connection(address, self._receive, lost=self._lost)
 
-    def _connected(self) -> None:
-        self.trouble = None
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine cannot run requests now; None: it can."""
+        return SILENT if self.connection.silent else self.said
 
     def _receive(self, message: Health | Reply | Outputs) -> None:
         if isinstance(message, Health):
-            self.trouble = message.trouble
+            self.said = message.trouble
         elif isinstance(message, Reply):
             if waiter := self.calls.get(message.call_id):
                 waiter.put(message)
@@ -91,7 +98,7 @@ class MPClient:
                     stream.put(output)
 
     def _lost(self) -> None:
-        self.trouble = GONE
+        self.said = GONE
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             stream.put(EngineDeadError(GONE))
@@ -99,9 +106,9 @@ class MPClient:
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
-        if self.connection.send(message, register):
-            return
-        time.sleep(2 * RECONNECT)  # a new engine may listen already, and this connection be about to find it
+        if self.connection.silent:  # it would wait, nobody knows for how long
+            raise EngineDeadError(SILENT)
+        self.connection.up.wait(GRACE)  # a new engine may be about to answer
         if not self.connection.send(message, register):
             raise EngineDeadError(GONE)
 
@@ -158,10 +165,10 @@ class MPClient:
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def send_frame(sock: socket.socket, codec: Codec, message: Message) -> None:
-    """Write one message."""
+def to_frame(codec: Codec, message: Message) -> bytes:
+    """The bytes of one message."""
     payload = codec.encode(message)
-    sock.sendall(struct.pack("<I", len(payload)) + payload)
+    return struct.pack("<I", len(payload)) + payload
 
 
 def read_frames(sock: socket.socket) -> Iterator[Any]:
@@ -172,32 +179,63 @@ def read_frames(sock: socket.socket) -> Iterator[Any]:
             yield codec.decode(file.read(struct.unpack("<I", header)[0]))
 
 
+def connect(address: socket.socket) -> socket.socket:
+    """A connection to whoever accepts it at the other end of this address."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(address, [b"\0"], [theirs.fileno()])
+    return mine
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """The next connection; None if no process is left that could make one."""
+    _, fds, _, _ = socket.recv_fds(listener, 1, 1)
+    if not fds:
+        return None
+    client = socket.socket(fileno=fds[0])
+    client.setblocking(True)  # gevent has made it on the other side, and its sockets do not block
+    return client
+
+
+def limit_sends(sock: socket.socket, seconds: float) -> None:
+    """Have `send` fail if nothing is taken for so long. Other than by `settimeout`, reading may take longer."""
+    sock.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1_000_000))
+    )
+
+
 class FrameServer:
-    """A Unix socket's listening end.
+    """The end that accepts connections. Each client hears of its health at once, and then in every heartbeat.
+
+    No client can hold up the others. What one does not take at once waits in a thread of its own.
 
     Args:
-        path: of the socket; a file that an earlier process has left there is replaced.
+        listener: the pair of the clients' address.
     """
 
-    def __init__(self, path: str):
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        self.listener = socket.socket(socket.AF_UNIX)
-        self.listener.bind(path)
-        self.listener.listen()
+    def __init__(self, listener: socket.socket):
         self.codec, self.lock = Codec(), threading.Lock()
+        self.health = Health(None)
         self.clients: set[socket.socket] = set()
-        self.inbox: queue.SimpleQueue[tuple[socket.socket, Message | None]] = (
+        self.late: dict[socket.socket, deque[bytes]] = {}  # frames for clients that have not taken an earlier one yet
+        self.inbox: queue.SimpleQueue[tuple[socket.socket | None, Message | None]] = (
             queue.SimpleQueue()
-        )  # None: the client has left
-        threading.Thread(target=self._accept, daemon=True).start()
+        )  # from client None: a word from within; message None: the client has left
+        for task in (self._accept, self._beat):
+            threading.Thread(target=task, args=(listener,), daemon=True).start()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while client := accept(listener):
+                limit_sends(client, SEND_TIMEOUT)
+                self.clients.add(client)
+                self.send(client, self.health)
+                threading.Thread(target=self._read, args=(client,), daemon=True).start()
+
+    def _beat(self, listener: socket.socket) -> None:
         while True:
-            client, _ = self.listener.accept()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT, 0))
-            self.clients.add(client)
-            threading.Thread(target=self._read, args=(client,), daemon=True).start()
+            time.sleep(HEARTBEAT)
+            self.publish(self.health)
 
     def _read(self, client: socket.socket) -> None:
         for message in read_frames(client):
@@ -206,12 +244,33 @@ class FrameServer:
 
     def send(self, client: socket.socket, message: Message) -> None:
         """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
-        try:
+        with self.lock:
+            frame = to_frame(self.codec, message)
+            if client in self.late:
+                self.late[client].append(frame)
+                return
+            try:
+                sent = client.send(frame, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                sent = 0
+            except OSError:  # its reader sees that, too
+                return
+            if sent < len(frame):
+                self.late[client] = deque([frame[sent:]])
+                threading.Thread(target=self._catch_up, args=(client,), daemon=True).start()
+
+    def _catch_up(self, client: socket.socket) -> None:
+        while True:
             with self.lock:
-                send_frame(client, self.codec, message)
-        except OSError:
-            with contextlib.suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+                if not self.late[client]:
+                    del self.late[client]
+                    return
+                frame = self.late[client].popleft()
+            try:
+                client.sendall(frame)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
 
     def publish(self, message: Message) -> None:
         """Write to all clients."""
@@ -225,67 +284,81 @@ class FrameServer:
 
 
 class Connection:
-    """A client's end of a Unix socket. When it is lost, another is made as soon as a process listens there again.
+    """A client's end of a socket. When it is lost, another waits in line until a process accepts it.
+
+    It is up once the other end has said something. Messages are written only then, and this waits a moment for that.
 
     Args:
-        path: of the socket.
+        address: of the process to speak to.
         receive: called with each message that comes, in a thread of its own.
-        connected: called when there is a connection again after one was lost.
-        lost: called when the connection is lost.
+        connected: called with this whenever the other end has said something for the first time.
+        lost: called when a connection is lost.
+        send_timeout: seconds after which a message that is not taken counts as a loss of the connection; None: never.
     """
 
     def __init__(
         self,
-        path: str,
+        address: socket.socket,
         receive: Callable[[Any], None],
-        connected: Callable[[], None] = lambda: None,
+        connected: Callable[[Connection], object] = lambda connection: None,
         lost: Callable[[], None] = lambda: None,
+        send_timeout: float | None = None,
     ):
-        self.path, self.receive, self.connected, self.lost = path, receive, connected, lost
+        self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
+        self.send_timeout = send_timeout
         self.codec, self.lock, self.closed = Codec(), threading.Lock(), False
-        self.socket: socket.socket | None = None
-        self._connect()
-        threading.Thread(target=self._run, daemon=True).start()
+        self.up = threading.Event()
+        self.heard = 0  # messages, among them a heartbeat now and then
+        self.silent = False  # whether it is up, and nothing has come for STALL seconds
+        self.socket = self._connect()
+        for task in (self._run, self._watch):
+            threading.Thread(target=task, daemon=True).start()
+        self.up.wait(GRACE)
 
-    def _connect(self) -> bool:
-        sock = socket.socket(socket.AF_UNIX)
-        try:
-            sock.connect(self.path)
-        except OSError:
-            sock.close()
-            return False
-        self.socket = sock
-        return True
+    def _connect(self) -> socket.socket:
+        sock = connect(self.address)
+        if self.send_timeout:
+            limit_sends(sock, self.send_timeout)
+        return sock
 
     def _run(self) -> None:
-        pause = threading.Event()
         while not self.closed:
-            if (sock := self.socket) is None:
-                if self._connect():
-                    self.connected()
-                else:
-                    pause.wait(RECONNECT)
-                continue
-            for message in read_frames(sock):
+            for message in read_frames(self.socket):
+                self.heard += 1
                 self.receive(message)
+                if not self.up.is_set():
+                    self.up.set()
+                    self.connected(self)
             with self.lock:
-                self.socket = None
-            sock.close()
+                self.up.clear()
+                self.socket.close()
+                if not self.closed:
+                    self.socket = self._connect()
             self.lost()
+
+    def _watch(self) -> None:
+        dog = Watchdog()
+        while not self.closed:
+            time.sleep(BEAT)
+            self.silent = dog.look(self.heard) >= STALL and self.up.is_set()
 
     def send(self, message: Message, first: Callable[[], None] = lambda: None) -> bool:
         """Call `first` and write a message; False, without calling it, if there is no connection."""
         with self.lock:
-            if self.socket is None:
+            if not self.up.is_set():
                 return False
             first()
-            with contextlib.suppress(OSError):  # the reader sees that the socket is broken, too
-                send_frame(self.socket, self.codec, message)
+            try:
+                self.socket.sendall(to_frame(self.codec, message))
+            except OSError:
+                self._hang_up()
             return True
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # its reader closes it
 
     def close(self) -> None:
         """Hang up, for good."""
         self.closed = True
-        with self.lock, contextlib.suppress(OSError):
-            if self.socket:
-                self.socket.shutdown(socket.SHUT_RDWR)  # its reader closes it
+        self._hang_up()

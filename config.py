@@ -167,7 +167,14 @@ class EngineConfig:
         "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
         "several hosts; auto: uni for LLM on one device, else mp",
     )
-    step_timeout: float = option(300.0, "seconds that a step may take before the workers are started anew", 0.1, 1e6)
+    step_timeout: float | None = option(
+        None,
+        "seconds that a step may take before the workers are started anew (default: 20 times as long as warm-up says "
+        "that the largest step takes, at least 30)",
+        0.1,
+        1e6,
+    )
+    startup_timeout: float = option(1800.0, "seconds that workers, or an engine process, may take to start", 0.1, 1e6)
     max_worker_restarts: int = option(
         20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
     )

@@ -15,7 +15,6 @@ the same step, however late their messages are. Engines of a dense model step fo
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import socket
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
 from kv_cache import chain
-from plan import EngineCoreRequest, Load, Loads, Message, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Load, Loads, Message, Subscribe, Wave, WaveReport
 from processes import Child, ParentPipe
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
@@ -83,22 +82,19 @@ class DPClient:
     """An API process's end of several engines.
 
     Args:
-        paths: of their Unix sockets.
-        coordinator: path of the coordinator's.
+        addresses: of the engines.
+        coordinator: its address.
         block_size: tokens of a KV block.
     """
 
-    def __init__(self, paths: Sequence[str], coordinator: str, block_size: int):
-        self.clients = [MPClient(path) for path in paths]
-        self.router = Router(len(paths), block_size)
-        self.coordinator = Connection(coordinator, self._receive, self._subscribe)
-        self._subscribe()
+    def __init__(self, addresses: Sequence[socket.socket], coordinator: socket.socket, block_size: int):
+        self.clients = [MPClient(address) for address in addresses]
+        self.router = Router(len(addresses), block_size)
+        self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
 
-    def _subscribe(self) -> None:
-        self.coordinator.send(Subscribe())
-
-    def _receive(self, message: Loads) -> None:
-        self.router.update(message.loads)
+    def _receive(self, message: Loads | Health) -> None:
+        if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
+            self.router.update(message.loads)
 
     @property
     def trouble(self) -> str | None:
@@ -219,11 +215,11 @@ class Coordinator:
 
     Args:
         size: number of engines.
-        path: of the Unix socket to listen on.
+        listener: where its clients come from.
     """
 
-    def __init__(self, size: int, path: str):
-        self.frames, self.waves = FrameServer(path), Waves(size)
+    def __init__(self, size: int, listener: socket.socket):
+        self.frames, self.waves = FrameServer(listener), Waves(size)
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
@@ -242,7 +238,8 @@ class Coordinator:
                 for client in self.subscribers:
                     self.frames.send(client, Loads(self.published))
 
-    def _handle(self, client: socket.socket, message: Message | None) -> None:
+    def _handle(self, client: socket.socket | None, message: Message | None) -> None:
+        assert client
         if isinstance(message, Load):
             self.engines[client] = message.rank
             self.loads[message.rank] = (message.waiting, message.running)
@@ -267,18 +264,17 @@ class CoordinatorProcess(Child):
 
     Args:
         size: number of engines.
-        folder: for its Unix socket.
+        startup_timeout: seconds that it may take to start.
     """
 
-    def __init__(self, size: int, folder: str):
-        self.path = os.path.join(folder, "coordinator")
-        super().__init__("the coordinator", __file__, {"size": size, "folder": folder, "path": self.path})
+    def __init__(self, size: int, startup_timeout: float):
+        super().__init__("the coordinator", __file__, {"size": size}, startup_timeout)
 
 
 def coordinator_main() -> None:
     """What the coordinator's process runs."""
     parent = ParentPipe()
-    coordinator = Coordinator(**parent.options)
+    coordinator = Coordinator(parent.options["size"], parent.listener)
     parent.ready({})
     coordinator.run()
 

@@ -1,7 +1,7 @@
 """The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is its handle.
 
-Clients (`client.py`) talk to it over a Unix socket in a private folder. torch is not imported here as long as the
-workers have processes of their own, so that an engine process that was killed is soon replaced.
+Clients (`client.py`) talk to it over sockets. torch is not imported here as long as the workers have processes of their
+own, so that an engine process that was killed is soon replaced.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -17,15 +18,16 @@ import traceback
 from collections import defaultdict
 
 from client import Connection, FrameServer
-from config import EngineConfig
+from config import EngineConfig, say
 from data_parallel import Lockstep
 from engine import EngineCore
-from executor import TorchrunExecutor, WorkerError
+from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
+from ring import BEAT
 
+COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
-CHECK = 1.0  # seconds between an idle engine's looks at its workers
 
 
 class EngineServer:
@@ -33,30 +35,36 @@ class EngineServer:
 
     Args:
         core: the engine.
-        path: of the Unix socket to listen on.
-        coordinator: path of the coordinator's socket, if there are other engines.
+        listener: where its clients come from.
+        coordinator: the coordinator's address, if there are other engines.
     """
 
-    def __init__(self, core: EngineCore, path: str, coordinator: str = ""):
-        self.core, self.frames = core, FrameServer(path)
+    def __init__(self, core: EngineCore, listener: socket.socket, coordinator: socket.socket | None = None):
+        self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
-        core.on_trouble = lambda trouble: self.frames.publish(Health(trouble))
+        core.on_trouble = self._tell
+        if isinstance(core.executor, MpExecutor):
+            core.executor.on_trouble = self._tell
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
         self.lockstep = Lockstep(self.load.rank) if coordinator and core.config.lockstep else None
         self.coordinator: Connection | None = None
         if coordinator:
-            self.coordinator = Connection(coordinator, self._receive, self._introduce)
-            self._introduce()
+            self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
 
-    def _receive(self, message: Wave) -> None:
-        self.frames.inbox.put((self.frames.listener, message))
+    def _tell(self, trouble: str | None) -> None:
+        """Tell all clients, those that are yet to come as well, why the engine cannot run requests; None: it can."""
+        self.frames.health = Health(trouble)
+        self.frames.publish(self.frames.health)
 
-    def _introduce(self) -> None:
+    def _receive(self, message: Wave | Health) -> None:
+        if isinstance(message, Wave):
+            self.frames.inbox.put((None, message))
+
+    def _introduce(self, coordinator: Connection) -> None:
         """Tell a coordinator that does not know this engine yet what it has to know."""
-        if self.coordinator:
-            self.coordinator.send(self.load)
-            if self.lockstep:
-                self.coordinator.send(self.lockstep.join())
+        coordinator.send(self.load)
+        if self.lockstep:
+            coordinator.send(self.lockstep.join())
 
     def _report(self) -> None:
         """Tell the coordinator what has changed."""
@@ -74,17 +82,20 @@ class EngineServer:
         Raises:
             ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
-        inbox, core, lockstep = self.frames.inbox, self.core, self.lockstep
+        inbox, core, lockstep, checked = self.frames.inbox, self.core, self.lockstep, 0.0
         while True:
             while not (core.plans or lockstep.running if lockstep else core.has_work()) or not inbox.empty():
                 self._report()
                 try:
-                    client, message = inbox.get(timeout=CHECK)
-                    if client is self.frames.listener and message is None:
+                    client, message = inbox.get(timeout=BEAT)
+                    if client is None and message is None:
                         return
                     self._handle(client, message)
                 except queue.Empty:
+                    pass
+                if time.monotonic() > checked + BEAT:
                     core.check_workers()
+                    checked = time.monotonic()
             self._report()
             start = None
             if lockstep:
@@ -108,10 +119,15 @@ class EngineServer:
 
     def end(self) -> None:
         """From another thread: let `run` return, and wait for the process to end with that."""
-        self.frames.inbox.put((self.frames.listener, None))
+        self.frames.inbox.put((None, None))
         time.sleep(LEAVE_TIMEOUT)
 
-    def _handle(self, client: socket.socket, message: Message | None) -> None:
+    def _handle(self, client: socket.socket | None, message: Message | None) -> None:
+        if isinstance(message, Wave):
+            if self.lockstep:
+                self.lockstep.update(message)
+            return
+        assert client
         if isinstance(message, EngineCoreRequest):
             try:
                 self.core.add(message)
@@ -124,9 +140,6 @@ class EngineServer:
                 self.core.abort(message.request_id, message.index)
                 if message.index is None:
                     del self.owners[message.request_id]
-        elif isinstance(message, Wave):
-            if self.lockstep:
-                self.lockstep.update(message)
         elif isinstance(message, Call):
             self.frames.send(client, self._call(message))
         else:
@@ -145,15 +158,17 @@ class EngineServer:
 def engine_main() -> None:
     """What the engine process runs."""
     parent = ParentPipe()
-    path, coordinator = parent.options.pop("path"), parent.options.pop("coordinator")
+    config = EngineConfig(**parent.options)
+    if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
+        end_with_parent(signal.SIGKILL)
     try:
-        core = EngineCore(EngineConfig(**parent.options))
+        core = EngineCore(config)
     except (ValueError, WorkerError, ConnectionError) as error:
-        print(f"server.py: error: {error}", file=sys.stderr)
+        say(f"server.py: error: {error}")
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
-        print(core.start_log(), file=sys.stderr, flush=True)
-    server = EngineServer(core, path, coordinator)
+        say(core.start_log())
+    server = EngineServer(core, parent.listener, parent.beside)
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     parent.ready(core.facts)
@@ -162,9 +177,9 @@ def engine_main() -> None:
         server.run()
         code = 0
     except ConnectionError as error:  # a rank is gone, and its own log says why
-        print(f"server.py: error: {error}", file=sys.stderr, flush=True)
+        say(f"server.py: error: {error}")
     except BaseException:
-        traceback.print_exc()
+        say(traceback.format_exc())
     core.close()
     parent.end(code)
 
@@ -174,15 +189,11 @@ class EngineProcess(Child):
 
     Args:
         config: its options.
-        folder: for its socket.
-        coordinator: path of the coordinator's socket, where there are several engines.
+        coordinator: its address, where there are several engines.
     """
 
-    def __init__(self, config: EngineConfig, folder: str, coordinator: str = ""):
-        rank = config.data_parallel_rank
-        self.path = os.path.join(folder, f"engine-{rank}")
-        options = {"beside_server": True, "folder": folder, "path": self.path, "coordinator": coordinator}
-        environment = {}
+    def __init__(self, config: EngineConfig, coordinator: socket.socket | None = None):
+        rank, environment = config.data_parallel_rank, {}
         if several := config.data_parallel_size > 1:  # each has GPUs of its own
             first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
             gpus = visible_gpus()
@@ -190,7 +201,8 @@ class EngineProcess(Child):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
         self.replaceable = config.distributed_executor_backend != "torchrun"
         name = f"engine process {rank}" if several else "the engine process"
-        super().__init__(name, __file__, dataclasses.asdict(config) | options, environment)
+        options = dataclasses.asdict(config) | {"beside_server": True}
+        super().__init__(name, __file__, options, config.startup_timeout, coordinator, environment)
 
     def check(self) -> None:
         """See `Child.check`; an engine whose ranks torchrun has started cannot be replaced without them."""
@@ -200,6 +212,7 @@ class EngineProcess(Child):
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
+        self.patience = self.facts["step_timeout"]
         names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
         for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
             self.options[field] = self.facts[fact]

@@ -25,14 +25,15 @@ import time
 import traceback
 import weakref
 from collections import deque
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from config import EngineConfig, ModelConfig
+from config import EngineConfig, ModelConfig, say
 from plan import Call, Reply, StepPlan, StepResult
-from ring import Codec, RingBuffer, RingTimeout
+from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 NEVER = 1e9  # seconds
 UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
@@ -40,11 +41,18 @@ LOOK = 2e-5  # seconds to look for another plan before asking the device again w
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
+SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
+MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
 KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
 
 
 class WorkerError(RuntimeError):
     """A worker has died, or does not answer; the message names its rank and the step."""
+
+
+def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
+    """Seconds that a step may take: what was asked for, or else what follows from the largest step of warm-up."""
+    return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * facts["step_seconds"], 1))
 
 
 class UniExecutor:
@@ -63,10 +71,11 @@ class UniExecutor:
         self.worker = new_worker(config, model_config, rendezvous=rendezvous)
         self.overlaps = self.worker.device == "cuda"  # whether a step runs while the next one is planned
         self.steps: deque[Any] = deque()  # plans; where steps overlap, what `Worker.launch` returned for them
+        self.step_timeout = step_timeout(config, self.worker.facts())
 
     def facts(self) -> dict[str, Any]:
-        """What the worker measured and chose; see `Worker.facts`."""
-        return self.worker.facts()
+        """What the worker measured and chose, see `Worker.facts`, and how many seconds a step may take."""
+        return self.worker.facts() | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over. A GPU starts it now. A CPU starts it in `result`, so that the caller is not held up."""
@@ -115,8 +124,8 @@ class TorchrunExecutor(UniExecutor):
         super().__init__(config, model_config, "env://")
         self.overlaps = False
         self.size = config.tensor_parallel_size
-        self.worker.group.set_timeout(config.step_timeout)
-        self.codec, self.channel = Codec(), self.worker.group.channel(config.step_timeout)
+        self.worker.group.set_timeout(self.step_timeout)
+        self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
         self.finalize = weakref.finalize(self, let_go, self.channel)  # this also runs when the process ends
 
     def result(self) -> StepResult:
@@ -158,7 +167,7 @@ def let_go(channel: Any) -> None:
     try:
         channel.close()
     except ConnectionError as error:
-        print(error, file=sys.stderr, flush=True)
+        say(str(error))
 
 
 class MpExecutor:
@@ -168,9 +177,12 @@ class MpExecutor:
         config: the engine's options.
         model_config: the model's shape.
 
+    Attributes:
+        on_trouble: called with a text while a worker gives no sign of life, and with None when it does again.
+
     Raises:
         ValueError: see `start_worker`; or the calling script has no `__main__` guard.
-        WorkerError: a worker died while it started.
+        WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
     overlaps = True  # a step runs while the next one is planned
@@ -183,7 +195,8 @@ class MpExecutor:
         self.processes: list[Any] = []
         self.rings: list[RingBuffer] = []
         self.waiting: deque[int] = deque()  # steps without a result yet
-        self.all_facts: list[dict[str, Any]] = []  # of each rank; none until they are ready
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None
+        self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
         self.close = weakref.finalize(self, end, self.processes, self.rings)
         self.start(config)
 
@@ -194,19 +207,22 @@ class MpExecutor:
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
         self.rings += [self.plans, *self.results]
-        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+        self.watchdogs = [Watchdog() for _ in range(size)]
+        self.next_look, self.trouble, self.ready = 0.0, "", False
+        with meeting_place() as rendezvous:
             for rank, ring in enumerate(self.results):
-                args = (config, self.model_config, rank, f"file://{folder}/ranks", self.plans, ring)
+                args = (config, self.model_config, rank, rendezvous, self.plans, ring)
                 process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
                 self.processes.append(process)
                 process.start()
                 ring.be_reader(0, [process.sentinel])
             self.plans.be_writer()
-            self.all_facts = self._replies(0, NEVER)
+            self.all_facts = self._replies(0, config.startup_timeout)
+        self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
 
     def facts(self) -> dict[str, Any]:
-        """What rank 0 measured and chose; see `Worker.facts`."""
-        return self.all_facts[0]
+        """What rank 0 measured and chose, see `Worker.facts`, and how many seconds a step may take."""
+        return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over.
@@ -240,21 +256,22 @@ class MpExecutor:
         """
         call_id = next(self.call_ids)
         self._send(Call(call_id, method, list(args)))
-        return self._replies(call_id, self.config.step_timeout)
+        return self._replies(call_id, self.step_timeout)
 
     def check(self) -> None:
-        """See whether all workers live.
+        """See whether all workers live, and whether those that have nothing to do would notice if they had.
 
         Raises:
-            WorkerError: one does not.
+            WorkerError: one is dead, or has given no sign of life for `step_timeout` seconds.
         """
         if dead := [rank for rank, process in enumerate(self.processes) if not process.is_alive()]:
             raise self._died(dead[0])
+        self._look(idle=not self.waiting)
 
     def note(self) -> str:
         """What the start log adds about the workers."""
         count = len(self.processes)
-        return f", {count} worker {'processes' if count > 1 else 'process'}"
+        return f", {count} worker {'processes' if count > 1 else 'process'}, {self.step_timeout:g} s at most for a step"
 
     def restart(self, config: EngineConfig) -> None:
         """End all workers, whatever they do, and start them anew.
@@ -264,25 +281,55 @@ class MpExecutor:
         """
         end(self.processes, self.rings)
         self.waiting.clear()
-        self.all_facts = []
         self.start(config)
 
     def _send(self, message: StepPlan | Call) -> None:
         try:
-            self.plans.write(self.codec.encode(message), self.config.step_timeout)
+            self.plans.write(self.codec.encode(message), self.step_timeout, self._look)
         except RingTimeout as error:
             raise WorkerError(f"rank {error.reader} takes no plans{self._where()}") from error
 
     def _result(self, rank: int, step: int) -> StepResult:
+        deadline = time.monotonic() + self.step_timeout
         while True:
-            result = self.early[rank].popleft() if self.early[rank] else self._read(rank, self.config.step_timeout)
-            if result is None:
-                raise self._stuck(rank, self.config.step_timeout)
+            if (left := deadline - time.monotonic()) < 0:
+                raise self._stuck(rank, self.step_timeout)
+            result = self.early[rank].popleft() if self.early[rank] else self._read(rank, min(left, BEAT))
+            if result is None or self.trouble:
+                self._look()
             if isinstance(result, Reply):
                 raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
-            assert result.step <= step
-            if result.step == step:  # an earlier step was given up
-                return result
+            if result is not None:
+                assert result.step <= step
+                if result.step == step:
+                    return result
+                deadline = time.monotonic() + self.step_timeout  # this was an earlier step, which was given up
+
+    def _look(self, idle: bool = False) -> None:
+        """Look at the workers' heartbeats, if the last look is long enough ago.
+
+        Of a worker that is idle the heartbeat is its main thread's, which wakes up now and then. Of one that runs a
+        step it is another thread's, because a step may be slow. While a worker starts, loading a library may hold up
+        all its threads, so that only the system can tell whether it is stopped.
+
+        Raises:
+            WorkerError: one has stood still for `step_timeout` seconds.
+        """
+        if time.monotonic() < self.next_look:
+            return
+        self.next_look, trouble = time.monotonic() + BEAT, ""
+        for rank, (dog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
+            if self.ready:
+                still = dog.look(self.plans.nap(rank) if idle else self.results[rank].beats)
+            else:
+                still = dog.look(0 if is_stopped(process.pid) else dog.beats + 1)
+            if still >= self.step_timeout:
+                raise self._stuck(rank, self.step_timeout)
+            if still >= STALL and not trouble:
+                trouble = str(self._stuck(rank, STALL))
+        if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
+            self.trouble = trouble
+            self.on_trouble(trouble or None)
 
     def _replies(self, call_id: int, timeout: float) -> list[Any]:
         """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
@@ -291,6 +338,7 @@ class MpExecutor:
         while late := [rank for rank in range(len(self.results)) if rank not in replies]:
             if time.monotonic() > deadline:
                 raise self._stuck(late[0], timeout)
+            self._look()
             for rank in late:
                 reply = self._read(rank, TURN)
                 if isinstance(reply, StepResult):
@@ -333,12 +381,28 @@ class MpExecutor:
         stopped = [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]
         if stopped:
             return WorkerError(f"rank {stopped[0]} is stopped{self._where()}")
+        if not self.ready:
+            return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
 
     def _where(self) -> str:
-        if not self.all_facts:
-            return " while it started"
+        if not self.ready:
+            return " while it starts"
         return f" in step {self.waiting[0]}" if self.waiting else " while idle"
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[str]:
+    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+            yield f"file://{folder}/ranks"
+        return
+    fd = os.memfd_create("manta-ranks")
+    try:
+        yield f"file:///proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 def end(processes: list[Any], rings: list[RingBuffer]) -> None:
@@ -393,10 +457,13 @@ def worker_main(
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
     threading.Thread(target=leave_with_parent, daemon=True).start()
+    if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
+        end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
     tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
     codec = Codec()
     plans.be_reader(rank)
     results.be_writer()
+    threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
 
     def send(message: bytes) -> None:
         results.write(message, NEVER)
@@ -435,12 +502,25 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
         return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
 
 
+def keep_beating(results: RingBuffer) -> None:
+    """Count heartbeats for as long as this process lives and is not stopped, however long a step takes."""
+    while True:
+        results.beat()
+        time.sleep(BEAT)
+
+
 def leave_with_parent() -> None:
     """End this process when its parent has ended, for whatever reason."""
     parent = multiprocessing.parent_process()
     assert parent
     wait([parent.sentinel])
     os._exit(0)
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have Linux send this process a signal when the thread that has started it ends, even by `kill -9`."""
+    with contextlib.suppress(OSError, AttributeError):  # this is another system, or another libc
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def is_stopped(pid: int) -> bool:
@@ -469,16 +549,10 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
     if config.tensor_parallel_size not in (EngineConfig.tensor_parallel_size, size):
         raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; torchrun has started {size} ranks")
     config = dataclasses.replace(config, tensor_parallel_size=size)
-    end_with_parent()
+    end_with_parent(signal.SIGTERM)  # when torchrun is killed, rank 0 drains and ends all
     if rank:
         follow(config, model_config, rank)
     return config
-
-
-def end_with_parent() -> None:
-    """Have Linux send this process SIGTERM when torchrun ends, even by `kill -9`: then rank 0 drains and ends all."""
-    with contextlib.suppress(OSError, AttributeError):  # this is another system, or another libc
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
 
 def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:
@@ -491,7 +565,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     """
     try:
         worker = new_worker(config, model_config, rank, "env://")
-        worker.group.set_timeout(config.step_timeout)
+        worker.group.set_timeout(step_timeout(config, worker.facts()))
         codec, channel = Codec(), worker.group.channel(NEVER)
         for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends them to all ranks; rank 0 drains and ends us
             signal.signal(number, signal.SIG_IGN)
@@ -501,7 +575,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
             if isinstance(message, Call):
                 channel.all_gather(answered)
     except ConnectionError as error:
-        print(error, file=sys.stderr, flush=True)
+        say(str(error))
         sys.stdout.flush()
         os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
     worker.group.close()

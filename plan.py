@@ -156,7 +156,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Health:
-    """Engine to client: why it cannot run requests from now on; None means that it can."""
+    """Engine or coordinator to client, when it changes and as a heartbeat: why it cannot run requests; None: it can."""
 
     trouble: str | None
 

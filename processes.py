@@ -1,6 +1,6 @@
 """The server's processes: engines, coordinator and API processes, and how they start, die, drain and end.
 
-    Child             the parent's handle on an engine or the coordinator, which it replaces when it has died
+    Child             the parent's handle on an engine or the coordinator, which it replaces when it has died or stopped
     ParentPipe        such a process's own end of the pipe to its parent
     Board             what the API processes and their parent all see
     Gunicorn          the API processes: gevent workers with the Flask app in them, and the loop of their parent
@@ -21,7 +21,6 @@ import mmap
 import multiprocessing
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -29,22 +28,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 
-from config import ServerConfig
+from config import ServerConfig, say
+from executor import end_with_parent, is_stopped
+from ring import STALL, Watchdog
 
 if TYPE_CHECKING:
     from flask import Flask
     from gunicorn.workers.ggevent import GeventWorker
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
-MAX_FAILURES = 3  # of a new process to start, in a row, before the server gives up
+MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
+LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
 # Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
+API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
@@ -57,36 +60,58 @@ class Child:
     Args:
         name: for messages.
         script: path of the file that it runs.
-        options: what `ParentPipe` reads there; the `folder` among them is removed when the parent has gone.
+        options: what `ParentPipe` reads there.
+        startup_timeout: seconds that it may take to be ready.
+        beside: the address of another process that it speaks to.
         environment: variables that the process has beside the server's.
+
+    Attributes:
+        address: of the process and its successors; see `client.py`.
+        patience: seconds without a heartbeat after which it is killed.
     """
 
-    def __init__(self, name: str, script: str, options: dict[str, Any], environment: dict[str, str] | None = None):
+    def __init__(
+        self,
+        name: str,
+        script: str,
+        options: dict[str, Any],
+        startup_timeout: float,
+        beside: socket.socket | None = None,
+        environment: dict[str, str] | None = None,
+    ):
         self.name, self.script, self.options = name, os.path.abspath(script), options
         self.environment = os.environ | (environment or {})
+        self.startup_timeout, self.patience, self.beside = startup_timeout, STALL, beside
+        self.address, self.listener = socket.socketpair()
         self.facts: dict[str, Any] = {}
-        self.failures = 0
+        self.failures, self.not_before = 0, 0.0
         self._launch()
 
     def on_ready(self) -> None:
         """Called when the process has reported its `facts`, which may change the options of its successor."""
 
     def _launch(self) -> None:
-        self.begun, self.starting = time.monotonic(), True
+        self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, self.script]
+        fds = [end.fileno() for end in (self.listener, self.beside) if end]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment
-        )
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
+            pass_fds=fds,
+        )  # fmt: skip
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and its facts will be missing
-            self.process.stdin.write(json.dumps(self.options).encode() + b"\n")
+            self.process.stdin.write(json.dumps({"fds": fds} | self.options).encode() + b"\n")
             self.process.stdin.flush()
 
-    def _ready(self) -> bool:
-        """Wait for the process's facts; False if it ends without them."""
+    def _said(self, timeout: float = 0) -> bool:
+        """Whether the process has said something, or ended, within so many seconds."""
         assert self.process.stdout
-        with self.process.stdout as stdout:
-            line = stdout.readline()
+        return bool(select.select([self.process.stdout], [], [], timeout)[0])
+
+    def _ready(self) -> bool:
+        """Read the process's facts, which are the first thing that it says; False if it has ended without them."""
+        assert self.process.stdout
+        line = self.process.stdout.readline()
         self.starting = False
         if line:
             self.facts = json.loads(line)
@@ -97,47 +122,78 @@ class Child:
         """Wait until it is ready.
 
         Raises:
-            SystemExit: it could not start, and has printed why.
+            SystemExit: it could not start, and either it has said why or this does.
         """
+        while not self._said(LOOK):
+            self._look()
         if not self._ready():
-            raise SystemExit(self.process.wait() or 1)
+            code = self.process.wait()
+            raise SystemExit(code if code > 0 else 2)
 
     def check(self) -> None:
-        """Replace the process if it has died. This never waits, so call it every second or so.
+        """Replace the process if it has died or stands still. This never waits, so call it every second or so.
 
         Raises:
             ChildProcessError: no successor of it starts any more.
         """
-        if not self.starting:
-            if self.process.poll() is not None:
+        if self.process.poll() is not None and not self.starting:
+            if time.monotonic() >= self.not_before:
                 self._say(f"has ended (pid {self.process.pid}); another is started")
-                self._close_pipe()
+                self._close_pipes()
                 self._launch()
-        elif self.process.stdout and select.select([self.process.stdout], [], [], 0)[0]:
+        elif self.starting and self._said():
             if self._ready():
                 self.failures = 0
                 self._say(f"is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})")
             else:
+                self.not_before = time.monotonic() + self.failures
                 self.failures += 1
                 if self.failures == MAX_FAILURES:
-                    raise ChildProcessError(f"{self.name} has failed to start {self.failures} times in a row")
+                    raise ChildProcessError(
+                        f"{self.name} has failed to start {self.failures} times in a row: that is the most"
+                    )
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        """Kill the process if it takes too long to start, or has stood still for too long."""
+        if self.starting:  # it does not beat yet
+            still = self.watchdog.look(0 if is_stopped(self.process.pid) else self.watchdog.beats + 1)
+            if time.monotonic() > self.begun + self.startup_timeout + STOP_TIMEOUT:  # its own limit comes first
+                self._kill(f"is not ready after {self.startup_timeout:g} s (startup_timeout)")
+        else:
+            assert self.process.stdout
+            while self._said() and (beats := os.read(self.process.stdout.fileno(), 4096)):
+                self.beats += len(beats)
+            still = self.watchdog.look(self.beats)
+        if still > self.patience:
+            self._kill(f"has given no sign of life for {still:.0f} s")
+
+    def _kill(self, why: str) -> None:
+        self._say(f"{why}; it is killed (pid {self.process.pid})")
+        self.process.kill()
 
     def _say(self, what: str) -> None:
-        print(f"{self.name} {what}", file=sys.stderr, flush=True)
+        say(f"{self.name} {what}")
 
-    def _close_pipe(self) -> None:
-        assert self.process.stdin
+    def _close_pipes(self) -> None:
+        assert self.process.stdin and self.process.stdout
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
+        self.process.stdout.close()
 
     def disown(self) -> None:
         """In a forked API process: close its copy of the pipe, so that the process ends with the parent alone."""
-        self._close_pipe()
+        self._close_pipes()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
     def stop(self) -> None:
-        """End the process."""
-        self._close_pipe()
+        """End the process, for good."""
+        self._close_pipes()
+        self.address.close()
+        self.listener.close()
+        if is_stopped(self.process.pid):
+            self.process.kill()
         try:
             self.process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -150,16 +206,22 @@ class ParentPipe:
 
     Attributes:
         options: what the process was started with.
-        folder: is removed when the process ends with its parent.
+        listener: where its clients come from.
+        beside: the address of another process, if the parent has given one.
         on_close: called when the pipe closes, before the process ends.
     """
 
     def __init__(self) -> None:
-        self.options = json.loads(sys.stdin.buffer.readline())
-        self.folder = self.options.pop("folder")
+        if not (line := sys.stdin.buffer.readline()):  # the parent has ended already
+            os._exit(0)
+        self.options = json.loads(line)
+        fds = self.options.pop("fds")
+        self.listener, self.beside = socket.socket(fileno=fds[0]), None
+        if len(fds) > 1:
+            self.beside = socket.socket(fileno=fds[1])
         self.on_close: Callable[[], None] = lambda: None
-        self.out = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # the parent reads facts there, and nothing that a library prints
+        self.out = os.dup(1)
+        os.dup2(2, 1)  # the parent reads facts and heartbeats there, and nothing that a library prints
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
@@ -171,16 +233,22 @@ class ParentPipe:
         self.end(0)
 
     def ready(self, facts: dict[str, Any]) -> None:
-        """Report to the parent that the process is ready, with what it has to know."""
-        with self.out:
-            self.out.write(json.dumps(facts) + "\n")
+        """Report to the parent that the process is ready, with what it has to know; heartbeats follow."""
+        with os.fdopen(os.dup(self.out), "w") as out:
+            out.write(json.dumps(facts) + "\n")
+        os.set_blocking(self.out, False)  # a parent that does not read them must not hold up anything
+        threading.Thread(target=self._beat, daemon=True).start()
 
-    def end(self, code: int) -> None:
+    def _beat(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            with contextlib.suppress(OSError):
+                os.write(self.out, b".")
+
+    def end(self, code: int) -> NoReturn:
         """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""
         for worker in multiprocessing.active_children():
             worker.kill()
-        if code == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(code)
 
 
@@ -323,6 +391,7 @@ def gunicorn_options(
     """Settings and hooks; gunicorn's own log speaks of errors only."""
 
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
+        end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
         for child in children:
             child.disown()
         board.claim(worker.age)
@@ -335,11 +404,11 @@ def gunicorn_options(
         if worker.age == 1:
             host, port = worker.sockets[0].getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            print(f"  server    {url}", file=sys.stderr, flush=True)
+            say(f"  server    {url}")
 
     return {
         "bind": f"fd://{listener.detach()}", "workers": config.api_server_count,
-        "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": 120, "graceful_timeout": KEEP_ALIVE,
+        "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
         "loglevel": "error", "control_socket_disable": True,
         "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
     }  # fmt: skip

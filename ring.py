@@ -11,6 +11,9 @@ sequence numbers instead of flags, so that a message lost, repeated or overtaken
 A message larger than a chunk goes through a Unix socket, one per reader; the chunk announces it. A reader spins for a
 moment, since a message mostly comes soon, and then sleeps until another socket, its bell, wakes it. Nothing here has a
 name in the file system, and so nothing is left there, whoever is killed.
+
+Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
+one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from typing import Any, get_args
 
@@ -34,6 +37,9 @@ NUM_CHUNKS = 8
 SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
 NAP = 500e-6  # seconds between a writer's looks at a full ring
 BACKSTOP = 1.0  # seconds that a reader sleeps at most, should it ever miss the bell
+BEAT = 0.5  # seconds between two heartbeats, and between two looks at them
+STALL = 3.5  # seconds without a heartbeat after which a process is said to be stopped: 4.5 after it was, at most
+GAP = 1.0  # seconds that one look at a heartbeat counts for, at most
 BROKEN_OFF = 60.0  # seconds without a byte after which a reader gives up the rest of an announced message
 WORD = 8  # bytes
 
@@ -73,6 +79,24 @@ class RingTimeout(RuntimeError):
         self.reader = reader
 
 
+class Watchdog:
+    """How long another process's count of heartbeats stands still, for one who looks at it every second or oftener.
+
+    Only time in which the observer itself runs is counted, as far as it can tell: if both processes were stopped, or
+    the whole machine, then the other one is not to blame.
+    """
+
+    def __init__(self) -> None:
+        self.beats, self.still, self.last = -1, 0.0, time.monotonic()
+
+    def look(self, beats: int) -> float:
+        """Seconds for which the count has been what it is now."""
+        now = time.monotonic()
+        self.still = 0.0 if beats != self.beats else self.still + min(now - self.last, GAP)
+        self.beats, self.last = beats, now
+        return self.still
+
+
 class RingBuffer:
     """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
 
@@ -96,14 +120,16 @@ class RingBuffer:
         self._map()
 
     def _words(self) -> int:
-        return (self.num_chunks * (2 + self.num_readers) + self.num_readers + 7) // 8 * 8
+        return (self.num_chunks * (2 + self.num_readers) + self.num_readers + 1 + 7) // 8 * 8
 
     def _map(self) -> None:
         self.memory = mmap.mmap(self.fd, 0)
         self.words = memoryview(self.memory)[: self._words() * WORD].cast("Q")
         self.payloads = memoryview(self.memory)[self._words() * WORD :]
-        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: does it sleep?
+        self.asleep = self.num_chunks * (2 + self.num_readers)  # index of a word for each reader: which nap, or 0
+        self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # messages written, or read, at this end
+        self.naps = 0  # of this reader
         self.fence = threading.Lock()
         for bell, _ in self.bells:
             bell.setblocking(False)
@@ -130,8 +156,8 @@ class RingBuffer:
         for _, theirs in (*self.bells, *self.sides):
             theirs.close()
 
-    def write(self, message: bytes, timeout: float) -> None:
-        """Put a message in; waits while the ring is full.
+    def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
+        """Put a message in; waits while the ring is full, and calls `look` every now and then while it does.
 
         Raises:
             RingTimeout: a reader has not made room within `timeout` seconds. Then nobody gets the message, except that
@@ -144,6 +170,7 @@ class RingBuffer:
             while self.words[at + 2 + reader] + self.num_chunks <= self.count:
                 if time.monotonic() > deadline:
                     raise RingTimeout(reader, self.count - self.num_chunks + 1, timeout)
+                look()
                 time.sleep(NAP)
         if length <= self.chunk_bytes:
             self.payloads[begin : begin + length] = message
@@ -158,13 +185,36 @@ class RingBuffer:
                     bell.send(b"\0")
         if length > self.chunk_bytes:
             for reader, (side, _) in enumerate(self.sides):
-                side.settimeout(max(0.001, deadline - time.monotonic()))
-                try:
-                    side.sendall(message)
-                except OSError:
-                    raise RingTimeout(reader, self.count, timeout) from None
+                if not self._send_beside(side, message, deadline, look):
+                    raise RingTimeout(reader, self.count, timeout)
+
+    def _send_beside(self, side: socket.socket, message: bytes, deadline: float, look: Callable[[], None]) -> bool:
+        """Send a message that fits no chunk; returns whether all of it was taken."""
+        rest = memoryview(message)
+        while rest and (left := deadline - time.monotonic()) > 0:
+            side.settimeout(min(BEAT, left))
+            try:
+                rest = rest[side.send(rest) :]
+            except TimeoutError:
+                look()
+            except OSError:  # its reader is gone
+                break
+        return not rest
+
+    def beat(self) -> None:
+        """Count a heartbeat. A thread of the writer's process does that, so that a long step does not stop them."""
+        self.words[self.pulse] += 1
+
+    def nap(self, reader: int) -> int:
+        """A number that changes every second or so while a reader waits for a message; 0: it does not wait."""
+        return self.words[self.asleep + reader]
 
     # --- a reader's end
+
+    @property
+    def beats(self) -> int:
+        """Heartbeats of the writer's process so far."""
+        return self.words[self.pulse]
 
     def be_reader(self, reader: int, sentinels: Sequence[int] = ()) -> None:
         """Be this reader's end from now on.
@@ -210,7 +260,8 @@ class RingBuffer:
                 os.sched_yield()  # without this two readers on two cores keep the writer from running
                 continue
             asleep, bell = self.asleep + self.reader, self.bells[self.reader][1]
-            words[asleep] = 1
+            self.naps += 1
+            words[asleep] = self.naps
             self._order()  # the writer sees that we sleep, or we see its message
             rung = self.poll.poll(min(timeout - waited, BACKSTOP) * 1e3) if words[at] != wanted else []
             words[asleep] = 0

@@ -20,11 +20,9 @@ import logging
 import os
 import re
 import reprlib
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -48,6 +46,7 @@ from config import (
     ServerConfig,
     from_flags,
     parser_for,
+    say,
     with_all_keys,
 )
 from data_parallel import CoordinatorProcess, DPClient
@@ -475,20 +474,22 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
-        print(f"server.py: error: {error}", file=sys.stderr)
+        say(f"server.py: error: {error}")
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
-    main_pid, board, folder = os.getpid(), Board(), tempfile.mkdtemp(prefix="manta-")
+    main_pid, board = os.getpid(), Board()
     children: list[Child] = []
     try:
-        engines, coordinator = launch(engine_config, folder, children)
+        engines, coordinator = launch(engine_config, children)
         facts = engines[0].facts
 
         def make_app() -> Flask:
-            client: Client = MPClient(engines[0].path)
             if coordinator:
-                client = DPClient([engine.path for engine in engines], coordinator.path, facts["block_size"])
+                addresses = [engine.address for engine in engines]
+                client: Client = DPClient(addresses, coordinator.address, facts["block_size"])
+            else:
+                client = MPClient(engines[0].address)
             return create_app(Api(client, tokenizer, facts, config, names, board))
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
@@ -498,7 +499,6 @@ def main(argv: list[str] | None = None) -> None:
         if os.getpid() == main_pid:  # gunicorn's workers come by here, too
             for child in children:
                 child.stop()
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConfig:
@@ -509,19 +509,17 @@ def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConf
     return dataclasses.replace(engine_config, scheduling_policy=policy)
 
 
-def launch(
-    config: EngineConfig, folder: str, children: list[Child]
-) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
+def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
     """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
     coordinator = None
     if config.data_parallel_size > 1:
-        coordinator = CoordinatorProcess(config.data_parallel_size, folder)
+        coordinator = CoordinatorProcess(config.data_parallel_size, config.startup_timeout)
         children.append(coordinator)
         coordinator.wait()
     engines = []
     for rank in range(config.data_parallel_size):
         engine = EngineProcess(
-            dataclasses.replace(config, data_parallel_rank=rank), folder, coordinator.path if coordinator else ""
+            dataclasses.replace(config, data_parallel_rank=rank), coordinator.address if coordinator else None
         )
         engines.append(engine)
         children.append(engine)

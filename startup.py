@@ -114,8 +114,9 @@ class Startup:
         """What the engine and the start log want to know.
 
         `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
-        It is 0 where nobody has to choose between the two. `startup` has the seconds of each phase: `kernels` is
-        compiling for a GPU, and `KV pool` includes measuring the largest step.
+        It is 0 where nobody has to choose between the two. `step_seconds` is what the largest step takes, by the speed
+        of a prompt. `startup` has the seconds of each phase: `kernels` is compiling for a GPU, and `KV pool` includes
+        measuring the largest step.
         """
         auto, worker = self.config.preemption_mode == "auto", self.worker
         return {
@@ -133,6 +134,7 @@ class Startup:
             "window": self.window,
             "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
             "compile_seconds": compile_seconds,
+            "step_seconds": token_seconds * self.config.max_num_batched_tokens,
         }
 
     # --- weights and kernels ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Server:
 
     def __init__(self, *flags: str, folder: Path, launcher: Sequence[str] = ()):
         self.log = folder / "log"
-        self.tmp = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the path of a Unix socket has some 100 characters
+        self.tmp = Path(tempfile.mkdtemp())
         self.shm = set(os.listdir("/dev/shm"))
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.tmp)}
         fixed = ("--port", "0", "--device", "cpu", "--dtype", "float32")

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from dataclasses import replace
 
 import pytest
 
-from client import EngineDeadError, MPClient, read_frames, send_frame
+from client import GRACE, SEND_TIMEOUT, EngineDeadError, FrameServer, MPClient, connect, read_frames, to_frame
 from engine import SamplingParams
 from engine_process import EngineServer
-from plan import EngineCoreRequest, EngineOutput
-from ring import Codec
+from plan import EngineCoreRequest, EngineOutput, Health, Reply
+from ring import STALL, Codec
+from served import eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=4)
@@ -21,11 +23,12 @@ OPENING = "ROMEO:\nWhat light"
 
 
 @pytest.fixture
-def served(make_llm, tmp_path):
-    """An engine's server loop in a thread of this process, and its socket's path."""
-    core, path = make_llm(num_gpu_blocks_override=64, block_size=16).core, str(tmp_path / "engine")
-    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
-    return core, path
+def served(make_llm):
+    """An engine's server loop in a thread of this process, and its address."""
+    core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
+    threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
+    with address:
+        yield core, address
 
 
 def collect(stream) -> list[int]:
@@ -49,16 +52,18 @@ def test_clients_get_their_own_outputs(served, work, answers):
         client.close()
 
 
-def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm, tmp_path):
-    """The new engine listens, and the client has not connected to it yet: its next attempt is awaited, and no more."""
-    path = str(tmp_path / "engine")
-    client = MPClient(path)
+def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm):
+    """Nobody has accepted the client's connection yet: that is awaited for a moment, and no longer."""
+    core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
+    client = MPClient(address)
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
         client.call("metrics")
-    core = make_llm(num_gpu_blocks_override=64, block_size=16).core
-    threading.Thread(target=EngineServer(core, path).run, daemon=True).start()
+    late = threading.Timer(GRACE / 3, lambda: EngineServer(core, listener).run())
+    late.daemon = True
+    late.start()
     assert collect(client.add(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
     client.close()
+    address.close()
 
 
 def test_a_refusal_reaches_the_client(served):
@@ -72,8 +77,8 @@ def test_a_refusal_reaches_the_client(served):
 
 
 def test_a_client_that_leaves_takes_its_requests_along(served):
-    _, path = served
-    client, other = MPClient(path), MPClient(path)
+    _, address = served
+    client, other = MPClient(address), MPClient(address)
     stream = client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
     stream.get(timeout=30)
     assert other.call("metrics")["num_requests_running"] == 1
@@ -100,8 +105,8 @@ def test_abort_ends_a_request(served):
 
 
 def test_many_requests_of_one_client_and_one_that_is_given_up(served):
-    core, path = served
-    client, prompt = MPClient(path), [5, 6, 7]
+    core, address = served
+    client, prompt = MPClient(address), [5, 6, 7]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     streams = [client.add(EngineCoreRequest(str(i), prompt, params)) for i in range(3)]
     given_up = client.add(EngineCoreRequest("x", prompt, SamplingParams(max_tokens=900, ignore_eos=True)))
@@ -163,7 +168,7 @@ def test_messages_carry_sampling_params_whole():
     )  # fmt: skip
     one, other = socket.socketpair()
     with one, other:
-        send_frame(one, Codec(), EngineCoreRequest("x", [1, 2], params))
+        one.sendall(to_frame(Codec(), EngineCoreRequest("x", [1, 2], params)))
         assert next(read_frames(other)) == EngineCoreRequest("x", [1, 2], params)
 
 
@@ -174,3 +179,50 @@ def test_a_frame_that_is_no_message_ends_the_connection():
             with one:
                 one.sendall(junk)
             assert list(read_frames(other)) == []
+
+
+def test_a_client_that_does_not_read_holds_up_nobody():
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    stuck, other = connect(address), MPClient(address)
+    eventually(lambda: len(server.clients) == 2)
+    story, begun = Reply(0, "x" * 100_000), time.monotonic()
+    frame = to_frame(server.codec, story)
+    for _ in range(50):  # far more than a socket holds
+        server.publish(story)
+    assert time.monotonic() - begun < SEND_TIMEOUT / 2
+    eventually(lambda: other.connection.heard > 50)
+    got = bytearray()  # and all that it was sent comes to it in the end
+    while got.count(frame) < 50:
+        got += stuck.recv(1 << 20)
+    with stuck:
+        other.close()
+    eventually(lambda: not server.late)
+    address.close()
+
+
+def test_a_client_hears_of_trouble_that_was_there_before_it_came():
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    server.health = Health("rank 0 has died")
+    client = MPClient(address)
+    assert client.trouble == "rank 0 has died"
+    client.close()
+    address.close()
+
+
+def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypatch):
+    address, listener = socket.socketpair()
+    server = FrameServer(listener)
+    client = MPClient(address)
+    eventually(lambda: client.trouble is None)
+    with server.lock:  # as if the process was stopped
+        begun = time.monotonic()
+        eventually(lambda: client.trouble is not None, 30)
+        assert time.monotonic() - begun >= STALL - 1
+        assert "no sign of life" in client.trouble
+        with pytest.raises(EngineDeadError, match="no sign of life"):
+            client.call("metrics")
+    eventually(lambda: client.trouble is None)
+    client.close()
+    address.close()

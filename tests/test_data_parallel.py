@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import queue
 import random
 import signal
+import socket
 import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +28,8 @@ from config import EngineConfig, SamplingParams
 from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
 from engine_process import EngineServer, check_gpus, visible_gpus
-from plan import EngineCoreRequest, Load, Loads, Subscribe, Wave, WaveReport
-from served import Server, eventually, serving
+from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
+from served import Server, alive, eventually, serving
 from test_survival import Reader, command
 
 
@@ -168,16 +171,21 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
 
 
 @pytest.fixture
-def coordinator(tmp_path) -> str:
-    path = str(tmp_path / "coordinator")
-    threading.Thread(target=Coordinator(2, path).run, daemon=True).start()
-    return path
+def coordinator() -> Iterator[socket.socket]:
+    """The address of one that runs in a thread."""
+    address, listener = socket.socketpair()
+    threading.Thread(target=Coordinator(2, listener).run, daemon=True).start()
+    with address:
+        yield address
 
 
 def test_the_coordinator_publishes_loads_and_waves(coordinator):
     heard: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(3)]
-    engines = [Connection(coordinator, heard[i].put) for i in range(2)]
-    client = Connection(coordinator, heard[2].put)
+
+    def listen(i: int) -> Connection:
+        return Connection(coordinator, lambda message: isinstance(message, Health) or heard[i].put(message))
+
+    engines, client = [listen(0), listen(1)], listen(2)
     for rank, engine in enumerate(engines):
         engine.send(Load(rank, 0, 0))
         engine.send(WaveReport(rank, 0, False))
@@ -207,21 +215,23 @@ class LateServer(EngineServer):
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
-def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monkeypatch):
+def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
     """As those of a model with experts must: in each step they wait for each other, as its exchange of rows would.
 
     Whoever has no work runs empty steps as long as another has some, and all of them stop at the same step.
     """
-    exchange, llms = threading.Barrier(2), []
+    exchange, llms, clients, addresses = threading.Barrier(2), [], [], []
     for rank in range(2):
         llm = make_llm(threads=1)
         fields = {"data_parallel_size": 2, "lockstep": True, "data_parallel_rank": rank}
         llm.core.config = dataclasses.replace(llm.core.config, **fields)
         wait_for_others(llm, exchange, monkeypatch)
-        server = (EngineServer, LateServer)[rank](llm.core, str(tmp_path / f"engine-{rank}"), coordinator)
+        address, listener = socket.socketpair()
+        server = (EngineServer, LateServer)[rank](llm.core, listener, coordinator)
         threading.Thread(target=server.run, daemon=True).start()
+        clients.append(MPClient(address))
+        addresses.append(address)
         llms.append(llm)
-    clients = [MPClient(str(tmp_path / f"engine-{rank}")) for rank in range(2)]
     for number in range(3):
         streams = []
         for rank in range(1 + number % 2):  # in one wave both have work, and another begins as soon as one is over
@@ -236,8 +246,8 @@ def test_engines_in_lockstep_step_together(make_llm, tmp_path, coordinator, monk
     time.sleep(0.3)
     assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
     assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
-    for client in clients:
-        client.close()
+    for used in (*clients, *addresses):
+        used.close()
 
 
 def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,14 +261,18 @@ def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.M
     monkeypatch.setattr(llm.core.executor.worker, "execute", together)
 
 
-def test_a_client_of_engines_of_which_none_lives(tmp_path):
-    client = DPClient([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c"), 16)
+def test_a_client_of_engines_of_which_none_lives():
+    pairs = [socket.socketpair() for _ in range(3)]
+    addresses = [address for address, _ in pairs]
+    client = DPClient(addresses[:2], addresses[2], 16)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
         client.add(EngineCoreRequest("x", [1], GREEDY))
     with pytest.raises(EngineDeadError):
         client.call_all("metrics")
     client.close()
+    for used in itertools.chain(*pairs):
+        used.close()
 
 
 def test_several_engines_are_not_for_llm():
@@ -342,12 +356,15 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             reader.join(60)
             assert reader.text == text
         eventually(lambda: len(counts(server, "num_requests_running")) == 2, 60)
-        coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
-        os.kill(coordinator, signal.SIGKILL)
-        eventually(lambda: "the coordinator is ready again" in server.log.read_text(), 30)
-        reader = Reader(server, prompt=prompts[0], max_tokens=40)
-        reader.join(60)
-        assert reader.text == texts[0]
+        for times, with_signal in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
+            coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
+            os.kill(coordinator, with_signal)
+            reader = Reader(server, prompt=prompts[0], max_tokens=40)  # for which it is not needed
+            reader.join(60)
+            assert reader.text == texts[0] and server.get("/health")[0] == 200
+            ready = "the coordinator is ready again"
+            eventually(lambda: server.log.read_text().count(ready) == times, 30)  # noqa: B023
+            assert not alive(coordinator)
         status, story = server.get("/explain/none")
         assert status == 404 and story
         server.pids = server.family()

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import executor as executor_module
+from config import EngineConfig
 from engine import LLM, SamplingParams
-from executor import MpExecutor, UniExecutor, WorkerError, is_stopped
+from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
 from journal import replay
 from plan import EngineCoreRequest, StepPlan
+from ring import Watchdog
 from served import alive, eventually
 from test_ring import SlowRing
 
@@ -61,10 +67,11 @@ def when(llm: LLM, steps: list[int], act) -> None:
 
 
 @pytest.fixture
-def undisturbed(mp_llm):
+def undisturbed(mp_llm, slow_llm):
     """Makes the executor what it was, after the test."""
     yield
     vars(mp_llm.core.executor).pop("submit", None)
+    vars(slow_llm.core.executor).pop("submit", None)
 
 
 MIXED = [STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=40, ignore_eos=True),
@@ -119,6 +126,100 @@ def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
         mp_llm.core.executor.check()
     mp_llm.core.check_workers()
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+@pytest.mark.parametrize("when_idle", [True, False], ids=["idle", "in a step"])
+def test_a_worker_that_is_stopped_is_noticed_and_may_go_on(slow_llm, answers, undisturbed, monkeypatch, when_idle):
+    """Long before the limit of a step, and whether it runs one or not; once it goes on, nothing has happened."""
+    core, said = slow_llm.core, []
+    monkeypatch.setattr(core.executor, "on_trouble", said.append)
+    first = worker(slow_llm)
+    begun = [time.monotonic()]
+
+    def stop() -> None:
+        os.kill(first, signal.SIGSTOP)
+        begun[0] = time.monotonic()
+        threading.Timer(6, os.kill, (first, signal.SIGCONT)).start()
+
+    if when_idle:
+        core.collective_rpc("block_bytes")
+        core.executor.check()
+        stop()
+    else:
+        when(slow_llm, [5], stop)
+        slow_llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    while not said or said[-1]:
+        core.check_workers()
+        time.sleep(0.2)
+        assert time.monotonic() - begun[0] < 60
+    where = "while idle" if when_idle else "in step "
+    assert len(said) == 2 and f"rank 0 is stopped {where}" in said[0]
+    assert worker(slow_llm) == first and core.metrics()["num_worker_restarts_total"] == 0
+    assert tokens(slow_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+@pytest.fixture(scope="module")
+def slow_llm(make_llm):
+    """One worker process, whose step may take as long as warm-up has told."""
+    made = make_llm(distributed_executor_backend="mp", threads=1)
+    yield made
+    made.core.close()
+
+
+def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
+    """At least half a minute, because a machine may be busy; the demo's steps take milliseconds."""
+    assert slow_llm.core.facts["step_timeout"] == MIN_STEP_TIMEOUT >= 30
+    assert "30 s at most for a step" in slow_llm.core.start_log()
+    assert mp_llm.core.facts["step_timeout"] == 1.5
+    assert step_timeout(EngineConfig(), {"step_seconds": 7.0}) == 7 * SLOWEST
+    assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
+
+
+def test_a_worker_that_stays_stopped_while_idle_is_replaced(mp_llm, answers):
+    first = worker(mp_llm)
+    mp_llm.core.collective_rpc("block_bytes")
+    os.kill(first, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while worker(mp_llm) == first:
+        mp_llm.core.check_workers()
+        time.sleep(0.2)
+        assert time.monotonic() < deadline
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
+    """Its process runs, but nothing would read a plan."""
+    executor = object.__new__(MpExecutor)
+    now, ring = 0.0, SimpleNamespace(beats=0, nap=lambda rank: 0)
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
+    executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
+    executor.step_timeout, executor.waiting, said = 30.0, deque(), []
+    executor.on_trouble = said.append
+    for ring.beats in range(12):
+        executor._look(idle=True)
+        now += 0.5
+    assert len(said) == 1 and "rank 0 has made no progress for 3.5 s while idle" in said[0]
+    executor._look(idle=False)
+    assert said[1:] == [None]  # a step may be slow
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_starting_has_a_limit(make_llm, monkeypatch, stopped):
+    """Of its own, or where the worker is stopped, that of a step."""
+    fields = {"startup_timeout": 0.3}
+    says = r"rank 0 is not ready after 0.3 s \(startup_timeout\)"
+    if stopped:
+        fields, says = {"step_timeout": 1.0}, "rank 0 is stopped while it starts"
+        started = multiprocessing.process.BaseProcess.start
+
+        def start(process: Any) -> None:
+            started(process)
+            os.kill(process.pid, signal.SIGSTOP)
+
+        monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
+    with pytest.raises(WorkerError, match=says):
+        make_llm(distributed_executor_backend="mp", **fields)
 
 
 def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_llm, answers, undisturbed):

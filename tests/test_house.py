@@ -24,9 +24,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # engine
     "engine": {
         "client", "config", "executor", "journal", "outputs", "plan", "scheduler", "sequence", "tokenizer", "tracing"},
-    "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes"},
+    "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
-    "processes": {"config"},
+    "processes": {"config", "executor", "ring"},
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),

@@ -11,15 +11,17 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from config import DEMO
-from scripted import (
-    COMPLETIONS,
-)
-from served import ROOT, eventually, serving
+from processes import MAX_FAILURES, Child
+from scripted import COMPLETIONS
+from served import ROOT, Server, alive, eventually, serving
+from test_survival import LONG as STREAM
+from test_survival import Reader, api_of, engine_of, worker_of
 
 LONG = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
@@ -110,3 +112,196 @@ def assert_refused(flags: list[str], says: str) -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("server.py: error: ") and done.stderr.count("\n") == 1, done.stderr
     assert says in done.stderr and not done.stdout
+
+
+NOTICED = 5.0  # seconds within which /health names a process that is stopped
+
+
+def stop(server: Server, pid: int, names: str) -> None:
+    """Stop a process, and see that it is noticed in time."""
+    os.kill(pid, signal.SIGSTOP)
+    begun = time.monotonic()
+    eventually(lambda: server.get("/health")[0] == 503, 20)
+    assert time.monotonic() - begun < 2 * NOTICED, "and twice that is for a machine that is busy"
+    assert names in server.get("/health")[1]
+
+
+def test_whoever_is_stopped_is_named_and_may_go_on(tmp_path: Path) -> None:
+    with serving(tmp_path, "--step-timeout", "60", "--threads", "1") as server:
+        begun = [server.metric("generation_tokens_total"), engine_of(server), worker_of(server)]
+        for pid, names in ((worker_of(server), "rank 0 is stopped while idle"), (engine_of(server), "engine process")):
+            stop(server, pid, names)
+            if pid == engine_of(server):  # it would wait, nobody knows for how long
+                sock = server.connect("POST", COMPLETIONS, STREAM | {"prompt": "Once"})
+                assert b" 503 " in sock.recv(1000).partition(b"\r\n")[0]
+                sock.close()
+                status, said = server.get("/metrics")
+                assert status == 503 and "gives no sign of life" in said
+            os.kill(pid, signal.SIGCONT)
+            eventually(lambda: server.get("/health")[0] == 200)
+        reader = Reader(server, prompt="Once", max_tokens=20)
+        reader.join(60)
+        assert reader.ended and not reader.error
+        assert begun == [server.metric("generation_tokens_total") - 20, engine_of(server), worker_of(server)]
+        stop(server, worker_of(server), "rank 0 is stopped while idle")
+        os.kill(engine_of(server), signal.SIGKILL)  # and the worker cannot see it
+        eventually(lambda: not alive(begun[2]))
+        eventually(lambda: server.get("/health")[0] == 200, 60)
+        server.pids = server.family()
+        os.kill(api_of(server)[0], signal.SIGSTOP)
+        server.process.kill()
+        server.process.wait()
+        server.assert_gone()
+
+
+def test_an_engine_process_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
+    with serving(tmp_path, "--step-timeout", "5", "--threads", "1") as server:
+        reader, engine = Reader(server, prompt="Once", max_tokens=900), engine_of(server)
+        eventually(lambda: bool(reader.text))
+        stop(server, engine, "the engine process gives no sign of life")
+        reader.join(30)
+        assert reader.error and reader.error["code"] == 503
+        eventually(lambda: server.get("/health")[0] == 200, 60)
+        assert not alive(engine) and "the engine process has given no sign of life for" in server.log.read_text()
+        server.pids = server.family()
+        server.process.terminate()
+        assert server.process.wait(20) == 0
+        server.assert_gone()
+
+
+def belongings(folder: Path) -> list[int]:
+    """All processes that have this folder as their TMPDIR."""
+    found, wanted = [], f"TMPDIR={folder}".encode()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (path / "environ").read_bytes().split(b"\0") and alive(int(path.name)):
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.parametrize("size", ["1", "2"])
+def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str) -> None:
+    """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", size]
+    for moment in ("server.py", "engine_process.py", "spawn_main", "libtorch_cpu"):
+        for all_of_them in (False, True):
+            command = [sys.executable, "server.py", *flags]
+            with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
+                eventually(lambda: any(moment in about(pid) for pid in belongings(tmp_path)), 60)  # noqa: B023
+                for pid in belongings(tmp_path) if all_of_them else [process.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not belongings(tmp_path), 30)
+            assert not list(tmp_path.glob("manta*")), (moment, all_of_them)
+
+
+def about(pid: int) -> str:
+    """A process's command, and the libraries that it has loaded."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text() + Path(f"/proc/{pid}/maps").read_text()
+    return ""
+
+
+def test_a_long_tmpdir_and_a_full_disk_behind_stderr_end_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+    flags = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--threads", "1"]
+    server = object.__new__(Server)
+    server.port = port
+
+    def well() -> bool:
+        with contextlib.suppress(OSError):
+            return server.get("/health")[0] == 200
+        return False
+
+    with open("/dev/full", "w") as full:
+        server.process = subprocess.Popen([sys.executable, "server.py", *flags], cwd=ROOT, env=environment, stderr=full)
+    try:
+        for victim in (worker_of, engine_of, lambda server: api_of(server)[0], None):
+            eventually(well, 60)
+            reader = Reader(server, prompt="Once", max_tokens=4)
+            reader.join(30)
+            assert reader.ended and not reader.error
+            if victim:
+                lost = victim(server)
+                os.kill(lost, signal.SIGKILL)
+                eventually(lambda: not alive(lost))  # noqa: B023
+                time.sleep(1.5)  # until a heartbeat is missed, or an idle worker's end is seen
+    finally:
+        server.process.terminate()
+        server.process.wait(30)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(("flags", "says"), [
+    (["--startup-timeout", "0.2"], "rank 0 is not ready after 0.2 s (startup_timeout)"),
+    (["--startup-timeout", "0"], "startup_timeout is 0.0"),
+])  # fmt: skip
+def test_starting_has_a_limit(flags: list[str], says: str) -> None:
+    assert_refused(flags, says)
+
+
+CHILD = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from processes import ParentPipe
+parent = ParentPipe()
+{body}
+"""
+
+
+def child(folder: Path, body: str, startup_timeout: float = 60.0) -> Child:
+    (folder / "child.py").write_text(CHILD.format(root=str(ROOT), body=body))
+    return Child("the child", str(folder / "child.py"), {}, startup_timeout)
+
+
+def test_a_child_that_never_gets_ready_is_killed_by_its_name(tmp_path: Path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("processes.STOP_TIMEOUT", 0.1)
+    made = child(tmp_path, "time.sleep(1000)", startup_timeout=0.1)
+    with pytest.raises(SystemExit) as ended:
+        made.wait()
+    assert ended.value.code == 2 and not alive(made.process.pid)
+    assert "the child is not ready after 0.1 s (startup_timeout); it is killed" in capfd.readouterr().err
+    made.stop()
+
+
+def test_a_child_that_stops_while_it_starts_is_killed(tmp_path: Path, capfd) -> None:
+    made = child(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
+    with pytest.raises(SystemExit):
+        made.wait()
+    assert "the child has given no sign of life for" in capfd.readouterr().err
+    made.stop()
+
+
+def test_a_child_that_cannot_start_is_tried_less_and_less_often(tmp_path: Path, monkeypatch) -> None:
+    """At once first, and then after a second more each time."""
+    made = child(tmp_path, "parent.ready({}); time.sleep(0.2); os._exit(1)")
+    made.wait()
+    (tmp_path / "child.py").write_text("import sys; sys.exit(1)")
+    launches, launch = [], made._launch
+    monkeypatch.setattr(made, "_launch", lambda: (launches.append(time.monotonic()), launch()))
+    deadline = time.monotonic() + 60
+    with pytest.raises(ChildProcessError, match=f"the child has failed to start {MAX_FAILURES} times in a row"):
+        while time.monotonic() < deadline:
+            made.check()
+            time.sleep(0.02)
+    pauses = [after - before for before, after in pairwise(launches)]
+    assert len(pauses) == MAX_FAILURES - 1
+    assert all(pause >= number for number, pause in enumerate(pauses))
+    made.stop()
+
+
+def test_a_child_that_does_not_reach_its_parent_goes_on(tmp_path: Path) -> None:
+    """A parent that is stopped reads no heartbeats, and the pipe gets full."""
+    made = child(tmp_path, "import processes; processes.LOOK = 1e-6; parent.ready({}); time.sleep(1000)")
+    made.wait()
+    time.sleep(2)
+    made.check()
+    assert made.process.poll() is None
+    made.stop()
+    assert made.process.returncode == 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ring import RingBuffer, RingTimeout
+from ring import GAP, RingBuffer, RingTimeout, Watchdog
 
 SPAWN = multiprocessing.get_context("spawn")
 CHUNK = 4096
@@ -142,11 +142,11 @@ class Slow:
         self.sock, self.pieces = sock, 0
         self.settimeout, self.close, self.fileno = sock.settimeout, sock.close, sock.fileno
 
-    def sendall(self, message: bytes) -> None:
-        for begin in range(0, len(message), 10 * CHUNK):
-            time.sleep(0.01)
-            self.sock.sendall(message[begin : begin + 10 * CHUNK])
-            self.pieces += 1
+    def send(self, message: memoryview) -> int:
+        time.sleep(0.01)
+        self.sock.sendall(message[: 10 * CHUNK])
+        self.pieces += 1
+        return len(message[: 10 * CHUNK])
 
 
 class SlowRing(RingBuffer):
@@ -185,6 +185,48 @@ def test_a_sleeping_reader_takes_no_time():
     assert time.process_time() - begun < 0.02
     writer.close()
     reader.close()
+
+
+def test_heartbeats_and_naps_reach_the_other_end():
+    writer, reader = pair()
+    assert (reader.beats, writer.nap(0)) == (0, 0)
+    writer.beat()
+    writer.beat()
+    assert reader.beats == 2
+    waiting = threading.Thread(target=reader.read, args=(10,))
+    waiting.start()
+    naps = set()
+    deadline = time.monotonic() + 10
+    while len(naps) < 3:  # it wakes up once a second, and says so
+        naps |= {writer.nap(0)} - {0}
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    writer.write(b"x", 1)
+    waiting.join()
+    assert writer.nap(0) == 0
+    writer.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("size", [1, 3 * 10**6], ids=["in a chunk", "beside"])
+def test_a_writer_that_waits_looks_around(size):
+    writer, reader = pair(chunks=1)
+    looks = []
+    if size == 1:
+        writer.write(b"x", 1)
+    with pytest.raises(RingTimeout):
+        writer.write(bytes(size), 1.2, lambda: looks.append(1))
+    assert len(looks) >= 2
+    writer.close()
+    reader.close()
+
+
+def test_a_watchdog_counts_only_the_time_in_which_it_looks(monkeypatch):
+    clock = iter([0.0, 0.0, 0.5, 1.0, 1.5, 100.0, 100.5, 101.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    dog = Watchdog()
+    assert [dog.look(beats) for beats in (1, 1, 1, 2, 2, 2)] == [0, 0.5, 1.0, 0, GAP, GAP + 0.5]
+    assert dog.look(0) == 0  # another process has taken its place
 
 
 def test_the_messages_of_these_tests_are_what_they_say():

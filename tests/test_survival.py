@@ -270,7 +270,7 @@ def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
         assert server.process.wait(60) == 1
         server.assert_gone()
         log = server.log.read_text()
-        assert "has no model.safetensors" in log and "failed to start 3 times in a row" in log
+        assert "has no model.safetensors" in log and "failed to start 5 times in a row" in log
 
 
 def test_a_port_is_free_again_at_once(tmp_path: Path) -> None:
