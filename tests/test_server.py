@@ -15,11 +15,12 @@ import openai
 import pytest
 from flask.testing import FlaskClient
 
-from config import SamplingParams
+from config import EngineConfig, SamplingParams, ServerConfig
 from scripted import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    FACTS,
     TOKENIZER,
     ScriptedClient,
     client_of,
@@ -27,6 +28,7 @@ from scripted import (
     refusal,
 )
 from served import Server, eventually, serving
+from server import with_policy
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,26 @@ def test_api_keys(engine: ScriptedClient) -> None:
     preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
     assert http_client.options(CHAT, headers=preflight).status_code == 200
     refusal(http_client.options(CHAT), 401)
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys", "policy"),
+    [
+        ("auto", (), "fcfs"), ("auto", ("a",), "fcfs"), ("auto", ("a", "a"), "fcfs"), ("auto", ("a", "b"), "fair"),
+        ("fcfs", ("a", "b"), "fcfs"), ("priority", ("a", "b"), "priority"), ("fair", (), "fair"),
+    ],
+)  # fmt: skip
+def test_several_keys_are_served_fairly_unless_another_policy_is_asked_for(
+    asked: Any, keys: tuple[str, ...], policy: str
+) -> None:
+    assert with_policy(EngineConfig(scheduling_policy=asked), ServerConfig(api_key=keys)).scheduling_policy == policy
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_a_priority_needs_its_policy(engine: ScriptedClient, policy: str) -> None:
+    http_client = client_of(engine, FACTS | {"scheduling_policy": policy})
+    message = refusal(post(http_client, COMPLETIONS, priority=3))["message"]
+    assert message == f"priority is 3; under the policy {policy} it must be 0"
 
 
 @pytest.mark.parametrize("route", ["/health", "/nope", "/v1/models/nope"])
