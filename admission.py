@@ -377,7 +377,7 @@ class Admission:
             return {}
         client = self.fair.clients[request.client]
         facts = {"number": client.number, "counter": client.counter, "virtual_time": self.fair.virtual_time}
-        return {"client": facts}
+        return {"fairness": facts}
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ budget until `num_computed` has caught up, and then the model's last hidden stat
               |        |  '---- swapped     preempted by swap: its blocks wait in host memory
               '--------'                    preempted by recompute: its blocks are freed, its tokens kept
 
-All three queues have one order: by priority (all equal under `fcfs`), then by arrival. The first goes first, and the
-last that runs is the first to be preempted. So nobody is passed by a later request of its class, and the first in order
-computes at least a token in every step: a request ends at most as many steps after its arrival as it and those before
-it have tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on
-first, `max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes.)
+All three queues have one order: by class, then by arrival. The class is the same for all under `fcfs`, the priority
+under `priority`, and what the client has had under `fair` (see `FairQueue`). The first goes first, and the last that
+runs is the first to be preempted. So nobody is passed by a later request of its class, and the first in order computes
+at least a token in every step: a request ends at most as many steps after its arrival as it and those before it have
+tokens. (Samples of one request branch off when their prompt is computed. Whoever came in by then may run on first,
+`max_num_seqs` sequences at most. The classic order may put as many steps of prompts before each of decodes. Under
+`fair` the first in order may have to wait for those who run and are behind it by no more than a step's tokens.)
 Who is let in, and what it needs for that, is decided in `Admission`.
 
 `schedule()` makes a `StepPlan` of differences for the workers; `update()` takes their `StepResult`. The next plan may

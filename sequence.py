@@ -282,7 +282,7 @@ class GroupQueue:
 class Client:
     """One of those among whom the policy `fair` divides the engine; `FairQueue` says what its counter means."""
 
-    number: int  # in order of appearance, because its name may tell who it is
+    number: int  # for `explain`, because its name may tell who it is; a new one if it was forgotten
     counter: int = 0
     outstanding: int = 0  # the part of it that was charged for groups which have yet to finish
     num_requests: int = 0  # that have yet to finish
@@ -304,9 +304,9 @@ class FairQueue(GroupQueue):
     that the next one of the client stands further back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996).
     When the group ends, what it did not have is given back, and the one of its client in line may move forward.
 
-    So there is one order of all queues at any time. It never changes among those who have been let in, and one who has
-    not never falls back, but behind an earlier one of its client. Hence preemption needs no rule of its own, and two
-    groups cannot push each other out by turns.
+    So there is one order of all queues at any time. It never changes among those who have been let in, so that two
+    groups cannot push each other out by turns. One who has not been let in never falls back, but behind an earlier one
+    of its client.
 
     A client of which nobody waits comes back with a counter of at least `virtual_time`, or it could save up its share
     while it asks for nothing. That time is what somebody has had who always got an equal part of each step. It is at
@@ -406,11 +406,12 @@ class FairQueue(GroupQueue):
         client.outstanding += cost
 
     def settle(self, group: SequenceGroup) -> None:
-        """`group` has ended: its client is charged with what it has had, instead of what was expected."""
+        """`group` has ended: its client is charged with what it has had, instead of all that it might have had."""
         client, seq, num_prompt = self.clients[group.request.client], group.seqs[0], group.request.num_prompt
         output = seq.num_tokens - num_prompt
         # A request may be aborted in the midst of its prompt. `lost` is what it had computed before a preemption.
-        left = 0 if output else min(max(0, num_prompt - max(seq.num_computed, seq.lost)), group.charged_prompt)
+        left = 0 if output else num_prompt - max(seq.num_computed, seq.lost)
+        left = max(0, min(left, group.charged_prompt))  # even if less of it is cached by now
         client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output * group.width)
         client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
         self._place(client)

@@ -15,11 +15,12 @@ import openai
 import pytest
 from flask.testing import FlaskClient
 
-from config import SamplingParams
+from config import EngineConfig, SamplingParams, ServerConfig
 from scripted import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    FACTS,
     TOKENIZER,
     ScriptedClient,
     client_of,
@@ -27,7 +28,7 @@ from scripted import (
     refusal,
 )
 from served import Server, eventually, serving
-from server import main
+from server import main, with_policy
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,26 @@ def test_each_key_has_its_own_salt_and_tag(engine: ScriptedClient) -> None:
         http_client.post(COMPLETIONS, environ_overrides=environ, headers={"X-Forwarded-For": "10.9.9.9"}, **ask)
     first, again, other = engine.clients
     assert first == again != other and "10.0.0" not in first
+
+
+@pytest.mark.parametrize(
+    ("asked", "keys", "policy"),
+    [
+        ("auto", (), "fcfs"), ("auto", ("a",), "fcfs"), ("auto", ("a", "a"), "fcfs"), ("auto", ("a", "b"), "fair"),
+        ("fcfs", ("a", "b"), "fcfs"), ("priority", ("a", "b"), "priority"), ("fair", (), "fair"),
+    ],
+)  # fmt: skip
+def test_several_keys_are_served_fairly_unless_another_policy_is_asked_for(
+    asked: Any, keys: tuple[str, ...], policy: str
+) -> None:
+    assert with_policy(EngineConfig(scheduling_policy=asked), ServerConfig(api_key=keys)).scheduling_policy == policy
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fair"])
+def test_a_priority_needs_its_policy(engine: ScriptedClient, policy: str) -> None:
+    http_client = client_of(engine, FACTS | {"scheduling_policy": policy})
+    message = refusal(post(http_client, COMPLETIONS, priority=3))["message"]
+    assert message == f"priority is 3; under the policy {policy} it must be 0"
 
 
 @pytest.mark.parametrize("route", ["/health", "/nope", "/v1/models/nope"])
