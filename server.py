@@ -383,7 +383,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
-        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
+        tokenizer = Tokenizer(engine_config.model, config.max_template_chars, pause=lambda: gevent.sleep(0))
         listener = listen(config.host, config.port)
     except ValueError as error:
         print(f"server.py: error: {error}", file=sys.stderr)
