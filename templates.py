@@ -316,14 +316,14 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             self.allow(_formatted(left, right))
         return context.bounded(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a macro, a function or a method. Jinja names the arguments so, to be in no keyword's way."""
-        assert isinstance(__context, BoundedContext)
-        owner = getattr(__obj, "__self__", None)
-        if isinstance(owner, str | bytes) and (size := METHOD_SIZES.get(__obj.__name__)):
+    def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a macro, a function or a method."""
+        assert isinstance(context, BoundedContext)
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str | bytes) and (size := METHOD_SIZES.get(function.__name__)):
             args = _listed(args)
-            __self.allow(size(owner, *args, **{name: kwargs[name] for name in kwargs if name not in JINJAS_OWN}))
-        return __context.bounded(super().call(__context, __obj, *args, **kwargs))
+            self.allow(size(owner, *args, **{name: kwargs[name] for name in kwargs if name not in JINJAS_OWN}))
+        return context.bounded(super().call(context, function, *args, **kwargs))
 
 
 def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:

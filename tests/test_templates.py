@@ -41,7 +41,7 @@ LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}BODY{% endfor %}
 )
 def test_time_is_limited_between_any_two_nodes(source: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(ValueError, match="took more than 0.2 seconds|more than .* items"):
+    with pytest.raises(ValueError, match=r"took more than 0.2 seconds|more than \d+ items"):
         run(source, 0.2, 10**9)
     assert time.monotonic() - begun < 20  # for ever is what it would take
 
@@ -102,7 +102,8 @@ DOUBLED = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = B
         "{% filter upper %}{% for i in range(90000) %}{{ 'a' * 9 }}{% endfor %}{% endfilter %}",
         "{% for i in range(90000) %}aaaaaaaaa{% endfor %}",
         "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = n.l + ['a' * 90000] %}{% endfor %}",
-        "{% set n = namespace(l=[], s='a' * 90000) %}{% for i in range(90000) %}{% set n.l = n.l + [n.s[1:]] %}{% endfor %}",
+        "{% set n = namespace(l=[], s='a' * 90000) %}{% for i in range(90000) %}{% set n.l = n.l + [n.s[1:]] %}"
+        "{% endfor %}",
         "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = [n.l, [1] * 90000] %}{% endfor %}",
         DOUBLED.replace("BODY", "n.s + n.s"),
         DOUBLED.replace("BODY", "n.s ~ n.s"),
@@ -126,9 +127,7 @@ DOUBLED = "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = B
 )
 def test_growth_is_limited(expression: str) -> None:
     begun = time.monotonic()
-    with pytest.raises(
-        ValueError, match="max_template_chars|characters|items|bits|unsafe|sum adds|[Ll]ipsum|wordwrap|whole"
-    ):
+    with pytest.raises(ValueError, match=r"max_template_chars|items|bits|unsafe|sum adds|lipsum|wordwrap"):
         run(expression)
     assert time.monotonic() - begun < 5
 
@@ -149,7 +148,7 @@ def test_compiling_computes_nothing_that_can_grow() -> None:
     ],
 )
 def test_what_is_too_large_or_too_deep_does_not_compile(source: str) -> None:
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match=r".") as caught:
         compile_template(TemplateEnvironment(CHARS, 1.0, lambda: None), source)
     assert "\n" not in str(caught.value)
 
