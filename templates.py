@@ -3,8 +3,9 @@
 A template comes with the model, from whoever made it, and it is a program: it has loops, macros and a `*` for strings.
 Jinja's sandbox keeps it from Python's insides; what is added here keeps it from the machine's time and memory.
 
-    Time            Every block (of a loop, a macro, a condition) and every operation looks at the clock first.
-    Text and lists  What an operation will make is estimated first, where it can be much more than it was given.
+    Time            Every turn of a loop, every call, filter and comparison looks at the clock first.
+    Text and lists  What an operation will make is estimated first, where it can be much more than it was given; and
+                    what all have made is counted.
     Compilation     Nothing that can grow is computed then, and the source has a limit.
 
 So between two looks at the clock lies one operation on no more than the limits allow.
@@ -38,6 +39,7 @@ JINJAS_OWN = ("_loop_vars", "_block_vars")  # keywords that Jinja adds to calls
 SLICE = 0.01  # seconds that a template runs before others may
 LEFT_OUT = ("lipsum", "pprint", "striptags", "urlize", "wordwrap", "xmlattr")  # for web pages, and hard to bound
 UNSAFE_METHODS = {"expandtabs", "to_bytes", "translate"}
+TEXT = (str, bytes)
 CONTAINERS = (list, tuple, dict, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
@@ -58,7 +60,7 @@ def text_size(value: Any, indent: int = 0, between: int = 2) -> int:
         indent: characters in front of an item for each list around it.
         between: characters between two items.
     """
-    if isinstance(value, str | bytes):
+    if isinstance(value, TEXT):
         return len(value)
     total, rest = 0, [(value, 0)]
     while rest:
@@ -155,7 +157,7 @@ class BoundedContext(Context):
         super().__init__(environment, *args, **kwargs)
         self.deadline = time.monotonic() + environment.max_seconds
         self.wake = min(self.deadline, time.monotonic() + SLICE)
-        self.made = 0
+        self.left = REWRITES * environment.max_chars  # that it may make; an item of a list counts as eight
 
     def tick(self) -> None:
         """Look at the clock, and let others run now and then; their time does not count."""
@@ -169,33 +171,29 @@ class BoundedContext(Context):
 
     def bounded(self, value: Any) -> Any:
         """What an operation has made, if it is not too much, in itself or with all before it."""
-        self.tick()
-        if isinstance(value, str | bytes):
-            self.environment.allow(len(value))
-            self._count(len(value))
+        if isinstance(value, TEXT):
+            self.left -= len(value)
         elif isinstance(value, CONTAINERS):
+            self.left -= 8 * len(value)
             self.environment.allow(len(value), text=False)
-            self._count(8 * len(value))
         elif isinstance(value, GeneratorType):
             return self._ticking(value)
+        if self.left < 0:
+            made = REWRITES * self.environment.max_chars
+            raise LimitError(f"it made more than {made} characters, {REWRITES} times max_template_chars")
         return value
 
     def _ticking(self, values: Iterator[Any]) -> Iterator[Any]:
         for i, value in enumerate(values):
+            self.tick()
             self.environment.allow(i + 1, text=False)
             yield self.bounded(value)
 
-    def _count(self, made: int) -> None:
-        self.made += made
-        if self.made > (limit := REWRITES * self.environment.max_chars):
-            raise LimitError(f"it made more than {limit} characters, {REWRITES} times max_template_chars")
-
     def printable(self, value: Any) -> Any:
         """The value of an expression, whose text is to go out, or into a variable."""
-        size = text_size(value)
-        self.environment.allow(size)
-        self._count(size)
-        return value
+        if not isinstance(value, str):
+            self.environment.allow(text_size(value))
+        return self.bounded(value)
 
     def joined(self, join: Callable[[Any], str], values: tuple[Any, ...]) -> Any:
         """What `~` makes of its operands."""
@@ -203,27 +201,38 @@ class BoundedContext(Context):
         return self.bounded(join(values))
 
 
+def takes_time(node: nodes.Node) -> bool:
+    """Whether this is a comparison, but for one with a constant, which is short, and tests like `is string`."""
+    if isinstance(node, nodes.Compare):
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        sought = any(operand.op in ("in", "notin") for operand in node.ops)
+        return sought or not any(isinstance(operand, nodes.Const) for operand in operands)
+    return isinstance(node, nodes.Test) and bool(node.args)
+
+
 class BoundedGenerator(CodeGenerator):
     """Writes a template's Python with calls of its `BoundedContext`. Where `tick()` is written before an `or`, the
     value is what comes after, because `tick` returns None."""
 
     loop_test: nodes.Node | None = None
-
-    def blockvisit(self, nodes: Any, frame: Frame) -> None:
-        """The statements of a block."""
-        self.writeline("context.tick()")
-        super().blockvisit(nodes, frame)
+    loop_body: list[nodes.Node] | None = None
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         """A loop, which may have a test of its items."""
-        self.loop_test = node.test
+        self.loop_test, self.loop_body = node.test, node.body
         super().visit_For(node, frame)
 
+    def blockvisit(self, nodes: Any, frame: Frame) -> None:
+        """The statements of a block. Those of a loop may run often; the others are called, or stand there once."""
+        if nodes is self.loop_body:
+            self.writeline("context.tick()")
+        super().blockvisit(nodes, frame)
+
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
-        """Any node; what takes time in proportion to its operands, and has no other hook, gets one here."""
-        if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        """Any node; one that takes time in proportion to its operands, and has no other hook, gets one here."""
+        if isinstance(node, nodes.Add) or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)):
             self.write("context.bounded(")
-        elif isinstance(node, nodes.Compare | nodes.Test) or node is self.loop_test:
+        elif node is self.loop_test or takes_time(node):
             self.write("(context.tick() or ")
         else:
             return super().visit(node, *args, **kwargs)
@@ -266,7 +275,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     code_generator_class = BoundedGenerator
     context_class = BoundedContext
-    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)  # which also are never folded
+    intercepted_binops = frozenset({"*", "**", "%", "/", "//"})  # go to `call_binop`, and are not folded, either
 
     def __init__(self, max_chars: int, max_seconds: float, pause: Callable[[], None]):
         super().__init__(
@@ -311,16 +320,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         elif operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(times, int):
-                    self.allow(len(one) * times, isinstance(one, str | bytes))
-        elif operator == "%" and isinstance(left, str | bytes):
+                    self.allow(len(one) * times, isinstance(one, TEXT))
+        elif operator == "%" and isinstance(left, TEXT):
             self.allow(_formatted(left, right))
         return context.bounded(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call a macro, a function or a method."""
         assert isinstance(context, BoundedContext)
+        context.tick()
         owner = getattr(function, "__self__", None)
-        if isinstance(owner, str | bytes) and (size := METHOD_SIZES.get(function.__name__)):
+        if isinstance(owner, TEXT) and (size := METHOD_SIZES.get(function.__name__)):
             args = _listed(args)
             self.allow(size(owner, *args, **{name: kwargs[name] for name in kwargs if name not in JINJAS_OWN}))
         return context.bounded(super().call(context, function, *args, **kwargs))
@@ -335,6 +345,7 @@ def _bounded_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]
 
     @pass_context
     def bounded(context: BoundedContext, *args: Any, **kwargs: Any) -> Any:
+        context.tick()
         if size:
             args = _listed(args)
             context.environment.allow(size(*args, **kwargs))
