@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import reprlib
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +20,10 @@ from config import SamplingParams, ServerConfig
 from tokenizer import chat_messages
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TEXT_PART, LIST_PART = 2**16, 2**15  # bytes of JSON, and items of a list, between which others are served
+MAX_LISTS, MAX_VALUES = 2**15, 2**19  # lists and objects, and values, that are decoded at once, in some 50 ms
+NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
+RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
 RESERVED_KWARGS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -92,8 +98,18 @@ def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     return stops
 
 
+def in_parts(items: list[Any]) -> Iterator[list[Any]]:
+    """A list in parts, between which an API process serves its other clients."""
+    for start in range(0, len(items), LIST_PART):
+        if start:
+            time.sleep(0)
+        yield items[start : start + LIST_PART]
+
+
 def token_ids(value: Any, config: ServerConfig) -> list[int]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    if not isinstance(value, list) or not all(
+        set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
+    ):
         raise ValueError("it must be a list of token ids, which are whole numbers from 0")
     return value
 
@@ -173,15 +189,63 @@ FIELDS = (
 )
 
 
-def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
+def count_values(data: bytes | bytearray) -> tuple[int, int]:
+    """How many lists and objects a JSON text holds, and how many commas, outside of its strings."""
+    lists = commas = inside = 0
+    cut = b""
+    for start in range(0, len(data), TEXT_PART):
+        part = (cut + data[start : start + TEXT_PART]).replace(b"\\\\", b"").replace(b'\\"', b"")
+        cut = b"\\" if part.endswith(b"\\") else b""  # its other half is in the next part
+        between = part.translate(None, NO_STRUCTURE).split(b'"')
+        outside = b"".join(between[inside::2])
+        inside = (inside + len(between) - 1) % 2
+        lists += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        time.sleep(0)
+    return lists, commas
+
+
+def decode_json(data: bytes | bytearray) -> tuple[Any, list[Any] | None]:
+    """What a JSON text holds; of very many prompts of token ids apart from the rest, as they were decoded one by one.
+
+    Nobody else is served while a text is decoded. So a large one is looked through first, a part at a time.
+
+    Raises:
+        ValueError: it is no JSON.
+        ApiError: it has more values than can soon be decoded.
+    """
+    if len(data) <= TEXT_PART:
+        return msgspec.json.decode(data), None  # refuses NaN, 1e999 and lone surrogates
+    lists, commas = count_values(data)
+    if lists > MAX_LISTS:
+        raise ApiError(400, f"the body has {lists} lists and objects; at most {MAX_LISTS} are allowed")
+    if commas <= MAX_VALUES:
+        return msgspec.json.decode(data), None
+    fields = RAW_FIELDS.decode(data)
+    text = bytes(fields.pop("prompt", b""))
+    found = [match.span() for match in re.finditer(rb"\[[^][]*\]", text)]
+    counts = [text.count(b",", *span) for span in found]
+    apart = text.count(b"[") == len(found) + 1 and text.count(b",") == sum(counts) + len(found) - 1
+    if not apart or b'"' in text or max(commas - text.count(b","), *counts) > MAX_VALUES:
+        raise ValueError(
+            f"it has {commas} values; at most {MAX_VALUES} are allowed, beside several prompts of token ids"
+        )
+    prompts = []
+    for start, end in found:
+        time.sleep(0)
+        prompts.append(msgspec.json.decode(memoryview(text)[start:end]))
+    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, prompts
+
+
+def parse_json(data: bytes | bytearray, config: ServerConfig) -> dict[str, Any]:
     """The JSON object that a request's body holds.
 
     Raises:
-        ApiError: it is none, or it is nested too deep.
+        ApiError: it is none, or it is nested too deep, or has too many values.
     """
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
-        body = msgspec.json.decode(data)  # refuses NaN, 1e999 and lone surrogates
+        body, prompts = decode_json(data)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
@@ -191,10 +255,10 @@ def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
     level: list[Any] = [body]
     for _ in range(config.max_json_depth):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
     if level:
         raise too_deep
-    return body
+    return body if prompts is None else body | {"prompt": prompts}
 
 
 def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:

@@ -25,12 +25,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
+from gevent.threadpool import ThreadPool
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from client import EngineDeadError, MPClient
@@ -39,25 +40,35 @@ from data_parallel import CoordinatorProcess, DPClient
 from engine_process import EngineProcess, check_gpus
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
-from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, parse_json, read_fields
+from protocol import CHAT, COMPLETIONS, DETOKENIZE, PARAMS, TOKENIZE, ApiError, in_parts, parse_json, read_fields
 from replies import Client, ClientGone, Run, sse
-from tokenizer import Tokenizer
+from tokenizer import LONG_TEXT, Tokenizer
 
+TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
+BODY_PART = 2**16  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-def read_body(config: ServerConfig) -> dict[str, Any]:
-    """The JSON object of this request."""
+def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
+    """The body of this request; each part of it is counted by `hold` when it arrives."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"the content type is {request.mimetype or 'not given'}; it must be application/json")
+    body = bytearray()
     try:
         with gevent.Timeout(config.body_timeout):
-            data = request.get_data(cache=False)
+            while part := request.stream.read(BODY_PART):
+                body += part
+                hold(len(part))
+                if len(body) > config.max_body_bytes:
+                    raise RequestEntityTooLarge
+                if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
+                    cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
+                    raise ApiError(429, f"bodies of {in_flight} bytes are in flight; at most {cap}")
+                if len(part) == BODY_PART:
+                    gevent.sleep(0)  # a socket that always has more would let nobody else run
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
-    if len(data) > config.max_body_bytes:
-        raise RequestEntityTooLarge
-    return parse_json(data, config)
+    return body
 
 
 def api_error(error: Exception) -> ApiError:
@@ -95,7 +106,7 @@ class Api:
         board: Board,
     ):
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
-        self.board = board
+        self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started = int(time.time())
 
     def completions(self) -> Response:
@@ -117,7 +128,7 @@ class Api:
             ids = self._prompt(fields["prompt"][0], special is not False)[1]
         else:
             raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
-        strings = [self.tokenizer.token(id) for id in ids]
+        strings = [self.tokenizer.token(id) for part in in_parts(ids) for id in part]
         limit = self.facts["max_model_len"]
         return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
@@ -171,7 +182,9 @@ class Api:
         return name or self.names[0]
 
     def _fields(self, route: str) -> dict[str, Any]:
-        fields = read_fields(route, read_body(self.config), self.config)
+        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+        body = read_body(self.config, self.board, g.body.enter_context(self.board.holding()))
+        fields = read_fields(route, parse_json(body, self.config), self.config)
         fields["model"] = self._name(fields["model"])
         return fields
 
@@ -191,7 +204,10 @@ class Api:
             return None, prompt
         if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
             raise ApiError(400, f"the prompt has {len(prompt)} characters; the context holds {limit} tokens", "prompt")
-        ids = self.tokenizer.encode(prompt, add_special_tokens)
+        if len(prompt) > LONG_TEXT:
+            ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
+        else:
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
         return prompt, ids
@@ -208,6 +224,7 @@ class Api:
         if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
             cap = f"{self.config.max_queue} (max_queue)"
             raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        g.body.close()
         run = Run(g.name, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
         with contextlib.ExitStack() as stack:
@@ -326,6 +343,11 @@ def create_app(api: Api) -> Flask:
         if board.draining and (request.method == "POST" or request.path == "/health"):
             raise ApiError(503, "the server is shutting down")
 
+    @app.teardown_request
+    def release_body(error: BaseException | None) -> None:
+        if "body" in g:
+            g.body.close()
+
     @app.after_request
     def name_request(response: Response) -> Response:
         given = request.headers.get("X-Request-Id", "")
@@ -383,7 +405,7 @@ def main(argv: list[str] | None = None) -> None:
             return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
-        tokenizer = Tokenizer(engine_config.model, config.max_template_chars, pause=lambda: gevent.sleep(0))
+        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
         print(f"server.py: error: {error}", file=sys.stderr)

@@ -160,11 +160,11 @@ class BoundedContext(Context):
         self.left = REWRITES * environment.max_chars  # that it may make; an item of a list counts as eight
 
     def tick(self) -> None:
-        """Look at the clock, and let others run now and then; their time does not count."""
+        """Look at the clock, and let other greenlets run now and then; their time does not count."""
         if (now := time.monotonic()) > self.wake:
             if now > self.deadline:
                 raise LimitError(f"it took more than {self.environment.max_seconds} seconds")
-            self.environment.pause()
+            time.sleep(0)
             rested = time.monotonic()
             self.deadline += rested - now
             self.wake = min(self.deadline, rested + SLICE)
@@ -270,18 +270,17 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     Args:
         max_chars: of a text that a template makes on its way, and of all that it writes.
         max_seconds: that it may run.
-        pause: called every `SLICE` seconds, so that others can run.
     """
 
     code_generator_class = BoundedGenerator
     context_class = BoundedContext
     intercepted_binops = frozenset({"*", "**", "%", "/", "//"})  # go to `call_binop`, and are not folded, either
 
-    def __init__(self, max_chars: int, max_seconds: float, pause: Callable[[], None]):
+    def __init__(self, max_chars: int, max_seconds: float):
         super().__init__(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols], optimized=False
         )
-        self.max_chars, self.max_seconds, self.pause = max_chars, max_seconds, pause
+        self.max_chars, self.max_seconds = max_chars, max_seconds
         del self.globals["lipsum"]
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         filters = {name: self.filters[name] for name in self.filters if name not in LEFT_OUT} | {"tojson": _tojson}

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from templates import TemplateEnvironment, compile_template, run_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
+LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
 
 
@@ -43,20 +44,13 @@ class TextParams(Protocol):
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
-    def __init__(
-        self,
-        folder: str,
-        max_template_chars: int = 16 * 2**20,
-        max_template_seconds: float = 10.0,
-        pause: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
         Args:
             folder: of the model.
             max_template_chars: that a chat template may write.
             max_template_seconds: that it may run.
-            pause: called again and again while it runs, so that others can run.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -80,11 +74,13 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)
         config = _read_object(Path(folder) / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
-        environment = TemplateEnvironment(max_template_chars, max_template_seconds, pause)
+        environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
+        if len(text) > LONG_TEXT:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
