@@ -178,7 +178,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = option((), "key that clients must send; repeat it for several")
     served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
-    max_body_bytes_in_flight: int = option(128 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
+    max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +19,9 @@ from config import SamplingParams, ServerConfig
 from tokenizer import chat_messages
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-TEXT_PART, LIST_PART = 2**16, 2**15  # bytes of JSON, and items of a list, between which others are served
-MAX_LISTS, MAX_VALUES = 2**15, 2**19  # lists and objects, and values, that are decoded at once, in some 50 ms
+TEXT_PART, LIST_PART = 2**16, 2**14  # bytes of JSON, and items of a list, between which others are served
+MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are decoded at once, in some 30 ms
+SPACES = b" \t\r\n"
 NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
@@ -101,9 +101,9 @@ def stop_strings(value: Any, config: ServerConfig) -> list[str]:
 def in_parts(items: list[Any]) -> Iterator[list[Any]]:
     """A list in parts, between which an API process serves its other clients."""
     for start in range(0, len(items), LIST_PART):
-        if start:
-            time.sleep(0)
         yield items[start : start + LIST_PART]
+        if len(items) > LIST_PART:
+            time.sleep(0)
 
 
 def token_ids(value: Any, config: ServerConfig) -> list[int]:
@@ -205,14 +205,47 @@ def count_values(data: bytes | bytearray) -> tuple[int, int]:
     return lists, commas
 
 
-def decode_json(data: bytes | bytearray) -> tuple[Any, list[Any] | None]:
-    """What a JSON text holds; of very many prompts of token ids apart from the rest, as they were decoded one by one.
+def decode_ids(text: bytes) -> list[Any]:
+    """The numbers of a JSON list that holds no strings and no lists."""
+    ids: list[Any] = []
+    begin, last = 1, len(text) - 1
+    while begin < last:
+        end = text.find(b",", begin + TEXT_PART)
+        end = last if end < 0 else end
+        ids += msgspec.json.decode(b"[%b]" % text[begin:end])
+        begin = end + 1
+        time.sleep(0)
+    return ids
 
-    Nobody else is served while a text is decoded. So a large one is looked through first, a part at a time.
+
+def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
+    """The token ids of one prompt or of several, each from its part of the JSON text; None if there is something else.
+
+    Raises:
+        ApiError: a prompt has more tokens than `longest`.
+    """
+    if b'"' in text or b"{" in text:
+        return None
+    prompts, several = [], text[1:].lstrip(SPACES).startswith(b"[")
+    begin = 1 if several else 0
+    while (end := text.find(b"]", begin) + 1) and (part := text[begin:end].lstrip(SPACES + b",")) != b"]":
+        if not part.startswith(b"["):
+            return None
+        if (count := part.count(b",") + 1) > longest:
+            raise ApiError(400, f"the prompt has {count} tokens; the context holds {longest}", "prompt")
+        prompts.append(decode_ids(part))
+        begin = end
+    return prompts if several else prompts[0]
+
+
+def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, Any]:
+    """What a JSON text holds, and apart from that very many token ids of prompts, which are decoded a part at a time.
+
+    Nobody else is served while `msgspec` decodes a text. So a large one is looked through first, by parts, too.
 
     Raises:
         ValueError: it is no JSON.
-        ApiError: it has more values than can soon be decoded.
+        ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
     """
     if len(data) <= TEXT_PART:
         return msgspec.json.decode(data), None  # refuses NaN, 1e999 and lone surrogates
@@ -222,30 +255,25 @@ def decode_json(data: bytes | bytearray) -> tuple[Any, list[Any] | None]:
     if commas <= MAX_VALUES:
         return msgspec.json.decode(data), None
     fields = RAW_FIELDS.decode(data)
+    time.sleep(0)
     text = bytes(fields.pop("prompt", b""))
-    found = [match.span() for match in re.finditer(rb"\[[^][]*\]", text)]
-    counts = [text.count(b",", *span) for span in found]
-    apart = text.count(b"[") == len(found) + 1 and text.count(b",") == sum(counts) + len(found) - 1
-    if not apart or b'"' in text or max(commas - text.count(b","), *counts) > MAX_VALUES:
-        raise ValueError(
-            f"it has {commas} values; at most {MAX_VALUES} are allowed, beside several prompts of token ids"
+    prompts = decode_prompts(text, longest)
+    if prompts is None or (commas := commas - text.count(b",")) > MAX_VALUES:
+        raise ApiError(
+            400, f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
         )
-    prompts = []
-    for start, end in found:
-        time.sleep(0)
-        prompts.append(msgspec.json.decode(memoryview(text)[start:end]))
     return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, prompts
 
 
-def parse_json(data: bytes | bytearray, config: ServerConfig) -> dict[str, Any]:
+def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
     """The JSON object that a request's body holds.
 
     Raises:
-        ApiError: it is none, or it is nested too deep, or has too many values.
+        ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
     """
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
-        body, prompts = decode_json(data)
+        body, prompts = decode_json(data, longest_prompt)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:

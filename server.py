@@ -184,7 +184,7 @@ class Api:
     def _fields(self, route: str) -> dict[str, Any]:
         g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
         body = read_body(self.config, self.board, g.body.enter_context(self.board.holding()))
-        fields = read_fields(route, parse_json(body, self.config), self.config)
+        fields = read_fields(route, parse_json(body, self.config, self.facts["max_model_len"]), self.config)
         fields["model"] = self._name(fields["model"])
         return fields
 
@@ -199,7 +199,7 @@ class Api:
     def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
         limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
-            if (highest := max(prompt)) >= vocab_size:
+            if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
             return None, prompt
         if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
