@@ -224,7 +224,7 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
     Raises:
         ApiError: a prompt has more tokens than `longest`.
     """
-    if b'"' in text or b"{" in text:
+    if not text.startswith(b"[") or b'"' in text or b"{" in text:
         return None
     prompts, several = [], text[1:].lstrip(SPACES).startswith(b"[")
     begin = 1 if several else 0
