@@ -25,6 +25,7 @@ from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Mes
 from processes import Child, ParentPipe
 
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
+INBOX_TIME = 0.02  # seconds that messages may take before the next step: a prompt of 128k tokens takes some 10 ms
 CHECK = 1.0  # seconds between an idle engine's looks at its workers
 
 
@@ -76,7 +77,10 @@ class EngineServer:
         """
         inbox, core, lockstep = self.frames.inbox, self.core, self.lockstep
         while True:
-            while not (core.plans or lockstep.running if lockstep else core.has_work()) or not inbox.empty():
+            until = time.monotonic() + INBOX_TIME
+            while not (core.plans or lockstep.running if lockstep else core.has_work()) or (
+                not inbox.empty() and time.monotonic() < until
+            ):
                 self._report()
                 try:
                     client, message = inbox.get(timeout=CHECK)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 
 import protocol
 import server
-from config import ServerConfig
+from config import EngineConfig, ServerConfig
+from engine_process import INBOX_TIME, EngineServer
+from plan import Abort
 from processes import Board
 from protocol import MAX_LISTS, MAX_VALUES, TEXT_PART, ApiError, count_values, parse_json, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
@@ -177,6 +180,23 @@ def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Bo
     for route in (COMPLETIONS, "/tokenize", "/detokenize"):
         assert http_client.post(route, data=body, content_type="application/json").status_code in (400, 413)
         assert board.body_bytes == 0
+
+
+def test_many_long_prompts_do_not_hold_up_the_engines_steps(tmp_path: Path) -> None:
+    left: list[int] = []
+
+    def step(start: bool | None) -> None:
+        left.append(serving_end.frames.inbox.qsize())
+        raise InterruptedError
+
+    core = SimpleNamespace(config=EngineConfig(), has_work=lambda: True, step=step)
+    serving_end = EngineServer(core, str(tmp_path / "socket"))
+    serving_end._handle = lambda client, message: time.sleep(INBOX_TIME / 4)  # type: ignore[method-assign]
+    for _ in range(40):
+        serving_end.frames.inbox.put((serving_end.frames.listener, Abort("a")))
+    with pytest.raises(InterruptedError):
+        serving_end.run()
+    assert left[0] >= 20
 
 
 def test_one_body_must_fit() -> None:
