@@ -45,7 +45,7 @@ from replies import Client, ClientGone, Run, sse
 from tokenizer import LONG_TEXT, Tokenizer
 
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
-BODY_PART = 2**16  # bytes of a body to read at a time
+BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 
 
@@ -53,21 +53,27 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
     """The body of this request; each part of it is counted by `hold` when it arrives."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"the content type is {request.mimetype or 'not given'}; it must be application/json")
-    body = bytearray()
+    body, refused = bytearray(), ""
     try:
         with gevent.Timeout(config.body_timeout):
             while part := request.stream.read(BODY_PART):
+                if len(part) == BODY_PART:
+                    gevent.sleep(0)  # a socket that always has more would let nobody else run
+                if refused:  # but read to its end, because a client that still writes would not see the reply
+                    continue
                 body += part
                 hold(len(part))
                 if len(body) > config.max_body_bytes:
                     raise RequestEntityTooLarge
                 if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
                     cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
-                    raise ApiError(429, f"bodies of {in_flight} bytes are in flight; at most {cap}")
-                if len(part) == BODY_PART:
-                    gevent.sleep(0)  # a socket that always has more would let nobody else run
+                    refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
+                    hold(-len(body))
+                    body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
+    if refused:
+        raise ApiError(429, refused)
     return body
 
 

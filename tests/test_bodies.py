@@ -153,6 +153,7 @@ def test_bodies_in_flight_are_capped_across_processes(engine: ScriptedClient, bo
         assert "max_body_bytes_in_flight" in refusal(response, 429)["message"]
         assert int(response.headers["Retry-After"]) >= 1
         assert board.body_bytes == 99_990
+        assert post(http_client, COMPLETIONS, prompt="a" * 90_000).status_code == 429
         board.claim(7)
     assert board.body_bytes == 0 and post(http_client, COMPLETIONS).status_code == 200
     board.bytes[board.mine] = 5
