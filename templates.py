@@ -29,7 +29,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-MAX_SOURCE = 2**20  # characters of a template; those of real models have some thousands
+MAX_SOURCE = 2**18  # characters of a template, which compile in some 3 s; those of real models have some thousands
 MAX_ITEMS = 2**20  # of a list
 MAX_LISTED = 2**24  # characters of a list, with all that is in it
 TOO_MUCH = 2**60
