@@ -252,6 +252,7 @@ class ServerConfig:
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
     served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
+    max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
@@ -271,6 +272,9 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            most, one = self.max_body_bytes_in_flight, self.max_body_bytes
+            raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(

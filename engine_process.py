@@ -28,6 +28,7 @@ from ring import BEAT
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
+INBOX_TIME = 0.02  # seconds that messages may take before the next step: a prompt of 128k tokens takes some 10 ms
 
 
 class EngineServer:
@@ -84,7 +85,10 @@ class EngineServer:
         """
         inbox, core, lockstep, checked = self.frames.inbox, self.core, self.lockstep, 0.0
         while True:
-            while not (core.plans or lockstep.running if lockstep else core.has_work()) or not inbox.empty():
+            until = time.monotonic() + INBOX_TIME
+            while not (core.plans or lockstep.running if lockstep else core.has_work()) or (
+                not inbox.empty() and time.monotonic() < until
+            ):
                 self._report()
                 try:
                     client, message = inbox.get(timeout=BEAT)

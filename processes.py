@@ -256,16 +256,18 @@ class ParentPipe:
 
 
 class Board:
-    """What the API processes and their parent all see: whether the server drains, and how many answers are in flight.
+    """What the API processes and their parent all see: whether the server drains, how many answers are in flight, and
+    how many bytes of requests that are still read or parsed.
 
-    They share this memory because it was mapped before they were forked. Each process counts in a word of its own,
+    They share this memory because it was mapped before they were forked. Each process counts in words of its own,
     which the parent clears when that process is gone.
     """
 
     WORDS = 256
 
     def __init__(self) -> None:
-        self.words = memoryview(mmap.mmap(-1, 8 * self.WORDS)).cast("q")
+        words = memoryview(mmap.mmap(-1, 16 * self.WORDS)).cast("q")
+        self.words, self.bytes = words[: self.WORDS], words[self.WORDS :]
         self.mine = 1
         self.secret = os.urandom(16)
 
@@ -293,10 +295,30 @@ class Board:
 
     def clear(self, age: int) -> None:
         """The API process number `age` is gone, with all it had in flight."""
-        self.words[self._place(age)] = 0
+        self.words[self._place(age)] = self.bytes[self._place(age)] = 0
 
     def _place(self, age: int) -> int:
         return 1 + age % (self.WORDS - 1)
+
+    @property
+    def body_bytes(self) -> int:
+        """Bytes of bodies that are read or parsed, of all processes."""
+        return sum(self.bytes)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """Yields what counts so many bytes more of a body, until the end of the `with` block."""
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            held += size
+            self.bytes[self.mine] += size
+
+        try:
+            yield hold
+        finally:
+            self.bytes[self.mine] -= held
 
     @contextlib.contextmanager
     def counted(self, answers: int) -> Iterator[None]:

@@ -12,7 +12,8 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Sequence, Set
+import time
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,6 +23,11 @@ from tokenizer import chat_messages, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
+JSON_PART, LIST_PART = 2**16, 2**14  # bytes of JSON, and items of a list, between which others are served
+MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are decoded at once, in some 30 ms
+SPACES = b" \t\r\n"
+NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
+RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
 FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
@@ -129,8 +135,18 @@ def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     return stops
 
 
+def in_parts(items: list[Any]) -> Iterator[list[Any]]:
+    """A list in parts, between which an API process serves its other clients."""
+    for start in range(0, len(items), LIST_PART):
+        yield items[start : start + LIST_PART]
+        if len(items) > LIST_PART:
+            time.sleep(0)
+
+
 def token_ids(value: Any, config: ServerConfig) -> list[int]:
-    if not isinstance(value, list) or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+    if not isinstance(value, list) or not all(
+        set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
+    ):
         raise ValueError("it must be a list of token ids, which are whole numbers from 0")
     return value
 
@@ -268,15 +284,91 @@ FIELDS = (
 KNOWN = {route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES}
 
 
-def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
+def count_values(data: bytes | bytearray) -> tuple[int, int]:
+    """How many lists and objects a JSON text holds, and how many commas, outside of its strings."""
+    lists = commas = inside = 0
+    cut = b""
+    for start in range(0, len(data), JSON_PART):
+        part = (cut + data[start : start + JSON_PART]).replace(b"\\\\", b"").replace(b'\\"', b"")
+        cut = b"\\" if part.endswith(b"\\") else b""  # its other half is in the next part
+        between = part.translate(None, NO_STRUCTURE).split(b'"')
+        outside = b"".join(between[inside::2])
+        inside = (inside + len(between) - 1) % 2
+        lists += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        time.sleep(0)
+    return lists, commas
+
+
+def decode_ids(text: bytes) -> list[Any]:
+    """The numbers of a JSON list that holds no strings and no lists."""
+    ids: list[Any] = []
+    begin, last = 1, len(text) - 1
+    while begin < last:
+        end = text.find(b",", begin + JSON_PART)
+        end = last if end < 0 else end
+        ids += msgspec.json.decode(b"[%b]" % text[begin:end])
+        begin = end + 1
+        time.sleep(0)
+    return ids
+
+
+def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
+    """The token ids of one prompt or of several, each from its part of the JSON text; None if there is something else.
+
+    Raises:
+        ApiError: a prompt has more tokens than `longest`.
+    """
+    if not text.startswith(b"[") or b'"' in text or b"{" in text:
+        return None
+    prompts, several = [], text[1:].lstrip(SPACES).startswith(b"[")
+    begin = 1 if several else 0
+    while (end := text.find(b"]", begin) + 1) and (part := text[begin:end].lstrip(SPACES + b",")) != b"]":
+        if not part.startswith(b"["):
+            return None
+        if (count := part.count(b",") + 1) > longest:
+            raise too_long(longest, f"the prompt has {count}", "prompt")
+        prompts.append(decode_ids(part))
+        begin = end
+    return prompts if several else prompts[0]
+
+
+def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, Any]:
+    """What a JSON text holds, and apart from that very many token ids of prompts, which are decoded a part at a time.
+
+    Nobody else is served while `msgspec` decodes a text. So a large one is looked through first, by parts, too.
+
+    Raises:
+        ValueError: it is no JSON.
+        ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
+    """
+    if len(data) <= JSON_PART:
+        return msgspec.json.decode(data), None  # refuses NaN, 1e999 and lone surrogates
+    lists, commas = count_values(data)
+    if lists > MAX_LISTS:
+        raise ApiError(400, f"the body has {lists} lists and objects; at most {MAX_LISTS} are allowed")
+    if commas <= MAX_VALUES:
+        return msgspec.json.decode(data), None
+    fields = RAW_FIELDS.decode(data)
+    time.sleep(0)
+    text = bytes(fields.pop("prompt", b""))
+    prompts = decode_prompts(text, longest)
+    if prompts is None or (commas := commas - text.count(b",")) > MAX_VALUES:
+        raise ApiError(
+            400, f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
+        )
+    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, prompts
+
+
+def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
     """The JSON object that a request's body holds.
 
     Raises:
-        ApiError: it is none, or it is nested too deep.
+        ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
     """
     too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
     try:
-        body = msgspec.json.decode(data)  # refuses NaN, 1e999 and lone surrogates
+        body, prompts = decode_json(data, longest_prompt)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
@@ -286,10 +378,10 @@ def parse_json(data: bytes, config: ServerConfig) -> dict[str, Any]:
     level: list[Any] = [body]
     for _ in range(config.max_json_depth):
         inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
     if level:
         raise too_deep
-    return body
+    return body if prompts is None else body | {"prompt": prompts}
 
 
 def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:

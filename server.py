@@ -25,13 +25,14 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
+from gevent.threadpool import ThreadPool
 from gunicorn import util
 from gunicorn.http import errors, wsgi
 from gunicorn.workers.ggevent import GeventWorker
@@ -60,32 +61,49 @@ from protocol import (
     PARAMS,
     TOKENIZE,
     ApiError,
+    in_parts,
     parse_json,
     read_fields,
     too_long,
     without_folders,
 )
 from replies import Client, ClientGone, Run, sse
-from tokenizer import Tokenizer
+from tokenizer import LONG_TEXT, Tokenizer
 
+TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
+BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
 
-def read_body(config: ServerConfig) -> dict[str, Any]:
-    """The JSON object of this request."""
+def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
+    """The body of this request; each part of it is counted by `hold` when it arrives."""
     if request.mimetype != "application/json":
         raise ApiError(415, f"the content type is {request.mimetype or 'not given'}; it must be application/json")
+    body, refused = bytearray(), ""
     try:
         with gevent.Timeout(config.body_timeout):
-            data = request.get_data(cache=False)
+            while part := request.stream.read(BODY_PART):
+                if len(part) == BODY_PART:
+                    gevent.sleep(0)  # a socket that always has more would let nobody else run
+                if refused:  # but read to its end, because a client that still writes would not see the reply
+                    continue
+                body += part
+                hold(len(part))
+                if len(body) > config.max_body_bytes:
+                    raise RequestEntityTooLarge
+                if (in_flight := board.body_bytes) > config.max_body_bytes_in_flight:
+                    cap = f"{config.max_body_bytes_in_flight} (max_body_bytes_in_flight)"
+                    refused = f"bodies of {in_flight} bytes are in flight; at most {cap}"
+                    hold(-len(body))
+                    body.clear()
     except gevent.Timeout:
         raise ApiError(400, f"the body did not arrive within {config.body_timeout} s (body_timeout)") from None
-    if len(data) > config.max_body_bytes:
-        raise RequestEntityTooLarge
-    return parse_json(data, config)
+    if refused:
+        raise ApiError(429, refused)
+    return body
 
 
 def api_error(error: Exception) -> ApiError:
@@ -127,7 +145,7 @@ class Api:
         board: Board,
     ):
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
-        self.board = board
+        self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started = int(time.time())
 
     def completions(self) -> Response:
@@ -152,7 +170,9 @@ class Api:
             ids = self._prompt(fields["prompt"][0], special is not False)[1]
         else:
             raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
-        strings = None if fields["return_token_strs"] is False else [self.tokenizer.token(id) for id in ids]
+        strings = None
+        if fields["return_token_strs"] is not False:
+            strings = [self.tokenizer.token(id) for part in in_parts(ids) for id in part]
         limit = self.facts["max_model_len"]
         return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
@@ -210,7 +230,9 @@ class Api:
         return name or self.names[0]
 
     def _fields(self, route: str) -> dict[str, Any]:
-        fields = read_fields(route, read_body(self.config), self.config)
+        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+        body = read_body(self.config, self.board, g.body.enter_context(self.board.holding()))
+        fields = read_fields(route, parse_json(body, self.config, self.facts["max_model_len"]), self.config)
         fields["model"] = self._name(fields["model"])
         return fields
 
@@ -225,12 +247,15 @@ class Api:
     def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
         limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
-            if (highest := max(prompt)) >= vocab_size:
+            if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
             return None, prompt
         if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
-            raise ApiError(400, f"the prompt has {len(prompt)} characters; the context holds {limit} tokens", "prompt")
-        ids = self.tokenizer.encode(prompt, add_special_tokens)
+            raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
+        if len(prompt) > LONG_TEXT:
+            ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
+        else:
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
         return prompt, ids
@@ -248,6 +273,7 @@ class Api:
         if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
             cap = f"{self.config.max_queue} (max_queue)"
             raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        g.body.close()
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", g.client, fields["cache_salt"])
         run = Run(g.name, g.client, route, fields, prompts, params, self.tokenizer)
@@ -378,6 +404,11 @@ def create_app(api: Api) -> Flask:
     def refuse_when_draining() -> None:
         if board.draining and (request.method == "POST" or request.endpoint == "health"):
             raise ApiError(503, "the server is shutting down")
+
+    @app.teardown_request
+    def release_body(error: BaseException | None) -> None:
+        if "body" in g:
+            g.body.close()
 
     @app.after_request
     def name_request(response: Response) -> Response:

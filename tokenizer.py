@@ -1,32 +1,30 @@
-"""Text to token ids and back: tokenization, chat templates, incremental detokenization, stop strings.
+"""Text to token ids and back: tokenization, conversations as prompts, incremental detokenization, stop strings.
 
-Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), the chat
-template is Jinja as transformers 5 runs it. Nothing here knows of tensors, requests or HTTP.
+Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), and
+`templates.py` runs the chat template. Nothing here knows of tensors, requests or HTTP.
 """
 
 from __future__ import annotations
 
 import codecs
 import copy
-import datetime
 import functools
 import itertools
 import json
 import re
 import reprlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Template
+
+from templates import TemplateEnvironment, compile_template, run_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
+LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
 
 
@@ -48,6 +46,11 @@ class Tokenizer:
 
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
+
+        Args:
+            folder: of the model.
+            max_template_chars: that a chat template may write.
+            max_template_seconds: that it may run.
 
         Raises:
             ValueError: a file is missing or broken.
@@ -71,11 +74,13 @@ class Tokenizer:
         self.token_bytes = functools.cache(self._token_bytes)
         config = _read_object(Path(folder) / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
-        self._templates = _compile_templates(Path(folder), config)
-        self._max_chars, self._max_seconds = max_template_chars, max_template_seconds
+        environment = TemplateEnvironment(max_template_chars, max_template_seconds)
+        self._templates = _compile_templates(Path(folder), config, environment)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
+        if len(text) > LONG_TEXT:
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(
@@ -153,19 +158,7 @@ class Tokenizer:
         template = self._templates.get("tool_use" if tools else "default") or self._templates["default"]
         variables = {**self.special_tokens, "documents": None, **kwargs}
         variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        pieces: list[str] = []
-        chars, deadline = 0, time.monotonic() + self._max_seconds
-        try:
-            for piece in template.generate(variables):
-                pieces.append(piece)
-                chars += len(piece)
-                if chars > self._max_chars:
-                    raise ValueError(f"it wrote more than max_template_chars, {self._max_chars} characters")
-                if time.monotonic() > deadline:
-                    raise ValueError(f"it took more than {self._max_seconds} seconds")
-        except Exception as error:  # a template is a program: str + None in it is a TypeError, and so on
-            raise ValueError(f"chat template: {error}") from None
-        return "".join(pieces)
+        return run_template(template, variables)
 
 
 class Detokenizer:
@@ -273,38 +266,7 @@ def _byte_of_char() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_of_char()
 
 
-class GenerationTag(Extension):
-    """`{% generation %}` marks assistant text for training masks; for a server it is only a block with a scope."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        line = next(parser.stream).lineno
-        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as transformers 5 sets it up for chat templates."""
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(format: str) -> str:
-        return datetime.datetime.now().strftime(format)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-               sort_keys: bool = False) -> str:  # fmt: skip
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment
-
-
-def _compile_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def _compile_templates(folder: Path, config: dict[str, Any], environment: TemplateEnvironment) -> dict[str, Template]:
     """Compiled chat templates by name; with any there is one called "default"."""
     path, source = folder / "chat_template.jinja", config.get("chat_template")
     if path.is_file():
@@ -313,9 +275,8 @@ def _compile_templates(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         return {}
     try:
         named = {"default": source} if isinstance(source, str) else {t["name"]: t["template"] for t in source}
-        environment = _environment()
-        compiled = {name: environment.from_string(text) for name, text in named.items()}
-    except (TemplateError, TypeError, KeyError) as error:
+        compiled = {name: compile_template(environment, text) for name, text in named.items()}
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
 

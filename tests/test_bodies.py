@@ -1,0 +1,249 @@
+"""Large bodies and long texts: others are served while they are read, parsed and tokenized; their memory is capped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+import protocol
+import server
+from config import EngineConfig, ServerConfig
+from engine_process import INBOX_TIME, EngineServer
+from plan import Abort
+from processes import Board
+from protocol import JSON_PART, MAX_LISTS, MAX_VALUES, ApiError, count_values, parse_json, read_fields
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
+from served import serving
+from server import Api, create_app
+
+CONFIG = ServerConfig()
+values = st.recursive(
+    st.none() | st.integers() | st.text('ab,[{"\\]} \né', max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\,[', max_size=5), inner, max_size=4),
+)
+
+
+def counted(value: Any) -> tuple[int, int]:
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [counted(item) for item in (value.values() if isinstance(value, dict) else value)]
+    return 1 + sum(lists for lists, _ in inner), max(0, len(value) - 1) + sum(commas for _, commas in inner)
+
+
+@given(value=values, part=st.integers(1, 20), spaced=st.booleans())
+def test_values_are_counted_outside_of_strings(value: Any, part: int, spaced: bool) -> None:
+    text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=spaced).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(protocol, "JSON_PART", part)
+        assert count_values(text) == counted(value)
+
+
+def ids(count: int) -> list[int]:
+    return [i * 7919 % 1000 for i in range(count)]
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": ids(MAX_VALUES + 10), "n": 2},
+        {"model": "a,b", "prompt": [ids(MAX_VALUES), [], ids(9), ids(JSON_PART), [5]], "stop": ["]", "["]},
+        {"messages": [{"role": "user", "content": 'a "quoted" [text], {and so} on\\ ' * 9000}] * 2},
+        {"prompt": "a,[{" * JSON_PART},
+    ],
+)
+def test_a_large_body_is_parsed_as_a_small_one_is(body: dict[str, Any], indent: int | None) -> None:
+    assert parse_json(bytearray(json.dumps(body, indent=indent).encode()), CONFIG) == body
+
+
+MANY = [0] * (MAX_VALUES + 10)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"prompt": MANY}, f"{len(MANY)} tokens; the context holds {MAX_VALUES}"),
+        ({"prompt": [[1], MANY]}, f"{len(MANY)} tokens; the context holds {MAX_VALUES}"),
+        ({"prompt": "a", "allowed_token_ids": MANY}, "at most"),
+        ({"prompt": [[1]], "allowed_token_ids": MANY}, "at most"),
+        ({"tokens": MANY}, "at most"),
+        ({"prompt": ["a"] * len(MANY)}, "at most"),
+        ({"prompt": [[1], *MANY]}, "at most"),
+        ({"prompt": [[1], *MANY, [1]]}, "at most"),
+        ({"prompt": [[[1], MANY]]}, "not JSON"),
+        ({"prompt": [*MANY, [1]]}, "tokens"),
+        ({"prompt": [{}] * (MAX_LISTS + 1)}, "lists and objects"),
+        ({"messages": [[]] * (MAX_LISTS + 1)}, "lists and objects"),
+        ([*MANY], "object"),
+    ],
+)
+def test_what_could_not_soon_be_decoded_is_refused(body: Any, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as caught:
+        parse_json(json.dumps(body).encode(), CONFIG, MAX_VALUES)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("end", [b"", b"]", b"]]}", b"]}x", b",}", b',"'])
+def test_a_large_body_that_is_no_json_is_refused(end: bytes) -> None:
+    with pytest.raises(ApiError, match="not JSON"):
+        parse_json(json.dumps({"prompt": [ids(MAX_VALUES), [1]]}).encode()[:-2] + end, CONFIG)
+
+
+def test_others_are_served_between_the_parts_of_a_body(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({"prompt": [ids(40_000) for _ in range(20)]}).encode()
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    fields = read_fields("completions", parse_json(body, CONFIG), CONFIG)
+    assert len(fields["prompt"]) == 20 and len(pauses) > 2 * len(body) // JSON_PART
+
+
+def test_a_long_text_is_tokenized_in_another_thread(
+    http_client: FlaskClient, engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    encode = TOKENIZER.encode
+
+    def watched(text: str, add_special_tokens: bool = True) -> list[int]:
+        threads.append(threading.get_ident())
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(TOKENIZER, "encode", watched)
+    long = client_of(engine, FACTS | {"max_model_len": 9000})
+    assert post(long, "/tokenize", prompt="To be").json["count"] < 5
+    assert threads == [threading.get_ident()]  # a hop to a thread would cost it more than the work
+    text = "To be, or not to be. " * 400
+    assert post(long, "/tokenize", prompt=text).json["tokens"] == encode(text)
+    assert post(long, CHAT, messages=[{"role": "user", "content": text}]).status_code == 200
+    assert not set(threads[1:3]) & set(threads[:1])
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch) -> Board:
+    return Board()
+
+
+def with_board(engine: ScriptedClient, board: Board) -> FlaskClient:
+    config = ServerConfig(max_body_bytes=100_000, max_body_bytes_in_flight=100_000)
+    return create_app(Api(engine, TOKENIZER, FACTS, config, ["manta"], board)).test_client()
+
+
+def test_bodies_in_flight_are_capped_across_processes(engine: ScriptedClient, board: Board) -> None:
+    http_client = with_board(engine, board)
+    board.claim(7)
+    with board.holding() as hold:  # a body in another API process
+        hold(99_990)
+        board.claim(8)
+        response = post(http_client, COMPLETIONS)
+        assert "max_body_bytes_in_flight" in refusal(response, 429)["message"]
+        assert int(response.headers["Retry-After"]) >= 1
+        assert board.body_bytes == 99_990
+        assert post(http_client, COMPLETIONS, prompt="a" * 90_000).status_code == 429
+        board.claim(7)
+    assert board.body_bytes == 0 and post(http_client, COMPLETIONS).status_code == 200
+    board.bytes[board.mine] = 5
+    board.clear(7)  # it has died
+    assert board.body_bytes == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_body_counts_until_it_is_a_request(
+    engine: ScriptedClient, board: Board, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(server, "read_fields", lambda *args: seen.append(board.body_bytes) or read_fields(*args))
+    add = engine.add
+    monkeypatch.setattr(engine, "add", lambda *args: seen.append(board.body_bytes) or add(*args))
+    post(with_board(engine, board), COMPLETIONS, stream=stream).close()
+    body = len(json.dumps(BODIES[COMPLETIONS] | {"stream": stream}))
+    assert body - 5 <= seen[0] <= body and seen[1:] == [0]
+    assert board.body_bytes == 0
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"prompt": 1}', b'{"prompt": "' + b"a" * 100_000 + b'"}', b'{"prompt": ""}'])
+def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Board, body: bytes) -> None:
+    http_client = with_board(engine, board)
+    for route in (COMPLETIONS, "/tokenize", "/detokenize"):
+        assert http_client.post(route, data=body, content_type="application/json").status_code in (400, 413)
+        assert board.body_bytes == 0
+
+
+def test_many_long_prompts_do_not_hold_up_the_engines_steps(tmp_path: Path) -> None:
+    left: list[int] = []
+
+    def step(start: bool | None) -> None:
+        left.append(serving_end.frames.inbox.qsize())
+        raise InterruptedError
+
+    core = SimpleNamespace(config=EngineConfig(), has_work=lambda: True, step=step)
+    serving_end = EngineServer(core, str(tmp_path / "socket"))
+    serving_end._handle = lambda client, message: time.sleep(INBOX_TIME / 4)  # type: ignore[method-assign]
+    for _ in range(40):
+        serving_end.frames.inbox.put((serving_end.frames.listener, Abort("a")))
+    with pytest.raises(InterruptedError):
+        serving_end.run()
+    assert left[0] >= 20
+
+
+def test_one_body_must_fit() -> None:
+    with pytest.raises(ValueError, match="at least max_body_bytes, 4096"):
+        ServerConfig(max_body_bytes=4096, max_body_bytes_in_flight=2048)
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def streaming(sock: socket.socket) -> Iterator[list[float]]:
+    """Notes when each part of a stream comes."""
+    times: list[float] = []
+
+    def read() -> None:
+        while sock.recv(65536):
+            times.append(time.monotonic())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        yield times
+    finally:
+        sock.shutdown(socket.SHUT_RDWR)
+        reader.join()
+
+
+def test_a_stream_goes_on_while_20_mb_are_parsed(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    body = {"prompt": [[rng.randrange(1000) for _ in range(1000)] for _ in range(4000)]}
+    payload = json.dumps(body).encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    with serving(tmp_path) as running:
+        for _ in range(3):  # a stream of the demo may be over too soon
+            fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+            with (
+                contextlib.closing(running.connect("POST", COMPLETIONS, fields)) as stream,
+                contextlib.closing(socket.create_connection(("127.0.0.1", running.port), timeout=60)) as sock,
+                streaming(stream) as times,
+            ):
+                sock.sendall(head.encode() + b"\r\n\r\n" + payload)
+                sent = time.monotonic()
+                answer = sock.recv(1000)
+                answered = time.monotonic()
+            assert b" 400 " in answer[:20]
+            if (during := sum(sent + 0.1 < moment < answered for moment in times)) >= 5:
+                break
+        assert during >= 5
