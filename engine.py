@@ -244,10 +244,11 @@ class EngineCore:
     def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
         """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.
 
-        With a client, another's are unknown, too.
+        With a client, another's are unknown, too. Whose they are is not told.
         """
-        stories = [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
-        return [story for story in stories if client in (None, story["client"])]
+        found = [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
+        mine = [story for story in found if client in (None, story["client"])]
+        return [{key: value for key, value in story.items() if key != "client"} for story in mine]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -75,8 +75,8 @@ MANY = [0] * (MAX_VALUES + 10)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": MANY}, f"{len(MANY)} tokens; the context holds {MAX_VALUES}"),
-        ({"prompt": [[1], MANY]}, f"{len(MANY)} tokens; the context holds {MAX_VALUES}"),
+        ({"prompt": MANY}, f"maximum context length is {MAX_VALUES} tokens; the prompt has {len(MANY)}"),
+        ({"prompt": [[1], MANY]}, f"maximum context length is {MAX_VALUES} tokens; the prompt has {len(MANY)}"),
         ({"prompt": "a", "allowed_token_ids": MANY}, "at most"),
         ({"prompt": [[1]], "allowed_token_ids": MANY}, "at most"),
         ({"tokens": MANY}, "at most"),
@@ -183,18 +183,21 @@ def test_a_body_that_is_refused_counts_no_more(engine: ScriptedClient, board: Bo
         assert board.body_bytes == 0
 
 
-def test_many_long_prompts_do_not_hold_up_the_engines_steps(tmp_path: Path) -> None:
+def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
     left: list[int] = []
 
     def step(start: bool | None) -> None:
         left.append(serving_end.frames.inbox.qsize())
         raise InterruptedError
 
-    core = SimpleNamespace(config=EngineConfig(), has_work=lambda: True, step=step)
-    serving_end = EngineServer(core, str(tmp_path / "socket"))
+    core = SimpleNamespace(
+        config=EngineConfig(), executor=None, has_work=lambda: True, step=step, check_workers=lambda: None
+    )
+    address, listener = socket.socketpair()
+    serving_end = EngineServer(core, listener)
     serving_end._handle = lambda client, message: time.sleep(INBOX_TIME / 4)  # type: ignore[method-assign]
     for _ in range(40):
-        serving_end.frames.inbox.put((serving_end.frames.listener, Abort("a")))
+        serving_end.frames.inbox.put((address, Abort("a")))
     with pytest.raises(InterruptedError):
         serving_end.run()
     assert left[0] >= 20

@@ -160,7 +160,7 @@ def test_an_engine_process_that_stays_stopped_is_replaced(tmp_path: Path) -> Non
         eventually(lambda: bool(reader.text))
         stop(server, engine, "the engine process gives no sign of life")
         reader.join(30)
-        assert reader.error and reader.error["code"] == 503
+        assert reader.error and reader.error["type"] == "server_error"
         eventually(lambda: server.get("/health")[0] == 200, 60)
         assert not alive(engine) and "the engine process has given no sign of life for" in server.log.read_text()
         server.pids = server.family()
