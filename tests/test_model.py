@@ -212,8 +212,8 @@ def test_index_cannot_leave_the_folder(model_folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
-        ({"hidden_size": None}, "wrong type"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel'; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
         (
             {"rope_parameters": {"rope_type": "3d"}},
             "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
