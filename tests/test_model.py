@@ -175,9 +175,9 @@ def edit(folder: Path, change) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"), r"has no tensor model\.layers\.1\..*q_norm"),
-        (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}), "has a tensor model.layers.7"),
+        (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}), "has a tensor 'model.layers.7"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight has shape \[3\]; .* \[64\]"),
-        (lambda t: t.update({"extra": torch.ones(1)}), "has a tensor extra"),
+        (lambda t: t.update({"extra": torch.ones(1)}), "has a tensor 'extra"),
     ],
     ids=["missing", "surplus layer", "misshapen", "surplus"],
 )  # fmt: skip
