@@ -18,12 +18,14 @@ import sys
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 VERSION = "0.1.0"
 DEMO = str(Path(__file__).parent / "demo")
 INT64 = range(-(2**63), 2**63)
+MAX_CONTEXT = 2**24  # tokens
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 
 T = TypeVar("T")
@@ -117,7 +119,7 @@ class EngineConfig:
         "auto", "kernels.py, cpu_ops.py or reference.py; auto is triton on cuda, cpu on cpu"
     )
     max_model_len: int | None = option(
-        None, "tokens of a prompt and its output together (default: what the model allows)", 2, 2**24
+        None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT
     )
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
     max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)
@@ -546,6 +548,8 @@ ARCHITECTURES = (
     "Ernie4_5ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+MODEL_DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}  # config.json's names and ours
 
 
@@ -581,83 +585,159 @@ class ModelConfig:
         """
         raw = read_json(folder, "config.json")
         generation = read_json(folder, "generation_config.json", {})
-        try:
-            return cls._from_raw(raw, generation)
-        except KeyError as error:
-            raise ValueError(f"{folder}/config.json has no {error}") from None
-        except TypeError as error:
-            raise ValueError(f"{folder}/config.json has a value of the wrong type: {error}") from None
+        return cls._from_raw(raw, generation)
 
     @classmethod
     def _from_raw(cls, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
-        architecture = (raw.get("architectures") or [None])[0]
+        value, number, whole = partial(_value, raw), partial(_number, raw), partial(_whole, raw)
+        architecture = (value("architectures", list) or [None])[0]
         if architecture not in ARCHITECTURES:  # first, because other architectures have other fields
             known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
-            what = f"is of a {architecture}" if architecture else "names no architecture"
+            what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
             raise ValueError(f"config.json {what}; Manta runs {known} (…ForCausalLM)")
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})  # transformers 5, transformers 4
-        theta = float(rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in ROPE_KINDS:
-            raise ValueError(f"config.json asks for RoPE of type {kind!r}; Manta has {', '.join(ROPE_KINDS)}")
-        activation = raw.get("hidden_act", "silu")
+        activation = value("hidden_act", str) or "silu"
         if activation not in ACTIVATIONS:
-            raise ValueError(f"config.json asks for the activation {activation!r}; Manta has {', '.join(ACTIVATIONS)}")
-        if raw.get("mlp_bias"):
+            allowed = ", ".join(ACTIVATIONS)
+            raise ValueError(f"config.json asks for the activation {activation!r:.80}; Manta has {allowed}")
+        dtype = value("dtype", str) or value("torch_dtype", str) or "float32"
+        if dtype not in MODEL_DTYPES:
+            raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
+        if value("mlp_bias", bool):
             raise ValueError("config.json sets mlp_bias; Manta has only MLPs without bias")
-        if raw.get("use_bias"):
+        if value("use_bias", bool):
             raise ValueError("config.json sets use_bias; Manta has Ernie only without bias")
         if raw.get("quantization_config"):
             raise ValueError("config.json has a quantization_config; Manta reads bfloat16, float16 and float32 weights")
-        heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-        kv_heads = int(raw.get("num_key_value_heads") or heads)
+        hidden_size, heads = whole("hidden_size", 1, 2**17), whole("num_attention_heads", 1, 1024)
+        layers, vocab_size = whole("num_hidden_layers", 1, 1024), whole("vocab_size", 1, 2**24)
+        kv_heads = whole("num_key_value_heads", 1, 1024, heads)
         if heads % kv_heads:
             raise ValueError(
                 f"num_attention_heads is {heads}; it must be a multiple of num_key_value_heads, {kv_heads}"
             )
-        max_position = int(raw["max_position_embeddings"])
-        if kind in ("dynamic", "yarn", "longrope", "llama3"):
-            trained = raw.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-            trained = max_position if kind == "dynamic" else int(trained or max_position)
-            rope["original_max_position_embeddings"] = trained
-            if kind in ("yarn", "longrope"):
-                rope["factor"] = rope.get("factor") or max_position / trained
-            if kind in ("dynamic", "yarn"):  # the factor is what the context grows by, whatever config.json holds
-                max_position = max(max_position, int(trained * rope["factor"]))
-        eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+        if raw.get("head_dim") is None and hidden_size % heads:
+            raise ValueError(f"hidden_size is {hidden_size}; without head_dim it must be a multiple of {heads} heads")
+        head_dim = whole("head_dim", 4, 1024, hidden_size // heads)
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; it must be even, because RoPE turns pairs")
+        theta, rope_scaling, max_position = _rope(raw, head_dim)
         return cls(
             architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
-            hidden_size=int(raw["hidden_size"]),
-            intermediate_size=int(raw["intermediate_size"]),
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            intermediate_size=whole("intermediate_size", 1, 2**20),
             num_layers=layers,
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=int(raw.get("head_dim") or raw["hidden_size"] // heads),
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            head_dim=head_dim,
+            rms_norm_eps=number("rms_norm_eps", 1e-20, 1, 1e-6),
             rope_theta=theta,
-            rope_scaling={} if kind == "default" else {**rope, "rope_type": kind},
+            rope_scaling=rope_scaling,
             max_position=max_position,
             activation=ACTIVATIONS[activation],
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            attention_bias=bool(raw.get("attention_bias", False)),
+            tie_word_embeddings=value("tie_word_embeddings", bool) or False,
+            attention_bias=value("attention_bias", bool) or False,
             windows=_windows(raw, layers),
-            dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-            eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+            dtype=dtype,
+            eos_token_ids=_eos_token_ids(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
         )
+
+
+JSON_TYPES = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
+
+
+def _value(raw: dict[str, Any], name: str, kind: type) -> Any:
+    """A value of config.json, which must be of this type; None where it is null or left out."""
+    value = raw.get(name)
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"config.json: {name} is {value!r:.80}; it must be {JSON_TYPES[kind]}")
+    return value
+
+
+def _number(
+    raw: dict[str, Any], name: str, low: float, high: float, default: float | None = None, kind: str = "number"
+) -> float:
+    """A number of config.json from `low` to `high`; without a default it must be there. NaN is in no range."""
+    value = default if raw.get(name) is None else raw[name]
+    if value is None:
+        raise ValueError(f"config.json has no {name}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"config.json: {name} is {value!r:.80}; it must be a {kind} from {low} to {high}")
+    return float(value)
+
+
+def _whole(raw: dict[str, Any], name: str, low: int, high: int, default: int | None = None) -> int:
+    """A whole number of config.json; see `_number`."""
+    value = _number(raw, name, low, high, default, "whole number")
+    if value != int(value):
+        raise ValueError(f"config.json: {name} is {value}; it must be a whole number from {low} to {high}")
+    return int(value)
+
+
+def _rope(raw: dict[str, Any], head_dim: int) -> tuple[float, dict[str, Any], int]:
+    """RoPE's base, its scaling as `ModelConfig` has it, and how many tokens of context there are with that."""
+    rope = dict(_value(raw, "rope_parameters", dict) or _value(raw, "rope_scaling", dict) or {})  # transformers 5, 4
+    theta = _number(raw if rope.get("rope_theta") is None else rope, "rope_theta", 2, 1e15, 10000)
+    max_position = _whole(raw, "max_position_embeddings", 2, MAX_CONTEXT)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
+    if kind == "default":
+        return theta, {}, max_position
+    trained = max_position
+    if kind in ("yarn", "longrope", "llama3"):
+        says = raw if raw.get("original_max_position_embeddings") is not None else rope
+        trained = _whole(says, "original_max_position_embeddings", 2, MAX_CONTEXT, max_position)
+    factor = max_position / trained if kind in ("yarn", "longrope") else None
+    scaling: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": trained}
+    scaling["factor"] = _number(rope, "factor", 1e-3, 1e6, factor)
+    for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
+                      ("mscale_all_dim", 0)):  # fmt: skip
+        if rope.get(name) is not None:
+            scaling[name] = _number(rope, name, low, 1e3)
+    if kind == "yarn":
+        scaling["truncate"] = _value(rope, "truncate", bool) is not False
+    if kind == "llama3":
+        scaling["low_freq_factor"] = low = _number(rope, "low_freq_factor", 1e-3, 1e6)
+        scaling["high_freq_factor"] = high = _number(rope, "high_freq_factor", 1e-3, 1e6)
+        if low >= high:
+            raise ValueError(f"config.json: low_freq_factor is {low}; it must be below high_freq_factor, {high}")
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            factors = _value(rope, name, list) or []
+            if len(factors) != head_dim // 2:
+                raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {head_dim // 2}")
+            scaling[name] = [_number({name: each}, name, 1e-3, 1e6) for each in factors]
+    if kind in ("dynamic", "yarn"):  # the factor is what the context grows by, whatever config.json holds
+        max_position = max(max_position, int(trained * scaling["factor"]))
+        if max_position > MAX_CONTEXT:
+            raise ValueError(f"config.json: factor makes a context of {max_position} tokens; at most {MAX_CONTEXT}")
+    return theta, scaling, max_position
 
 
 def _windows(raw: dict[str, Any], layers: int) -> tuple[int, ...]:
     """Sliding window of each layer: from `layer_types` where given, else by the family's own rule."""
-    window = raw.get("sliding_window") or 0
-    if raw.get("model_type", "").startswith("qwen") and not raw.get("use_sliding_window", False):
+    qwen = (_value(raw, "model_type", str) or "").startswith("qwen")
+    window = _whole(raw, "sliding_window", 0, 2**31, 0)
+    if qwen and not _value(raw, "use_sliding_window", bool):
         window = 0
-    if types := raw.get("layer_types"):
+    if types := _value(raw, "layer_types", list):
         if len(types) != layers:
             raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
+        if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
+            raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {', '.join(LAYER_TYPES)}")
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    first = raw.get("max_window_layers", 0) if raw.get("model_type", "").startswith("qwen") else 0
+    first = _whole(raw, "max_window_layers", 0, 2**31, 0) if qwen else 0
     return tuple(window if i >= first else 0 for i in range(layers))
+
+
+def _eos_token_ids(eos: Any, vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end an answer. An id outside of the vocabulary would end none, so it must be a mistake."""
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"eos_token_id has {token!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
+    return tuple(ids)
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -678,6 +758,8 @@ def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> 
             content = json.load(file)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
     return content

@@ -283,11 +283,23 @@ def _attend(
     soft_cap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention [H, n, D] of q [H, n, D] to the keys of k and v [KV, L, D] that are not `hidden` [n, L]."""
+    """Attention [H, n, D] of q [H, n, D] to the keys of k and v [KV, L, D] that are not `hidden` [n, L].
+
+    Queries and keys are padded to a few sizes, because oneDNN prepares a product for each size that it meets.
+    """
+    n, keys = hidden.shape
+    rows, columns = _padding(n, 16), _padding(keys, 64)
+    q, k, v = (F.pad(x, (0, 0, 0, more)) for x, more in ((q, rows), (k, columns), (v, columns)))
+    hidden = F.pad(hidden, (0, columns, 0, rows), value=True)
     grouped = q.unflatten(0, (k.shape[0], -1))  # [KV, H / KV, n, D]
     scores = (grouped.flatten(1, 2) @ k.mT).view(*grouped.shape[:3], -1).float()
     p = _softmax(scores, hidden, scale, soft_cap, None if sinks is None else sinks.view(k.shape[0], -1, 1, 1))
-    return (p.to(q.dtype).flatten(1, 2) @ v).view(q.shape)
+    return (p.to(q.dtype).flatten(1, 2) @ v).view(q.shape)[:, :n]
+
+
+def _padding(size: int, least: int) -> int:
+    """How much is added to a size: it becomes a multiple of `least`, and has at most four leading bits."""
+    return -size % max(least, 1 << max(0, size.bit_length() - 4))
 
 
 def sample(

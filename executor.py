@@ -442,6 +442,10 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch takes huge pages for large tensors, which read faster
     # With libgomp's default a thread that waits for work keeps its core for longer than the engine takes to plan.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    # torch and oneDNN each keep prepared products of the latest sizes, some 0.3 MB for each: by default 1,024, which
+    # take hours of mixed lengths to fill, and leave holes in malloc's memory.
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "128")
     begun = time.perf_counter()
     from startup import start_worker
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import queue
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,7 +24,9 @@ from model import Part, Transformer
 
 IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
+PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
+DTYPES = ("BF16", "F16", "F32")  # of tensors, as safetensors names them
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # target and source, of equal shapes
 
@@ -38,7 +41,8 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
             would only cost time.
 
     Raises:
-        ValueError: a file is missing or damaged, or a tensor is missing, surplus or misshapen; it is named.
+        ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
+            finite; it is named.
     """
     wanted, device = model.parameters(), model.embedding.device
     paths = checkpoint_files(folder)
@@ -48,6 +52,7 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
         raise ValueError(f"{folder} has no tensor {min(missing)}{more}")
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
+    sums: dict[str, torch.Tensor] = {}
     with (
         tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
         ThreadPoolExecutor(READERS, initializer=begin) as pool,
@@ -56,17 +61,22 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
             moved = pool.map(move, slices.values())
             for path in paths[i : i + 2]:
                 read_ahead(path)
-            for _ in moved:
+            for name, total in zip(slices, moved, strict=True):
+                sums[name] = total
                 bar.update()
     if stage:
         stage.wait()
+    for name, total in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
+        if not (total.isfinite() or (target := wanted[name].target).isfinite().all()):
+            dtype = str(target.dtype).removeprefix("torch.")
+            raise ValueError(f"{folder}: tensor {name} has NaN or infinite elements, read as {dtype}")
 
 
 def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[str, Pair]:
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Raises:
-        ValueError: the file is damaged, or a tensor of it is surplus or misshapen.
+        ValueError: the file is damaged, or a tensor of it is surplus, misshapen or of another dtype.
     """
     found = {}
     try:
@@ -75,12 +85,14 @@ def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[
                 if name.endswith(IGNORED) or (name == "lm_head.weight" and model.config.tie_word_embeddings):
                     continue
                 if name not in wanted:
-                    raise ValueError(f"{path} has a tensor {name} that {model.config.architecture} has not")
+                    raise ValueError(f"{path} has a tensor {name!r:.200} that {model.config.architecture} has not")
                 tensor, part = file.get_slice(name), wanted[name]
                 if tensor.get_shape() != list(part.shape):
                     raise ValueError(
                         f"{path}: tensor {name} has shape {tensor.get_shape()}; config.json asks for {list(part.shape)}"
                     )
+                if (dtype := tensor.get_dtype()) not in DTYPES:
+                    raise ValueError(f"{path}: tensor {name} is {dtype}; Manta reads {', '.join(DTYPES)}")
                 found[name] = part.target, tensor[part.share]
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
@@ -93,10 +105,19 @@ def read_ahead(path: str) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
-def copy(pair: Pair) -> None:
-    """Copy straight from the mapping."""
+def copy(pair: Pair) -> torch.Tensor:
+    """Copy straight from the mapping; returns the sum of what was copied."""
+    total = torch.zeros(())
+    for to, of in pieces(pair, PIECE_BYTES):
+        total += to.copy_(of).sum()
+    return total
+
+
+def pieces(pair: Pair, size: int) -> Iterator[Pair]:
+    """The pair row by row, in parts of at most `size` bytes of the target, or of one row."""
     target, source = pair
-    target.copy_(source)
+    rows = max(1, size // (math.prod(target.shape[1:]) * target.itemsize))
+    return zip(target.split(rows), source.split(rows), strict=True)
 
 
 class Stage:
@@ -116,28 +137,28 @@ class Stage:
         if self.stream:
             torch.cuda.set_stream(self.stream)
 
-    def move(self, pair: Pair) -> None:
-        """Do what `target.copy_(source)` does. A copy to a GPU may still be on its way afterwards; see `wait`.
+    def move(self, pair: Pair) -> torch.Tensor:
+        """Do what `copy` does. A copy to a GPU, and the sum, may still be on their way afterwards; see `wait`.
 
         Numbers are converted to the target's dtype when they are copied into a buffer. A copy to the device that has to
         convert would first do so on the host, into memory that is not pinned, and wait for it.
         """
-        target, source = pair
-        row_bytes = math.prod(target.shape[1:]) * target.itemsize
-        assert target.is_contiguous() and row_bytes <= BUFFER_BYTES
-        rows = BUFFER_BYTES // row_bytes
-        for to, of in zip(target.split(rows), source.split(rows), strict=True):
+        target = pair[0]
+        assert target.is_contiguous() and math.prod(target.shape[1:]) * target.itemsize <= BUFFER_BYTES
+        total = torch.zeros((), device=target.device)
+        for to, of in pieces(pair, BUFFER_BYTES):
             buffer, emptied = self.free.get()
             try:
                 if emptied:
                     emptied.synchronize()
                 staged = buffer[: to.nbytes].view(to.dtype).view(to.shape)
                 staged.copy_(of)
-                to.copy_(staged, non_blocking=True)
+                total += to.copy_(staged, non_blocking=True).sum()
                 if self.stream:
                     emptied = self.stream.record_event()
             finally:  # without its buffer the other threads could wait for ever
                 self.free.put((buffer, emptied))
+        return total
 
     def wait(self) -> None:
         """Return once all that was moved has arrived."""
@@ -152,13 +173,15 @@ def checkpoint_files(folder: str) -> list[str]:
         try:
             with open(index, encoding="utf-8") as file:
                 names = sorted(set(json.load(file)["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            if not all(map(str.isprintable, names)):
+                raise ValueError("a file's name is not printable")
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
     else:
         names = ["model.safetensors"]
     for name in names:
         if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
-            raise ValueError(f"{folder} has no {name}")
+            raise ValueError(f"{folder} has no {name:.200}")
     return [os.path.join(folder, name) for name in names]
 
 

@@ -54,7 +54,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
 
     Raises:
         ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
-            ranks, the checkpoint is bad, or the KV pool cannot hold a request of `max_model_len`.
+            ranks, the checkpoint is bad, or memory cannot hold the weights and the KV of a request of `max_model_len`.
     """
     return Startup(config, model_config, rank, rendezvous).worker
 
@@ -69,6 +69,7 @@ class Startup:
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
+        check_room(config, model_config, dtype, self.max_model_len, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
         self.sharers = self.group.local_size * config.data_parallel_size  # they share this machine's cores and memory
@@ -544,6 +545,26 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
             f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
         )
     return max_model_len
+
+
+def check_room(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: str
+) -> None:
+    """Check, before any of them is allocated, that this device has room for a rank's matrices and RoPE's table.
+
+    Raises:
+        ValueError: names what they take and what is free.
+    """
+    c = model_config
+    layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
+    matrices = c.num_layers * layer + (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
+    size = matrices * dtype.itemsize // config.tensor_parallel_size + max_model_len * 2 * c.head_dim * 4
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    if size > free:
+        raise ValueError(
+            f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "
+            f"{device} has {free / 2**30:,.1f} GiB free"
+        )
 
 
 def pick_device(name: str) -> str:

@@ -60,8 +60,10 @@ class Tokenizer:
             raise ValueError(f"{folder} has no tokenizer.json; --model takes a folder in Hugging Face layout")
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"{path} is not a tokenizer: {error}") from None
+        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            raise ValueError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
         self._tokenizer.no_truncation()  # an export may carry these from training; a server must see every token
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from config import ARCHITECTURES, DEMO, EngineConfig, ModelConfig, default_sampling
 from engine import LLM, SamplingParams
 from model import FAMILIES
+from startup import start_worker
 
 ROOT = Path(__file__).parent.parent
 # As their checkpoints have them; none of these has all the fields of a Llama.
@@ -37,7 +39,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_architectures_are_refused_by_their_name(tmp_path: Path, architecture: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **OTHERS[architecture]}))
-    with pytest.raises(ValueError, match=rf"^config.json is of a {architecture}; Manta runs Ernie4_5, .* Qwen3 "):
+    with pytest.raises(ValueError, match=rf"^config.json is of a '{architecture}'; Manta runs Ernie4_5, .* Qwen3 "):
         ModelConfig.from_folder(str(tmp_path))
 
 
@@ -107,3 +109,81 @@ def test_listed_tokens_are_of_the_vocabulary(llm, name):
     beyond = SamplingParams(**{name: [5, *range(size, 100_000)]})
     with pytest.raises(ValueError, match=rf"^{name} has token ids \[{size}, .{{1,60}}\]; allowed: 0 to {size - 1}$"):
         llm.generate([5, 6], beyond, use_tqdm=False)
+
+
+BAD: list[Any] = [
+    None, True, False, 0, -1, -3, 1, 2, 3, 7, 0.5, 1e-320, 1e30, 10**9, 10**400, math.inf, -math.inf, math.nan, "", "7",
+    "a\nb", "\ud800", [], [1], [None], [[]], ["a\nb"], [math.nan], {}, {"a": 1}, {"rope_type": "yarn"},
+]  # fmt: skip
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512, "beta_fast": 32, "beta_slow": 1,
+     "attention_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True},
+    {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "factor": 2.0,
+     "original_max_position_embeddings": 512},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 512},
+]  # fmt: skip
+FIELDS = ["layer_types", "sliding_window", "max_window_layers", "mlp_bias", "use_bias", "dtype",
+          "rope_parameters", "quantization_config", *json.loads(Path(DEMO, "config.json").read_text())]  # fmt: skip
+
+
+def check_start(folder: Path, started: set[str]) -> None:
+    """A worker with made-up weights starts on the folder's config.json, or one line says why not."""
+    config = EngineConfig(
+        str(folder), device="cpu", dtype="float32", threads=1, load_format="dummy", max_num_seqs=2,
+        max_num_batched_tokens=64, num_gpu_blocks_override=2, max_model_len=32,
+    )  # fmt: skip
+    try:
+        model_config = ModelConfig.from_folder(str(folder))
+        if repr(model_config) not in started:  # many values leave the model as it is
+            started.add(repr(model_config))
+            assert start_worker(config, model_config).model.rotations.isfinite().all()
+    except ValueError as error:
+        assert "\n" not in str(error) and len(str(error)) < 400
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_bad_value_is_one_line_or_a_model_that_starts(tmp_path: Path, field: str) -> None:
+    raw, started = json.loads(Path(DEMO, "config.json").read_text()), set()
+    for value in BAD:
+        (tmp_path / "config.json").write_text(json.dumps(raw | {field: value}))
+        check_start(tmp_path, started)
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_a_bad_value_of_rope_is_one_line_or_a_model_that_starts(tmp_path: Path, rope: dict[str, Any]) -> None:
+    raw, started = json.loads(Path(DEMO, "config.json").read_text()), set()
+    for field in [*rope, "rope_theta"]:
+        for value in BAD:
+            (tmp_path / "config.json").write_text(json.dumps(raw | {"rope_scaling": rope | {field: value}}))
+            check_start(tmp_path, started)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be a whole number from 1 to 1024"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf; it must be a number from 1e-20 to 1"),
+        ({"rope_theta": math.nan}, "rope_theta is nan; it must be a number from 2 to "),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"factor is 0; it must be a number from 0\.001 to "),
+        ({"head_dim": 33}, "head_dim is 33; it must be even"),
+        ({"head_dim": None, "num_attention_heads": 10}, "hidden_size is 192; .* a multiple of 10 heads"),
+        ({"torch_dtype": "int8"}, "dtype 'int8'; it must be bfloat16, float16, float32"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"eos_token_id": [1, 1024]}, "eos_token_id has 1024; allowed: token ids from 0 to 1023"),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+def test_a_bad_value_is_named_with_what_is_allowed(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    raw = json.loads(Path(DEMO, "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(str(tmp_path))
+
+
+def test_a_generation_config_that_is_no_object_is_named(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"generation_config\.json holds a list; it must hold a JSON object$"):
+        ModelConfig.from_folder(str(folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import os
@@ -317,3 +318,40 @@ cpu.settle({asked}, {spare}, {ranks})
 print(torch.get_num_threads())"""
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == str(wanted)
+
+
+PREPARED = """
+import ctypes, sys
+sys.path[:0] = sys.argv[1:]
+from engine import LLM
+
+class Info(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used".split()]
+    _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
+
+llm = LLM("demo", dtype="float32", device="cpu", threads=1)
+weight = llm.core.executor.worker.model.layers[0].qkv
+
+import torch
+import cpu
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Info
+
+def used(begin, end):
+    for rows in range(begin, end):
+        weight(torch.zeros(rows, 192), None)
+    return libc.mallinfo2().used
+
+if type(weight) is cpu.PackedLinear:
+    first = used(1, 300)
+    print((used(300, 700) - first) / 2**20)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")
+def test_products_of_many_sizes_are_not_all_kept():
+    environment = {k: v for k, v in os.environ.items() if not k.endswith("CACHE_CAPACITY")}
+    command = [sys.executable, "-c", PREPARED, str(ROOT)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert not done.stdout or float(done.stdout) < 25, "MiB that 400 more sizes took"

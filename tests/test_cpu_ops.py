@@ -6,6 +6,7 @@ import mmap
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpu_ops
 import oracles
@@ -59,3 +60,21 @@ def test_attention_prefill_in_several_parts(
     torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
     monkeypatch.setattr(cpu_ops, *limit)
     torch.testing.assert_close(cpu_ops.attention_prefill(*args), want)
+
+
+def test_products_of_attention_over_prompts_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN prepares a product for each size, and 60 lengths would have 120."""
+    monkeypatch.setattr(cpu_ops, "fuses_attention", lambda dtype: False)
+    sizes = set()
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.bmm.default:
+                sizes.add(tuple(x.shape for x in args))
+            return func(*args, **(kwargs or {}))
+
+    paged, q = oracles.paged(cpu_ops, [120], 2, 16, 16, torch.float32), torch.randn(120, 4, 16)
+    with Sizes():
+        for n in range(61, 121):
+            cpu_ops.attention_prefill(q[:n], paged.kv, paged.tables, ints(0), ints(n), ints(0, n), n, 0.25, 0)
+    assert 0 < len(sizes) < 20

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import cpu
 import loader
@@ -137,7 +139,7 @@ def test_an_error_on_the_way_is_the_callers_and_no_thread_is_left(save, monkeypa
         (lambda data: data[:-1], r"model-1\.safetensors is damaged"),
         (lambda data: data[:7], r"model-1\.safetensors is damaged"),
         (lambda data: b"\xff" * 8 + data[8:], r"model-1\.safetensors is damaged"),
-        (lambda data: data.replace(b"mlp.up_proj", b"mlp.up_pro_"), r"model-1\.safetensors has a tensor .*up_pro_"),
+        (lambda data: data.replace(b"mlp.up_proj", b"mlp.up_pro_"), r"model-1\.safetensors has a tensor '.*up_pro_"),
     ],
     ids=["cut", "no header", "header too long", "surplus"],
 )
@@ -149,6 +151,58 @@ def test_damaged_file_is_named_before_a_byte_is_copied(save, monkeypatch, damage
     with pytest.raises(ValueError, match=message):
         load_weights(model, str(folder), staged=staged)
     assert all(part.target.isnan().all() for part in model.parameters().values())
+
+
+def change(folder: Path, name: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace a tensor of the checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: tensor(tensors[name])}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.layers.2.self_attn.k_proj.bias"])
+def test_weights_that_are_not_finite_are_refused_by_name(save, monkeypatch, name, dtype, bad, staged):
+    monkeypatch.setattr(loader, "PIECE_BYTES", 352)
+    folder = save(dtype)
+    change(folder, name, lambda tensor: tensor.index_put_((torch.tensor(-1),), torch.tensor(bad, dtype=dtype)))
+    with pytest.raises(ValueError, match=rf"tensor {name} has NaN or infinite elements, read as {str(dtype)[6:]}$"):
+        load_weights(build(folder, dtype), str(folder), staged=staged)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_weights_that_the_dtype_cannot_hold_are_refused(save, staged):
+    folder = save()
+    change(folder, "model.norm.weight", lambda tensor: tensor * 1e6)
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has NaN or infinite elements, read as float16$"):
+        load_weights(build(folder, torch.float16), str(folder), staged=staged)
+    load_weights(build(folder), str(folder), staged=staged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_finite_weights_whose_sum_overflows_are_not_refused(save, dtype):
+    folder = save(dtype)
+    change(folder, "lm_head.weight", lambda tensor: torch.full_like(tensor, torch.finfo(dtype).max))
+    load_weights(build(folder, dtype), str(folder))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "called"),
+    [(torch.int8, "I8"), (torch.bool, "BOOL"), (torch.float64, "F64"), (torch.float8_e4m3fn, "F8_E4M3")],
+)
+def test_tensors_of_other_dtypes_are_refused_by_name(save, dtype, called):
+    folder = save()
+    change(folder, "model.norm.weight", lambda tensor: tensor.to(dtype))
+    with pytest.raises(ValueError, match=rf"tensor model.norm.weight is {called}; Manta reads BF16, F16, F32$"):
+        load_weights(build(folder), str(folder))
+
+
+@pytest.mark.parametrize("files", [5, [5], None, {"a": 5}, {"a": ["x"]}, {"a": 1, "b": "x"}, {"a": "x\ny"}], ids=str)
+def test_an_index_of_wrong_types_is_named_in_one_line(tmp_path, files):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    with pytest.raises(ValueError, match=r"index\.json is not a safetensors index: [^\n]+$"):
+        checkpoint_files(str(tmp_path))
 
 
 @pytest.mark.parametrize("tied", [True, False])

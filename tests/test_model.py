@@ -175,9 +175,9 @@ def edit(folder: Path, change) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.1.self_attn.q_norm.weight"), r"has no tensor model\.layers\.1\..*q_norm"),
-        (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}), "has a tensor model.layers.7"),
+        (lambda t: t.update({"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}), "has a tensor 'model.layers.7"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"model.norm.weight has shape \[3\]; .* \[64\]"),
-        (lambda t: t.update({"extra": torch.ones(1)}), "has a tensor extra"),
+        (lambda t: t.update({"extra": torch.ones(1)}), "has a tensor 'extra"),
     ],
     ids=["missing", "surplus layer", "misshapen", "surplus"],
 )  # fmt: skip
@@ -212,8 +212,8 @@ def test_index_cannot_leave_the_folder(model_folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
-        ({"hidden_size": None}, "wrong type"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel'; Manta runs Ernie4_5, Llama, Mistral, Qwen2, Qwen3"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
         (
             {"rope_parameters": {"rope_type": "3d"}},
             "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",

@@ -195,7 +195,7 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
         ({}, 16, "tensor_parallel_size is 16; it must divide the model's num_attention_heads, 8"),
         ({"intermediate_size": 81}, 2, "tensor_parallel_size is 2; it must divide the model's intermediate_size, 81"),
         (
-            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 8},
             4,
             "tensor_parallel_size is 4; it must divide the model's num_key_value_heads, 6, or be a multiple of it",
         ),

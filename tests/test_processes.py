@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from config import DEMO
 from processes import MAX_FAILURES, Child
@@ -74,6 +76,13 @@ def broken(folder: Path, change: str) -> list[str]:
         (copy / "config.json").write_text(json.dumps(config | {"architectures": ["Nonesuch"]}))
     elif change == "broken config":
         (copy / "config.json").write_text("{")
+    elif change == "layers without end":
+        (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": math.inf}))
+    elif change == "weights beyond memory":
+        (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 2**20, "num_hidden_layers": 1024}))
+    elif change == "weights of NaN":
+        tensors = load_file(copy / "model.safetensors")
+        save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * math.nan}, copy / "model.safetensors")
     elif change.startswith("no "):
         (copy / change[3:]).unlink()
     elif change == "truncated weights":
@@ -90,6 +99,9 @@ def broken(folder: Path, change: str) -> list[str]:
         ("no tokenizer.json", "has no tokenizer.json"),
         ("unknown architecture", "Nonesuch"),
         ("truncated weights", "model.safetensors"),
+        ("layers without end", "num_hidden_layers is inf; it must be a whole number from 1 to 1024"),
+        ("weights beyond memory", "GiB of weights"),
+        ("weights of NaN", "tensor model.norm.weight has NaN"),
     ],
 )
 def test_a_bad_folder_is_one_line_and_exit_code_2(tmp_path: Path, change: str, says: str) -> None:

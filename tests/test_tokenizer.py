@@ -133,12 +133,19 @@ def test_truncation_and_padding_of_an_export_are_ignored(tmp_path: Path, bpe: To
     assert tokenizer.decode(tokenizer.encode(SENTENCE)) == SENTENCE
 
 
+# The library cuts this prefix off tokens that are shorter.
+PANICS = json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]],
+                               "continuing_subword_prefix": "######"}})  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         (None, "", "has no tokenizer.json"),
         ("tokenizer.json", "{", "is not a tokenizer"),
         ("tokenizer.json", '{"model": {"type": "What"}}', "is not a tokenizer"),
+        ("tokenizer.json", '{"version": "1\\n0"}', "is not a tokenizer"),
+        ("tokenizer.json", PANICS, "is not a tokenizer"),
         ("tokenizer_config.json", "{", "is not JSON"),
         ("tokenizer_config.json", "[]", "must hold a JSON object"),
         ("chat_template.jinja", "{% if %}", "does not compile"),
