@@ -28,6 +28,7 @@ from sequence import FairQueue, GroupQueue, Request, Sequence, SequenceGroup, St
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
 PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
+MIN_DEATHS = 3  # before a request is held to be guilty: whoever kills workers by hand may do so twice
 
 
 class SchedulingBudget:
@@ -59,7 +60,7 @@ class Trial:
     death all go on together, for it may have been anything. When suspects run in another such step, the half of them
     that came last runs alone. If workers die again, the guilty one is in this half, else in the other: so the search
     is halved until one request was alone in a step that workers died in. Whatever kills workers whenever it runs is
-    found after 2 + log2(suspects) deaths at most, and who is innocent is only held up.
+    found after 2 + log2(suspects) deaths at most, or MIN_DEATHS, and who is innocent is only held up.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,8 @@ class Trial:
                     suspicion.goals[group] = max(goal, suspicion.goals.get(group, 0))
         if again:
             self.pool = again
-        return again[0] if again and len(ran) == 1 else None
+        alone = again[0] if again and len(ran) == 1 else None
+        return alone if alone and self.suspects[alone].deaths >= MIN_DEATHS else None
 
     def landed(self, computed: Callable[[Sequence], int]) -> None:
         """Clear who has got past its goals; `computed` says how many tokens of a sequence steps have brought."""

@@ -41,7 +41,7 @@ HUNG = 90.0  # seconds without a token, an error or an end, after which a stream
 QUIET = 60.0  # seconds that the server has to recover before the next event
 DOCUMENTED = (
     "the engine process has ended",
-    "does not answer",
+    "gives no sign of life",
     "no engine",
     "the server is shutting down",
     "rank 0 ",  # at the door, while workers are started anew: died, stopped, makes no progress
@@ -458,9 +458,10 @@ class Storm:
             await asyncio.sleep(self.rng.uniform(0.2, 2))
             event = self.rng.choices(list(kinds), list(kinds.values()))[0]
             self.last, begun = event.__name__, time.monotonic()
+            print(f"  {i + 1}: {self.last}", end="", file=sys.stderr, flush=True)
             await event()
             self.counts["event: " + event.__name__] += 1
-            print(f"  {i + 1}: {self.last}", end="", file=sys.stderr, flush=True)
+            print(f", {self.last}", end="", file=sys.stderr, flush=True)
             await self.recover()
             print(f", {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
         wholes = [stream.whole for stream in self.streams]
