@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from config import MAX_LOGIT_BIAS
 from cpu import DirectWrites
 from plan import NewRow, StepPlan
+from sampling_params import MAX_LOGIT_BIAS
 
 NO_ID = 2**31 - 1
 ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for

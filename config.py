@@ -1,4 +1,4 @@
-"""What is fixed at start: engine and server options, the model's shape, and the sampling parameters of a request.
+"""What is fixed at start: engine and server options, and the model's shape.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import sys
 import weakref
 from collections.abc import MutableMapping
@@ -24,9 +23,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 VERSION = "0.1.0"
 DEMO = str(Path(__file__).parent / "demo")
-INT64 = range(-(2**63), 2**63)
 MAX_CONTEXT = 2**24  # tokens
-MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 
 T = TypeVar("T")
 
@@ -336,211 +333,6 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
     """The instance of `cls` that the parsed flags describe."""
     values = {f.name: getattr(flags, f.name) for f in flag_fields(cls)}
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-
-
-def is_token(value: Any) -> bool:
-    """Whether this may be a token's id. A string of digits is one, too, because JSON's keys are strings."""
-    if isinstance(value, str):
-        return value.isascii() and value.isdigit() and len(value) <= 10 and int(value) < 2**31
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def is_bias(value: Any) -> bool:
-    """Whether this may be added to a logit."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are chosen and when it ends; names and meanings are vLLM's.
-
-    Attributes:
-        temperature: 0 is greedy; otherwise the logits are divided by it.
-        top_p: keep the most likely tokens whose probabilities reach this sum.
-        top_k: keep this many most likely tokens; 0 and -1 keep all.
-        min_p: keep tokens at least this times as likely as the likeliest.
-        repetition_penalty: above 0 (here at most 100): the logits of tokens in the prompt or the output are divided by
-            it where they are positive, else multiplied.
-        presence_penalty: is taken from the logits of tokens in the output.
-        frequency_penalty: is taken from a token's logit as often as the output has it.
-        logit_bias: is added to the logits of these tokens; from -100 to 100, keys may be strings.
-        allowed_token_ids: no other tokens are drawn; None allows all.
-        seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
-        max_tokens: of output; None allows all that the context holds.
-        n: answers to return.
-        best_of: answers to draw, of which the `n` of the highest mean log-probability are returned; None draws `n`.
-        use_beam_search: return the `n` best answers of a beam search, scored by log-probability / length^penalty.
-        beam_width: beams of the search; None is `n`.
-        length_penalty: above 0 favours longer beams.
-        early_stopping: True ends the search once `beam_width` beams have ended, False once none that still runs is
-            likely to beat them, "never" once none can.
-        stop: strings that end the text, matched across token borders.
-        stop_token_ids: tokens that end it, beside the model's own end-of-sequence tokens.
-        include_stop_str_in_output: keep the matched stop string in the text.
-        ignore_eos: go on past the model's end-of-sequence tokens.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: put a space between adjacent special tokens that are kept.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: tuple[int, ...] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    n: int = 1
-    best_of: int | None = None
-    use_beam_search: bool = False
-    beam_width: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
-                                ("repetition_penalty", 0.0, 100.0), ("presence_penalty", -2.0, 2.0),
-                                ("frequency_penalty", -2.0, 2.0), ("length_penalty", -10.0, 10.0)):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
-            object.__setattr__(self, name, float(value))
-        for name, high in (("top_p", 1), ("repetition_penalty", 100)):
-            if getattr(self, name) == 0:
-                raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
-        for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1]),
-                                ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024)):  # fmt: skip
-            value = getattr(self, name)
-            if value is None and name not in ("top_k", "n"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
-        for name in (
-            "include_stop_str_in_output",
-            "use_beam_search",
-            "ignore_eos",
-            "skip_special_tokens",
-            "spaces_between_special_tokens",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop has {text!r}; each stop must be a string of at least one character")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
-                raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
-        self._check_tokens()
-        self._check_samples()
-
-    def _check_tokens(self) -> None:
-        """Check `logit_bias` and `allowed_token_ids`, and bring them into the form of their annotations."""
-        if not isinstance(self.logit_bias, dict | None):
-            raise ValueError(f"logit_bias is {self.logit_bias!r}; it must map token ids to numbers from -100 to 100")
-        given = self.logit_bias or {}
-        if len(given) > MAX_LOGIT_BIAS:
-            raise ValueError(f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIAS} are allowed")
-        bias = {token: value for token, value in given.items() if is_token(token) and is_bias(value)}
-        if bad := given.keys() - bias.keys():
-            wrong = ", ".join(f"{token!r}: {given[token]!r}" for token in given if token in bad)
-            raise ValueError(f"logit_bias has {wrong}; it must map token ids from 0 to numbers from -100 to 100")
-        object.__setattr__(self, "logit_bias", {int(token): float(value) for token, value in bias.items()} or None)
-        if (allowed := self.allowed_token_ids) is not None:
-            if not isinstance(allowed, list | tuple) or not allowed:
-                raise ValueError(
-                    f"allowed_token_ids is {reprlib.repr(allowed)}; it must be a list of at least one token id"
-                )
-            for token in allowed:
-                if isinstance(token, str) or not is_token(token):
-                    raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
-            object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
-
-    def check_vocabulary(self, size: int) -> None:
-        """Check that `logit_bias`, `allowed_token_ids` and `stop_token_ids` name only tokens of so large a vocabulary.
-
-        Raises:
-            ValueError: names those that are not.
-        """
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            if outside := [token for token in getattr(self, name) or () if token >= size]:
-                raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
-
-    @property
-    def num_listed(self) -> int:
-        """Token ids that are listed in it; they travel with each prompt."""
-        return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
-
-    def _check_samples(self) -> None:
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise ValueError(f'early_stopping is {self.early_stopping!r}; it must be true, false or "never"')
-        if self.best_of is not None and self.best_of < self.n:
-            raise ValueError(f"best_of is {self.best_of}; it must be at least n, {self.n}")
-        if not self.use_beam_search:
-            for name, default in (("beam_width", None), ("length_penalty", 1.0), ("early_stopping", False)):
-                if getattr(self, name) != default:
-                    raise ValueError(f"{name} is {getattr(self, name)!r}; it is only for use_beam_search")
-            return
-        if self.beam_width is not None and self.beam_width < self.n:
-            raise ValueError(f"beam_width is {self.beam_width}; it must be at least n, {self.n}")
-        if self.temperature not in (0.0, 1.0):  # both leave the model's probabilities as they are
-            raise ValueError(f"temperature is {self.temperature}; with use_beam_search it must be 0 or 1")
-        for name, off, said in (("top_p", (1.0,), "1"), ("top_k", (0, -1), "0"), ("min_p", (0.0,), "0"),
-                                ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
-                                ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
-                                ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
-                                ("best_of", (None,), "left out")):  # fmt: skip
-            if getattr(self, name) not in off:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
-
-    @property
-    def num_samples(self) -> int:
-        """Answers that are drawn; a beam search counts as the `n` that it returns."""
-        return self.n if self.use_beam_search else self.best_of or self.n
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences that may run at the same time."""
-        return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
-
-
-# What generation_config.json may say of sampling, and the names that it has here.
-GENERATION_FIELDS = {
-    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
-}  # fmt: skip
-
-
-def default_sampling(config: EngineConfig) -> dict[str, Any]:
-    """The model's own sampling parameters, as arguments of `SamplingParams`, for requests that do not set them.
-
-    They are the ones that vLLM takes from generation_config.json.
-
-    Raises:
-        ValueError: the file is malformed, or one of its values is out of range.
-    """
-    if config.generation_config == "none":
-        return {}
-    raw = read_json(config.model, "generation_config.json", {})
-    found = {name: raw[key] for key, name in GENERATION_FIELDS.items() if raw.get(key) is not None}
-    try:
-        SamplingParams(**found)
-    except ValueError as error:
-        path = os.path.join(config.model, "generation_config.json")
-        raise ValueError(f"{error}; {path} says so, and --generation-config none ignores it") from None
-    return found
 
 
 # In config.json's spelling. Each is a row of `FAMILIES` in model.py, which imports torch, so it is not read here.

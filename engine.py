@@ -20,11 +20,12 @@ from typing import Any
 from tqdm import tqdm
 
 from client import Stream
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams, default_sampling, say
+from config import VERSION, EngineConfig, ModelConfig, say
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from outputs import Choices, CompletionOutput, RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from sampling_params import SamplingParams, default_sampling
 from scheduler import Scheduler
 from sequence import Request
 from tokenizer import Tokenizer, template_variables

@@ -17,8 +17,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from config import DiagnosticFile, EngineConfig, SamplingParams
+from config import DiagnosticFile, EngineConfig
 from plan import Logprobs, StepPlan, StepResult
+from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
 

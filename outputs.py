@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from config import SamplingParams
 from plan import EngineOutput
+from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import SamplingParams
+from sampling_params import SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from config import SamplingParams, ServerConfig
+from config import ServerConfig
+from sampling_params import SamplingParams
 from tokenizer import chat_messages, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

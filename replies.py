@@ -19,11 +19,11 @@ import gevent
 import msgspec
 
 from client import MPClient, Stream
-from config import SamplingParams
 from data_parallel import DPClient
 from outputs import Choices, Generation
 from plan import EngineCoreRequest
 from protocol import CHAT, ApiError, without_folders
+from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient

@@ -27,7 +27,7 @@ from itertools import compress
 from typing import Any
 
 from beam import BeamSearch
-from config import SamplingParams
+from sampling_params import SamplingParams
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
 

@@ -39,17 +39,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 from client import EngineDeadError, MPClient
-from config import (
-    VERSION,
-    EngineConfig,
-    ModelConfig,
-    SamplingParams,
-    ServerConfig,
-    from_flags,
-    parser_for,
-    say,
-    with_all_keys,
-)
+from config import VERSION, EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from data_parallel import CoordinatorProcess, DPClient
 from engine_process import EngineProcess, check_gpus
 from executor import lead_or_follow
@@ -68,6 +58,7 @@ from protocol import (
     without_folders,
 )
 from replies import Client, ClientGone, Run, sse
+from sampling_params import SamplingParams
 from tokenizer import LONG_TEXT, Tokenizer
 
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens

@@ -42,8 +42,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie 
 import bench_engine
 import bench_process
 import bench_serve
-from config import VERSION, EngineConfig, SamplingParams
+from config import VERSION, EngineConfig
 from plan import EngineCoreRequest, StepResult
+from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
 

@@ -17,7 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from config import VERSION, EngineConfig, ModelConfig, SamplingParams
+from config import VERSION, EngineConfig, ModelConfig
+from sampling_params import SamplingParams
 
 Figures = list[dict[str, Any]]
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]  # the jobs of peers.py, and their answers

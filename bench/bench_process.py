@@ -18,10 +18,11 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from config import EngineConfig, SamplingParams
+from config import EngineConfig
 from data_parallel import Router
 from plan import StepResult
 from ring import RingBuffer
+from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import cpu
-from config import DEMO, SamplingParams
+from config import DEMO
 from engine import LLM
+from sampling_params import SamplingParams
 from tasks import Tasks
 
 GPU = torch.cuda.is_available()

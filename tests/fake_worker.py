@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Callable
 
 from beam import BeamSearch
-from config import EngineConfig, SamplingParams
+from config import EngineConfig
 from plan import Logprobs, StepPlan, StepResult
+from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request, SequenceGroup, derived_seed
 

@@ -10,9 +10,10 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from client import EngineDeadError, Stream
-from config import DEMO, SamplingParams, ServerConfig
+from config import DEMO, ServerConfig
 from plan import EngineCoreRequest, EngineOutput
 from processes import Board
+from sampling_params import SamplingParams
 from server import Api, create_app
 from tokenizer import Tokenizer
 

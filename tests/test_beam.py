@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from beam import BeamSearch
-from config import EngineConfig, SamplingParams
+from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, EngineOutput
+from sampling_params import SamplingParams
 from test_model import shape
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token

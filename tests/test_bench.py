@@ -21,9 +21,10 @@ from bench_engine import (
     throughput_figures,
     throughput_work,
 )
-from config import DEMO, VERSION, SamplingParams
+from config import DEMO, VERSION
 from engine import LLM
 from peers import load_llama, load_vllm
+from sampling_params import SamplingParams
 
 ROOT = Path(__file__).parent.parent
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -18,9 +18,10 @@ pytest.importorskip("triton")
 
 import kernels
 import memory
-from config import EngineConfig, SamplingParams
+from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
+from sampling_params import SamplingParams
 from startup import CompileGuard, Startup, pick_ops
 from test_worker import SHAPE, row
 from worker import LateCompile

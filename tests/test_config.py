@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from config import ARCHITECTURES, DEMO, EngineConfig, ModelConfig, default_sampling
+from config import ARCHITECTURES, DEMO, EngineConfig, ModelConfig
 from engine import LLM, SamplingParams
 from model import FAMILIES
+from sampling_params import default_sampling
 from startup import start_worker
 
 ROOT = Path(__file__).parent.parent

@@ -24,11 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client import Connection, EngineDeadError, MPClient
-from config import EngineConfig, SamplingParams
+from config import EngineConfig
 from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
 from engine_process import EngineServer, check_gpus, visible_gpus
 from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
+from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command
 

@@ -16,28 +16,30 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # faces
     "server": {
         "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
-        "startup", "tokenizer"},
-    "protocol": {"config", "tokenizer"},
-    "replies": {"client", "config", "data_parallel", "outputs", "plan", "protocol", "tokenizer"},
+        "sampling_params", "startup", "tokenizer"},
+    "protocol": {"config", "sampling_params", "tokenizer"},
+    "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"templates"},
     "templates": set(),
-    "outputs": {"config", "plan", "tokenizer"},
+    "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "executor", "journal", "outputs", "plan", "scheduler", "sequence", "tokenizer", "tracing"},
+        "client", "config", "executor", "journal", "outputs", "plan", "sampling_params", "scheduler", "sequence",
+        "tokenizer", "tracing"},
     "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),
-    "plan": {"config"},
-    "sequence": {"beam", "config"},
+    "sampling_params": {"config"},
+    "plan": {"sampling_params"},
+    "sequence": {"beam", "sampling_params"},
     "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
     "kv_cache": {"config", "plan", "sequence"},
     "beam": set(),
-    "journal": {"config", "plan", "scheduler", "sequence"},
+    "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
     "executor": {"config", "plan", "ring", "startup"},
     "ring": {"plan"},
@@ -46,7 +48,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "startup": {
         "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "parallel", "plan",
         "reference", "sanitizer", "worker"},
-    "batch_state": {"config", "cpu", "plan"},
+    "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"config", "parallel"},
     "loader": {"model"},
     "memory": {"config", "model"},
@@ -59,7 +61,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
 }  # fmt: skip
-STDLIB_ONLY = {"config", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
+STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
 TORCH_FREE |= {"data_parallel", "processes", "replies", "server", "templates", "tokenizer", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from config import SamplingParams
 from protocol import ELSEWHERE, FIELDS, GENERATE, HARMLESS, NOT_YET, PARAMS
+from sampling_params import SamplingParams
 from scripted import (
     BODIES,
     CHAT,

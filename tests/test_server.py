@@ -15,7 +15,8 @@ import openai
 import pytest
 from flask.testing import FlaskClient
 
-from config import EngineConfig, SamplingParams, ServerConfig
+from config import EngineConfig, ServerConfig
+from sampling_params import SamplingParams
 from scripted import (
     BODIES,
     CHAT,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from config import SamplingParams
+from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
 SENTENCE = "To be, or not to be: that is the question."
