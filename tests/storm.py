@@ -311,6 +311,7 @@ class Storm:
 
     async def recover(self) -> None:
         """Wait until /health says 200 again and tokens flow."""
+        await asyncio.sleep(0.6)  # for /health to have been asked since
         begun, tokens = time.monotonic(), self.tokens
         while self.healthy_since is None or self.tokens < tokens + 20:
             if time.monotonic() - begun > QUIET + 130 * bool(self.api_cuts):  # gunicorn waits for a stopped one
@@ -424,18 +425,15 @@ class Storm:
         await self.until_up()
         await asyncio.gather(*(self.run_once(stream) for stream in self.streams))  # a quiet server, or one as before
         self.counts.clear()
-        tasks = [asyncio.ensure_future(self.keep_asking(stream)) for stream in self.streams]
-        tasks.append(asyncio.ensure_future(self.watch_health()))
-        happen = asyncio.ensure_future(self.events(events, kinds))
-        done, _ = await asyncio.wait([happen, *tasks], return_when=asyncio.FIRST_EXCEPTION)
-        self.over = True
-        for task in done:
-            task.result()
-        await asyncio.wait(tasks, timeout=HUNG)
-        for task in tasks:
-            if not task.done():
-                raise Broken("a stream hung at the end")
-            task.result()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stream in self.streams:
+                    group.create_task(self.keep_asking(stream))
+                group.create_task(self.watch_health())
+                await self.events(events, kinds)
+                self.over = True
+        except ExceptionGroup as broken:
+            raise broken.exceptions[0] from None
         if self.longest_lie > LIE:
             raise Broken(f"/health said 200 for {self.longest_lie:.1f} s in which no token came")
 
