@@ -38,13 +38,13 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))  # the engine's files lie one folder up
+sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
 
 from config import DEMO
 from engine import LLM, SamplingParams
 from sequence import derived_seed
 
+ROOT = Path(__file__).parent.parent
 DEADLY = [13, 11, 7, 5, 3, 2]  # as in poison/sitecustomize.py
 LIE = 5.0  # seconds that /health may say 200 while no token comes
 HUNG = 90.0  # seconds without a token, an error or an end, after which a stream counts as lost
