@@ -18,7 +18,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from typing import Any
 
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
@@ -151,7 +150,6 @@ class Admission:
         self.now = now
         self.preempted: list[tuple[str, str, str]] = []  # in this step: (group, how, for which request)
         self.held_up: tuple[str, ...] = ()  # (group, why) that could not be let in, with all behind it
-        self.sequences: Counter[str] | None = None  # that each client runs, if that was asked for
         self.urgent: SequenceGroup | None = None  # about to be let in, before others that run with a worse priority
 
     # --- the queues -------------------------------------------------------------------------------------------------
@@ -228,8 +226,8 @@ class Admission:
         """
         growth: float | None = None
         while (group := self.first()) and group.status in statuses:
-            if self.fair is not None:
-                self._note_rival(group, running)
+            if self.fair is not None and self.now > group.timeline.begun:
+                self.fair.note_rival(group, running)
             if budget.tokens <= 0 or budget.seqs <= 0:
                 self.held_up = (group.name, "tokens" if self.free_slots else "slots")
                 return
@@ -355,31 +353,6 @@ class Admission:
             shares[client] = min(want, tokens // (len(wants) - place))
             tokens -= shares[client]
         return shares
-
-    def _note_rival(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
-        """Note of the first in line, once it has waited, which other client runs most sequences."""
-        if self.now > group.timeline.begun and "served_instead" not in group.timeline.stays[-1]:
-            group.timeline.note(served_instead=self.rival_of(group, running))
-
-    def rival_of(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> dict[str, int] | None:
-        """Which other client has most of the sequences that run, by its number, and how many; None if none has any."""
-        if self.sequences is None:
-            self.sequences = Counter()
-            for other in running:
-                self.sequences[other.request.client] += len(other.seqs)
-        count, name = max(
-            ((count, name) for name, count in self.sequences.items() if name != group.request.client), default=(0, "")
-        )
-        assert self.fair is not None
-        return {"client": self.fair.clients[name].number, "sequences": count} if count else None
-
-    def account(self, request: Request) -> dict[str, Any]:
-        """Under `fair`: whose request it is, as a number, and its client's counter; see `FairQueue`. Else nothing."""
-        if self.fair is None:
-            return {}
-        client = self.fair.clients[request.client]
-        facts = {"number": client.number, "counter": client.counter, "virtual_time": self.fair.virtual_time}
-        return {"fairness": facts}
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 

@@ -248,7 +248,7 @@ class Scheduler:
         if not request.groups:
             del self.requests[request.request_id]
             self.admission.trial.suspects.pop(request, None)
-            self.reports[request.request_id] = request.report(now) | self.admission.account(request)
+            self.reports[request.request_id] = self._report(request, now)
             if len(self.reports) > MAX_REPORTS:
                 self.reports.popitem(last=False)
 
@@ -261,7 +261,9 @@ class Scheduler:
         flight = Flight(plan, budget, now)
         self.admission.begin_step(now)
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
-            self._let_others_run(now)
+            self._stop_running(now)  # all queue anew, so that whoever may run now comes in in order
+            self.admission.drop_swapped(now)
+            self.admission.start_turn()
         if self.admission.trial.settled:
             reason = "trial"
         elif self.config.enable_chunked_prefill:
@@ -630,12 +632,6 @@ class Scheduler:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
 
-    def _let_others_run(self, now: float) -> None:
-        """Those who ran alone are cleared. All queue anew, so that whoever may run now comes in in order."""
-        self._stop_running(now)
-        self.admission.drop_swapped(now)
-        self.admission.start_turn()
-
     def _clear_suspects(self) -> None:
         """Requests that have come past where workers died are suspect no more."""
         flying: Counter[Sequence] = Counter()  # tokens of steps that have yet to land
@@ -664,15 +660,19 @@ class Scheduler:
         """Where the time of a request went, in seconds; None for one that is unknown, or finished long ago."""
         if (request := self.requests.get(request_id)) is None:
             return self.reports.get(request_id)
-        report = request.report(self.clock()) | self.admission.account(request)
+        report, fair = self._report(request, self.clock()), self.admission.fair
+        rival = None if fair is None else fair.rival_of(request, self.running)
         for group in request.groups:
             if group.status in (Status.WAITING, Status.SWAPPED):
                 ahead = sum(other.key < group.key for queue in (self.waiting, self.swapped) for other in queue)
                 report["answers"][group.index]["ahead"] = ahead
-                if self.admission.fair is not None:
-                    rival = self.admission.rival_of(group, self.running)
+                if fair is not None:
                     report["answers"][group.index]["served_instead"] = rival
         return report
+
+    def _report(self, request: Request, now: float) -> dict[str, Any]:
+        fair = self.admission.fair
+        return request.report(now) | ({} if fair is None else {"fairness": fair.account(request)})
 
     def check_integrity(self) -> None:
         """Assert that queues, slots and blocks agree with each other."""

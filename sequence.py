@@ -416,6 +416,25 @@ class FairQueue(GroupQueue):
         client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
         self._place(client)
 
+    def note_rival(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
+        """Note of the first in line, which has waited, who was served instead; see `rival_of`."""
+        if "served_instead" not in group.timeline.stays[-1]:
+            group.timeline.note(served_instead=self.rival_of(group.request, running))
+
+    def rival_of(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, int] | None:
+        """Which other client has most of the sequences that run, by its number, and how many; None if none has any."""
+        sequences: defaultdict[str, int] = defaultdict(int)
+        for group in running:
+            if (name := group.request.client) != request.client:
+                sequences[name] += len(group.seqs)
+        count, name = max(((count, name) for name, count in sequences.items()), default=(0, ""))
+        return {"client": self.clients[name].number, "sequences": count} if count else None
+
+    def account(self, request: Request) -> dict[str, int]:
+        """Whose request it is, as a number, and its client's counter."""
+        client = self.clients[request.client]
+        return {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
+
     def check_integrity(self, requests: Collection[Request]) -> None:
         """Assert that the books agree with `requests`, all that have yet to finish."""
         assert self.num_active == len({request.client for request in requests})
