@@ -1,4 +1,4 @@
-"""What is fixed at start: engine and server options, and the model's shape.
+"""What is fixed at start: engine and server options, and the model's shape; and files that only diagnose.
 
 Standard library only: every process reads this file, and most of them never import torch.
 """
@@ -194,6 +194,16 @@ class EngineConfig:
     generation_config: Literal["auto", "none"] = option(
         "auto", "auto: requests that do not set a sampling parameter get it from the model's generation_config.json"
     )
+    task: Literal["auto", "generate", "embed", "score", "classify"] = option(
+        "auto",
+        "what prompts are turned into; auto: classify for a model with a classification head, embed for a folder of "
+        "sentence-transformers, else generate",
+    )
+    pooling_type: Literal["auto", "last", "mean", "cls"] = option(
+        "auto", "which hidden states make an embedding; auto: what the model's folder says, else the last token's"
+    )
+    max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
+    skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
@@ -255,7 +265,14 @@ class ServerConfig:
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
     max_prompts: int = option(1024, "prompts in one request", 1)
     max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
-    max_stop_strings: int = option(16, "stop strings in one request", 1)
+    trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
+    )
+    root_path: str = option("", "path before all routes, where a proxy in front of this server does not cut it off")
+    log_requests: bool = option(False, "log a line for each request, without its prompt")
+    max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
+    max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
     max_listed_tokens: int = option(

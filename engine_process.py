@@ -19,8 +19,8 @@ from collections import defaultdict
 
 from client import Connection, FrameServer
 from config import EngineConfig, say
+from core import EngineCore
 from data_parallel import Lockstep
-from engine import EngineCore
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe

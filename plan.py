@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class NewRow:
     min_p: float = 0.0
     seed: int = 0
     num_logprobs: int = -1  # -1: none wanted; 0: of the sampled token; k: of the k likeliest as well
+    # (k, first, end): log-probabilities of the known tokens from `first` on and below `end`, and of the k likeliest
+    score: tuple[int, int, int] | None = None
     name: str = ""  # of the request and sample, for the KV sanitizer
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
     num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties
@@ -34,6 +36,9 @@ class NewRow:
     # Sets of tokens are bits, by word of 32, because many rows may have the same long list: see `bit_words`.
     allowed: dict[int, int] | None = None  # no others are drawn
     stops: dict[int, int] = field(default_factory=dict)  # these end it
+    min_tokens: int = 0  # samples to come before one of these may be drawn
+    bad_words: list[list[int]] = field(default_factory=list)  # the last token of none is drawn after the others of it
+    pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
@@ -65,9 +70,10 @@ class StepPlan:
 class Logprobs:
     """Log-probabilities of one row: the model's own, before temperature."""
 
-    sampled: float
+    sampled: float  # of the row's token, be it sampled or known before
     ids: list[int]  # the likeliest tokens, as many as asked for, the likeliest first
     values: list[float]
+    rank: int = 0  # of the row's token: 1 for the likeliest
 
 
 @dataclass(slots=True)
@@ -78,6 +84,8 @@ class StepResult:
     token_ids: list[int]
     stopped: list[int] = field(default_factory=list)  # indices of the rows whose token ends the sequence
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index of the row, where asked for
+    scores: dict[int, list[Logprobs]] = field(default_factory=dict)  # likewise, of each token that `NewRow.score` names
+    pooled: dict[int, bytes] = field(default_factory=dict)  # by index of the row: the vector, in float32
     error: str | None = None  # why the step failed; then there are no tokens
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
 
@@ -96,6 +104,9 @@ class EngineOutput:
     cumulative_logprob: float | None = None  # where answers are ranked: of all its tokens; of a beam its score
     finished: bool = False  # nothing more will come of the request
     engine_fault: bool = False  # the error is none of the request's: it may be tried again
+    logprobs: list[Logprobs] | None = None  # of each of token_ids, where asked for
+    prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
+    pooled: bytes | None = None  # of a pooling request: the vector, in float32
 
 
 @dataclass(slots=True)
@@ -126,6 +137,7 @@ class EngineCoreRequest:
     salt: str = ""  # requests share cached prefixes only with those of the same salt
     priority: int = 0  # the lowest goes first, where that is the policy
     client: str = ""  # whose request it is, as far as fairness and `explain` are concerned
+    pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
 
 
 @dataclass(slots=True)

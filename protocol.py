@@ -29,7 +29,8 @@ MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are 
 SPACES = b" \t\r\n"
 NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name != "max_tokens")
+OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
+PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
 

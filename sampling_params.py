@@ -55,6 +55,11 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put a space between adjacent special tokens that are kept.
+        logprobs: log-probabilities of each token of output and of this many likeliest tokens; None gives none.
+        prompt_logprobs: the same of the prompt's tokens, but for the first.
+        min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
+        bad_words: texts that are not written: the last token of one is not drawn after the others of it.
+        truncate_prompt_tokens: keep this many tokens of the prompt, its last; -1 keeps what the context holds.
     """
 
     temperature: float = 1.0
@@ -80,6 +85,11 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    min_tokens: int = 0
+    bad_words: tuple[str, ...] = ()
+    truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -96,9 +106,11 @@ class SamplingParams:
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
         for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1]),
-                                ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024)):  # fmt: skip
+                                ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024), ("logprobs", 0, 1024),
+                                ("prompt_logprobs", 0, 1024), ("min_tokens", 0, 2**31 - 1),
+                                ("truncate_prompt_tokens", -1, 2**31 - 1)):  # fmt: skip
             value = getattr(self, name)
-            if value is None and name not in ("top_k", "n"):
+            if value is None and name not in ("top_k", "n", "min_tokens"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
@@ -189,6 +201,21 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences that may run at the same time."""
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
+
+
+@dataclass(frozen=True)
+class PoolingParams:
+    """What is made of a prompt's hidden states, where nothing is sampled; names and meanings are vLLM's.
+
+    Attributes:
+        dimensions: of the vector, which is cut to its first ones (Matryoshka representation learning, Kusupati et al.,
+            2022); None leaves all.
+        use_activation: of an embedding, divide it by its length; of classes, make logits probabilities. None does what
+            the model's folder says, or else does it.
+    """
+
+    dimensions: int | None = None
+    use_activation: bool | None = None
 
 
 # What generation_config.json may say of sampling, and the names that it has here.

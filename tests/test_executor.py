@@ -248,7 +248,7 @@ def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undistur
     core.on_trouble = said.append
     sleep, here = time.sleep, threading.get_ident()  # other threads sleep between their beats
     pause = lambda seconds: pauses.append(seconds) if threading.get_ident() == here else sleep(seconds)  # noqa: E731
-    monkeypatch.setattr("engine.time.sleep", pause)
+    monkeypatch.setattr("core.time.sleep", pause)
 
     def restart_or_not(config) -> None:
         if len(pauses) < 7:

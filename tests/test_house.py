@@ -23,10 +23,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "templates": set(),
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
-    "engine": {
-        "client", "config", "executor", "journal", "outputs", "plan", "sampling_params", "scheduler", "sequence",
-        "tokenizer", "tracing"},
-    "engine_process": {"client", "config", "data_parallel", "engine", "executor", "plan", "processes", "ring"},
+    "engine": {"client", "config", "core", "outputs", "plan", "sampling_params", "tokenizer"},
+    "core": {"config", "executor", "journal", "plan", "sampling_params", "scheduler", "sequence", "tracing"},
+    "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
@@ -62,12 +61,22 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
-TORCH_FREE = STDLIB_ONLY | {"client", "engine", "engine_process", "executor", "journal", "outputs", "protocol", "ring"}
+TORCH_FREE = STDLIB_ONLY | {
+    "client",
+    "core",
+    "engine",
+    "engine_process",
+    "executor",
+    "journal",
+    "outputs",
+    "protocol",
+    "ring",
+}
 TORCH_FREE |= {"data_parallel", "processes", "replies", "server", "templates", "tokenizer", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 35, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 40, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -1,0 +1,283 @@
+"""The engine's one loop: `EngineCore` owns the scheduler and the executor.
+
+Each `step()` plans, runs and reports; dead workers are replaced. `engine.py` runs it in the caller's process, and
+`engine_process.py` in a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from config import VERSION, EngineConfig, ModelConfig, say
+from executor import MpExecutor, WorkerError, new_executor
+from journal import Journal
+from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from sampling_params import default_sampling
+from scheduler import Scheduler
+from sequence import Request
+from tracing import Trace
+
+UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
+
+
+class EngineCore:
+    """The scheduler and its executor.
+
+    Args:
+        config: the engine's options.
+
+    Raises:
+        ValueError: the model or the options are not usable; the message is one line.
+        WorkerError, ConnectionError: a worker died while it started.
+        SystemExit: this process is a rank of torchrun's that has followed rank 0 to its end.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.config, self.model_config = config, ModelConfig.from_folder(config.model)
+        self.default_sampling = default_sampling(config)
+        self.executor = new_executor(config, self.model_config)
+        self.facts = self.executor.facts() | {
+            "model": config.model,
+            "architecture": self.model_config.architecture,
+            "default_sampling": self.default_sampling,
+            "scheduling_policy": config.scheduling_policy,
+            "data_parallel_size": config.data_parallel_size,
+        }
+        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
+        sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
+        self.scheduler, self.journal = Scheduler(config, **sizes), None
+        suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that it writes
+        if config.log_scheduler:
+            self.journal = Journal(config.log_scheduler + suffix, config, sizes)
+            self.scheduler.clock = self.journal.clock
+        self.trace = Trace(config.trace + suffix) if config.trace else None
+        self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # called with what is wrong; None: nothing
+        self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
+        overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
+        self.depth = 2 if overlap else 1  # how many of them there are at most
+        self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: it can never run; see `Scheduler.add`.
+        """
+        r = request
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client)
+        if self.journal:
+            self.journal.tick()
+        self.scheduler.add(queued)
+        if self.journal:
+            self.journal.add(queued)
+
+    def abort(self, request_id: str, index: int | None = None) -> None:
+        """Drop a request, or one of its samples; what is unknown has just finished."""
+        self.scheduler.abort(request_id, index)
+        if self.journal:
+            self.journal.abort(request_id, index)
+
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.plans) or self.scheduler.has_work()
+
+    def step(self, start: bool | None = None) -> Outputs:
+        """Take the result of the oldest step that runs, and start the next; returns what the result brought.
+
+        So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
+        scheduling the planning does too, because another step has been handed to them by then. The outputs are empty
+        where a second step must be started first, or the workers had to be started anew.
+
+        Args:
+            start: whether to start a step; None starts one if there is anything to run.
+
+        Raises:
+            WorkerError: they do not start any more.
+            ConnectionError: one is gone, and it is torchrun's to replace.
+        """
+        if self.journal:
+            self.journal.tick()
+        more = self.scheduler.has_work() if start is None else start
+        news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
+        if self.scheduler.has_work() if start is None else start:
+            with self.span("schedule"):
+                self.plans.append(self.scheduler.schedule())
+            if self.journal:
+                self.journal.planned(self.plans[-1], self.scheduler)
+            try:
+                with self.span("submit", self.plans[-1]):
+                    self.executor.submit(self.plans[-1])
+            except WorkerError as error:
+                news.outputs += self._replace_workers(error)
+            except KeyboardInterrupt:
+                self._start_over(False, None)
+                raise
+        return news
+
+    def _land(self) -> Outputs:
+        """Wait for the result of the oldest step that runs."""
+        plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
+        try:
+            with self.span("wait", plan):
+                result = self.executor.result()
+        except WorkerError as error:
+            return Outputs(self._replace_workers(error))
+        except KeyboardInterrupt:  # the next step begins anew
+            self._start_over(False, None)
+            raise
+        self.in_a_row = 0
+        if result.error:
+            return Outputs(self._start_over(False, result.error))
+        if self.journal:
+            self.journal.landed(result)
+        if self.trace:
+            self.trace.phases(result)
+        with self.span("update", plan):
+            return self.scheduler.update(plan, result)
+
+    def span(self, name: str, plan: StepPlan | None = None) -> contextlib.AbstractContextManager[None]:
+        """A phase of this thread, which goes into the trace if there is one."""
+        return self.trace.span(name, plan) if self.trace else contextlib.nullcontext()
+
+    def check_workers(self) -> None:
+        """Replace workers that have died while idle; raises what `step` does."""
+        try:
+            self.executor.check()
+        except WorkerError as error:
+            self._replace_workers(error)
+
+    def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
+        begun, outputs = time.monotonic(), self._start_over(True, str(error))
+        self._restart_workers(error)
+        live = len(self.scheduler.requests)
+        say(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
+        self.on_trouble(None)
+        return outputs
+
+    def _restart_workers(self, error: Exception) -> None:
+        """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
+
+        Raises:
+            WorkerError: they have not come up in `max_worker_restarts` times.
+        """
+        sizes = {name: self.facts[name] for name in ("max_model_len", "num_host_blocks")}
+        config = dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
+        most, pause = self.config.max_worker_restarts, 0.0
+        assert isinstance(self.executor, MpExecutor)
+        while True:
+            if self.in_a_row == most:
+                raise WorkerError(
+                    f"{error}; no step went through, and the workers were started anew {most} times "
+                    "(max_worker_restarts)"
+                ) from error
+            self.on_trouble(f"{error}; the workers are started anew")
+            time.sleep(pause)
+            self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
+            try:
+                return self.executor.restart(config)
+            except (ValueError, WorkerError, OSError) as failure:
+                say(f"{failure}: the workers are started once more")
+                error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
+
+    def _start_over(self, lost: bool, cause: str | None) -> list[EngineOutput]:
+        """Give up the steps that run; the tokens of all requests are computed again."""
+        if self.journal:
+            self.journal.start_over(lost, cause)
+        self.executor.forget()
+        self.plans.clear()
+        return self.scheduler.start_over(lost, cause)
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `Worker` returns on each rank.
+
+        Raises:
+            ValueError: it failed.
+            WorkerError: so did the worker.
+        """
+        return self.executor.collective_rpc(method, *args)
+
+    def utility(self, method: str, *args: Any) -> Any:
+        """What one of `UTILITIES` returns: the methods that clients may call by name.
+
+        Raises:
+            ValueError: there is none of that name. Whatever else the method raises.
+        """
+        if method not in UTILITIES:
+            raise ValueError(f"no utility {method!r}; there are {', '.join(UTILITIES)}")
+        return getattr(self, method)(*args)
+
+    def close(self) -> None:
+        """End the workers."""
+        self.executor.close()
+        if self.trace:
+            self.trace.close()
+
+    def load(self) -> tuple[int, int]:
+        """How many groups of sequences wait, or are swapped, and how many run."""
+        queues = (self.scheduler.waiting, self.scheduler.swapped, self.scheduler.admission.aside)
+        return sum(map(len, queues)), len(self.scheduler.running)
+
+    def metrics(self) -> dict[str, float]:
+        """Gauges and counters, by vLLM's names."""
+        return self.scheduler.metrics() | {"num_worker_restarts_total": self.num_restarts}
+
+    def explain(self, request_id: str) -> dict[str, Any] | None:
+        """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""
+        return self.scheduler.explain(request_id)
+
+    def explain_prompts(self, name: str, most: int, client: str | None = None) -> list[dict[str, Any]]:
+        """The same of the requests `name-0`, `name-1`, ... below `most`, but for those that are unknown.
+
+        With a client, another's are unknown, too. Whose they are is not told.
+        """
+        found = [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
+        mine = [story for story in found if client in (None, story["client"])]
+        return [{key: value for key, value in story.items() if key != "client"} for story in mine]
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes."""
+        self.scheduler.reset_prefix_cache()
+        if self.journal:
+            self.journal.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Assert that the scheduler's and the block manager's books agree."""
+        self.scheduler.check_integrity()
+
+    def start_log(self) -> str:
+        """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for."""
+        f = self.facts
+        tokens = f["num_blocks"] * f["block_size"]
+        compiled = (
+            f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
+        )
+        return (
+            f"Manta {VERSION}: {f['model']}\n"
+            f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
+            f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
+            f"{self.memory_note()}"
+            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
+            f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
+            f"{f['max_model_len']:,}\n"
+            f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
+        )
+
+    def memory_note(self) -> str:
+        """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
+        m = self.facts["memory"]
+        if not m["context"]:  # on a CPU none is set aside
+            return ""
+        mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in m.items()}
+        note = (
+            f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
+            f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"
+        )
+        if m["measured"] > 1.05 * m["predicted"]:
+            note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
+        return note
