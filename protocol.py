@@ -1,8 +1,10 @@
-"""What an HTTP request may hold: one row of `FIELDS` for each field, and the check that its value must pass.
+"""What an HTTP request may hold: one row of `FIELDS` for each field, with its type.
 
-A client's mistake is an `ApiError`, which names what arrived and what is allowed. What Manta cannot do yet is listed in
-`NOT_YET` and refused; to switch a feature on, move its entry from there to `FIELDS`. What other servers call by another
-name is in `ELSEWHERE`, and what cannot change an answer is in `HARMLESS`. Any other name is a mistake, too.
+The rows of a route become a msgspec struct, which validates its requests and is its schema in /openapi.json. What a
+type cannot say is left to a check of the row's own. A client's mistake is an `ApiError`, which names what arrived and
+what is allowed. What Manta cannot do yet is listed in `NOT_YET` and refused; to switch a feature on, move its entry
+from there to `FIELDS`. What other servers call by another name is in `ELSEWHERE`, and what cannot change an answer is
+in `HARMLESS`. Any other name is a mistake, too.
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import re
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
-from config import ServerConfig
-from sampling_params import SamplingParams
+from config import VERSION, ServerConfig
+from sampling_params import RANGES, SamplingParams
 from tokenizer import chat_messages, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -29,8 +32,7 @@ MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are 
 SPACES = b" \t\r\n"
 NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
 RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
-OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
-PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
+PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
 FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
 
@@ -73,38 +75,9 @@ def without_folders(message: str) -> str:
     return FOLDERS.sub("", message)
 
 
-# A check takes the value that arrived and returns the one to use; its ValueError says what is allowed.
+# A check takes a value of the row's type and returns the one to use; its ValueError says what is allowed.
 
 Check = Callable[[Any, ServerConfig], Any]
-
-
-def as_is(value: Any, config: ServerConfig) -> Any:
-    """For the fields of SamplingParams, which checks them itself."""
-    return value
-
-
-def flag(value: Any, config: ServerConfig) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("it must be true or false")
-    return value
-
-
-def count(value: Any, config: ServerConfig) -> int:
-    if type(value) is not int or not (1 <= value < 2**31 or value == -1):
-        raise ValueError(f"it must be a whole number from 1 to {2**31 - 1}, or -1 for what is left of the context")
-    return value
-
-
-def rank(value: Any, config: ServerConfig) -> int:
-    if type(value) is not int or not -(2**31) <= value < 2**31:
-        raise ValueError(f"it must be a whole number from {-(2**31)} to {2**31 - 1}")
-    return value
-
-
-def string(value: Any, config: ServerConfig) -> str:
-    if not isinstance(value, str) or len(value) > 1024:
-        raise ValueError("it must be a string of at most 1024 characters")
-    return value
 
 
 def only(*same: Any) -> Check:
@@ -130,9 +103,9 @@ def called(here: str) -> Check:
 
 def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or len(stops) > config.max_stop_strings:
+    if len(stops) > config.max_stop_strings:
         raise ValueError(f"it must be a string or a list of at most {config.max_stop_strings} (max_stop_strings)")
-    if not all(isinstance(stop, str) and 0 < len(stop) <= config.max_stop_length for stop in stops):
+    if not all(0 < len(stop) <= config.max_stop_length for stop in stops):
         raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
     return stops
 
@@ -186,29 +159,89 @@ def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
 
 
 def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
-    if not isinstance(value, dict):
-        raise ValueError("it must be an object")
     known_keys(value, STREAM_OPTIONS, config)
-    options = {key: flag(value.get(key) or False, config) for key in STREAM_OPTIONS}
+    options = {key: value.get(key) or False for key in STREAM_OPTIONS}
+    if not all(isinstance(option, bool) for option in options.values()):
+        raise ValueError("each must be true or false")
     if options["include_obfuscation"]:
         raise Refusal("this server cannot do include_obfuscation yet", "unsupported_parameter")
     return options
 
 
+# --- the tables -------------------------------------------------------------------------------------------------------
+
 ROUTES = COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
 GENERATE = (COMPLETIONS, CHAT)
+PATHS = {
+    COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", TOKENIZE: "/tokenize", DETOKENIZE: "/detokenize",
+}  # fmt: skip
 NEEDED = {COMPLETIONS: "prompt", CHAT: "messages", DETOKENIZE: "tokens"}
 
 
 class Field(NamedTuple):
-    """One field of a request: its check, what it is when left out or null, and the routes that know it."""
+    """One field of a request.
+
+    Attributes:
+        name: of the field.
+        type: of its value, beside null, which is the same as leaving it out.
+        default: its value when left out.
+        routes: that know it.
+        check: what the type cannot say.
+        about: for those who read the schema.
+    """
 
     name: str
-    check: Check
+    type: Any
     default: Any = None
     routes: Sequence[str] = GENERATE
+    check: Check | None = None
+    about: str = ""
 
 
+def shown(**schema: Any) -> Any:
+    """The type of a value that only a check can judge, with the schema that tells readers most of it."""
+    return Annotated[Any, Meta(extra_json_schema=schema)]
+
+
+Name = Annotated[str, Meta(max_length=1024)]
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+IDS = {"type": "array", "items": ID}
+PROMPT = shown(anyOf=[
+    {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
+])  # fmt: skip
+TEXT = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+MESSAGES = shown(type="array", minItems=1, items={
+    "type": "object", "required": ["role", "content"], "properties": {
+        "role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT}]},
+    },
+})  # fmt: skip
+
+
+def sampling_type(name: str, hint: Any) -> Any:
+    """The type of a field of `SamplingParams`, with the range that it checks itself."""
+    if name in RANGES:
+        low, high = RANGES[name]
+        return Annotated[type(high), Meta(ge=low, le=high)]
+    return {
+        "logit_bias": shown(type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
+        "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
+        "bad_words": list[str],
+    }.get(name, hint)  # fmt: skip
+
+
+HINTS = get_type_hints(SamplingParams)
+ABOUT = dict(re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", SamplingParams.__doc__ or "", re.MULTILINE))
+ABOUT = {name: " ".join(text.split()) for name, text in ABOUT.items()}
+OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
+PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
+CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
 TEXT_PART = ("type", "text", "cache_control", "prompt_cache_breakpoint")  # the last two are about caches elsewhere
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
@@ -217,7 +250,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"),
-    "reasoning_effort": ("none",), "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
+    "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (),
     # vLLM's
     "min_tokens": (0,), "prompt_logprobs": (), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
@@ -260,30 +293,42 @@ HARMLESS = (
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
-SAMPLING = {"stop": stop_strings, "stop_token_ids": token_ids}
 FIELDS = (
-    Field("model", string, None, ROUTES),
-    Field("prompt", prompts, None, (COMPLETIONS, TOKENIZE)),
-    Field("messages", messages, None, (CHAT, TOKENIZE)),
-    Field("tokens", token_ids, None, (DETOKENIZE,)),
-    Field("return_token_strs", flag, None, (TOKENIZE,)),
-    Field("add_special_tokens", flag, None, (COMPLETIONS, CHAT, TOKENIZE)),
-    Field("add_generation_prompt", flag, None, (CHAT, TOKENIZE)),
-    Field("continue_final_message", flag, False, (CHAT, TOKENIZE)),
-    Field("chat_template_kwargs", template_kwargs, {}, (CHAT, TOKENIZE)),
-    Field("stream", flag, False),
-    Field("stream_options", stream_options),
-    Field("max_completion_tokens", count),
-    Field("max_tokens", count),
-    Field("cache_salt", string, ""),
-    Field("priority", rank, 0),
-    *(Field(param, SAMPLING.get(param, as_is)) for param in PARAMS),
-    *(Field(field, only(*same)) for field, same in NOT_YET.items()),
-    *(Field(field, only(*NOT_YET[field]), None, (TOKENIZE,)) for field in ("tools", "chat_template", "documents")),
-    *(Field(field, called(here)) for field, here in ELSEWHERE.items()),
-    *(Field(field, as_is, None, ROUTES) for field in HARMLESS),
+    Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
+    Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
+    Field("messages", MESSAGES, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
+    Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
+    Field("return_token_strs", bool, None, (TOKENIZE,)),
+    Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE)),
+    Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
+    Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
+    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE), template_kwargs),
+    Field("reasoning_effort", Name, None, (CHAT,), about="Is a variable of the chat template."),
+    Field("stream", bool, False, about="Server-sent events, as the answer grows."),
+    Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
+    Field("max_completion_tokens", Output),
+    Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
+    Field("cache_salt", Name, "", about="Cached prefixes are shared only among requests of equal salt."),
+    Field("priority", Int32, 0, about="The lowest goes first, under the policy `priority`."),
+    *(Field(name, sampling_type(name, HINTS[name]), None, GENERATE, CHECKS.get(name), ABOUT[name]) for name in PARAMS),
+    *(Field(name, Any, None, ROUTES, about="Is accepted and changes nothing.") for name in HARMLESS),
 )
 KNOWN = {route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES}
+REQUESTS = {
+    route: msgspec.defstruct(
+        f"{route.title()}Request",
+        [(f.name, Annotated[f.type | None, Meta(description=f.about)], None) for f in fields.values()],
+        forbid_unknown_fields=True,
+    )
+    for route, fields in KNOWN.items()
+}
+REFUSED: dict[str, dict[str, Check]] = {
+    route: {name: only(*NOT_YET[name]) for name in NOT_YET} | {name: called(here) for name, here in ELSEWHERE.items()}
+    for route in GENERATE
+} | {TOKENIZE: {name: only(*NOT_YET[name]) for name in ("tools", "chat_template", "documents")}}
+
+
+# --- reading a body ---------------------------------------------------------------------------------------------------
 
 
 def count_values(data: bytes | bytearray) -> tuple[int, int]:
@@ -392,22 +437,58 @@ def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[
     Raises:
         ApiError: a value is not allowed, a field is unknown, or the one that is needed is missing.
     """
-    known = KNOWN[route]
-    values = {name: field.default for name, field in known.items()}
+    known, refused, given = KNOWN[route], REFUSED.get(route, {}), {}
     for name, value in body.items():
         if value is None:
             continue
-        if (field := known.get(name)) is None:
-            refuse_unknown(name, known.keys(), config)
+        if name in known:
+            given[name] = value
+        elif name in refused:
+            run_check(refused[name], name, value, config)
         else:
-            try:
-                values[name] = field.check(value, config)
-            except ValueError as error:
-                code = error.code if isinstance(error, Refusal) else None
-                raise ApiError(400, f"{name} is {reprlib.repr(value)}: {error}", name, code) from None
-    if (needed := NEEDED.get(route)) and values[needed] is None:
+            refuse_unknown(name, known.keys() | refused.keys(), config)
+    if (needed := NEEDED.get(route)) and needed not in given:
         raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
+    try:
+        request = msgspec.convert(given, REQUESTS[route])
+    except msgspec.ValidationError as error:
+        found = PLACE.search(str(error))
+        assert found, error
+        field = known[found[1]]
+        must = f"it must be {in_words(msgspec.json.schema(field.type))}"
+        raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
+    values = {name: field.default for name, field in known.items()}
+    for name in given:
+        check, value = known[name].check, getattr(request, name)
+        values[name] = value if check is None else run_check(check, name, value, config)
     return values
+
+
+def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
+    """The value that a field's check returns; what it refuses is an `ApiError`."""
+    try:
+        return check(value, config)
+    except ValueError as error:
+        code = error.code if isinstance(error, Refusal) else None
+        raise ApiError(400, f"{name} is {reprlib.repr(value)}: {error}", name, code) from None
+
+
+def in_words(schema: dict[str, Any]) -> str:
+    """What a JSON schema allows, for a person."""
+    kinds = {"boolean": "true or false", "string": "a string", "object": "an object", "null": "null"}
+    if "anyOf" in schema:
+        return " or ".join(map(in_words, schema["anyOf"]))
+    if "enum" in schema:
+        return "one of " + ", ".join(map(json.dumps, schema["enum"]))
+    kind = schema["type"]
+    if kind in ("integer", "number"):
+        what = "a whole number" if kind == "integer" else "a number"
+        return f"{what} from {schema['minimum']} to {schema['maximum']}" if "minimum" in schema else what
+    if kind == "array":
+        return f"a list whose items are each {in_words(schema['items'])}"
+    if "maxLength" in schema:
+        return f"a string of at most {schema['maxLength']} characters"
+    return kinds[kind]
 
 
 def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
@@ -421,3 +502,58 @@ def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
         near = difflib.get_close_matches(name, known - {*ELSEWHERE, *HARMLESS}, 1)
         hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
         raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
+
+
+# --- the schema -------------------------------------------------------------------------------------------------------
+
+STATUSES = {
+    400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
+    404: "There is no such model or route.", 405: "The route does not take this method.",
+    413: "The body is too large.", 429: "Too much is in flight.", 500: "An error of the server's own.",
+    503: "The engine cannot run requests, or the server is shutting down.",
+}  # fmt: skip
+GETS = {
+    "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
+    "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
+    "/explain/{id}": "Where the time of a request went.", "/openapi.json": "This document.",
+}  # fmt: skip
+
+
+class Mistake(msgspec.Struct):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    """The body of a reply other than 200."""
+
+    error: Mistake
+
+
+def openapi() -> dict[str, Any]:
+    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests."""
+    types = [*REQUESTS.values(), ErrorReply]
+    refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    wrong = {"content": {"application/json": {"schema": refs[-1]}}}
+    replies: dict[str, Any] = {"200": {"description": "The answer."}}
+    replies |= {str(status): {"description": text, **wrong} for status, text in STATUSES.items()}
+    paths: dict[str, Any] = {}
+    for (route, path), ref in zip(PATHS.items(), refs, strict=False):
+        body = {"required": True, "content": {"application/json": {"schema": ref}}}
+        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": replies}}
+        if route in NEEDED:
+            components[REQUESTS[route].__name__]["required"] = [NEEDED[route]]
+    for path, summary in GETS.items():
+        places = [
+            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
+            for n in re.findall(r"{(\w+)}", path)
+        ]
+        paths[path] = {"get": {"summary": summary, "parameters": places, "responses": replies}}
+    return {
+        "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "paths": paths,
+        "components": {"schemas": components},
+    }  # fmt: skip

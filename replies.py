@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import queue
 import socket
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import gevent
 import msgspec
 
-from client import MPClient, Stream
+from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from outputs import Choices, Generation
 from plan import EngineCoreRequest
@@ -32,6 +33,16 @@ News = Generator[tuple[int, str], None, None]  # which choice's text has grown, 
 
 class ClientGone(Exception):
     """Nobody is there to read the reply."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an exception; one that nobody foresaw goes to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineDeadError | TimeoutError):
+        return ApiError(503, without_folders(str(error)))
+    logging.getLogger("manta").error("a request failed", exc_info=error)
+    return ApiError(500, "internal error; the server's log has the details")
 
 
 class Run:
@@ -122,16 +133,22 @@ class Run:
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream, without the last one, [DONE]."""
-        if self.route == CHAT:
-            for i in range(len(self.requests) * self.n):
-                delta = {"role": "assistant", "content": ""}
-                yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
-        for i, new in news:
-            for choice in self._choices(i, new):
-                yield self._event([choice])
-        if self.options["include_usage"]:
-            yield self._event([])
+        """The server-sent events of a stream. Once it has begun, an error can only be an event."""
+        try:
+            if self.route == CHAT:
+                for i in range(len(self.requests) * self.n):
+                    delta = {"role": "assistant", "content": ""}
+                    yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for i, new in news:
+                for choice in self._choices(i, new):
+                    yield self._event([choice])
+            if self.options["include_usage"]:
+                yield self._event([])
+        except ClientGone:
+            return
+        except Exception as error:
+            yield sse(as_api_error(error).body())
+        yield b"data: [DONE]\n\n"
 
     def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
         """The choices to send for new text: in a chat, an ending comes in an event of its own."""

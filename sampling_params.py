@@ -11,6 +11,13 @@ from config import EngineConfig, read_json
 
 INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
+RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
+    "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
+    "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
+    "top_k": (-1, 2**31 - 1), "max_tokens": (1, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
+    "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
+    "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
+}  # fmt: skip
 
 
 def is_token(value: Any) -> bool:
@@ -95,25 +102,20 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        for name, low, high in (("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
-                                ("repetition_penalty", 0.0, 100.0), ("presence_penalty", -2.0, 2.0),
-                                ("frequency_penalty", -2.0, 2.0), ("length_penalty", -10.0, 10.0)):  # fmt: skip
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
+            if isinstance(high, int):
+                if value is None and name not in ("top_k", "n", "min_tokens"):
+                    continue
+                if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                    raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
             object.__setattr__(self, name, float(value))
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
-        for name, low, high in (("top_k", -1, 2**31 - 1), ("max_tokens", 1, 2**31 - 1), ("seed", INT64[0], INT64[-1]),
-                                ("n", 1, 65536), ("best_of", 1, 65536), ("beam_width", 1, 1024), ("logprobs", 0, 1024),
-                                ("prompt_logprobs", 0, 1024), ("min_tokens", 0, 2**31 - 1),
-                                ("truncate_prompt_tokens", -1, 2**31 - 1)):  # fmt: skip
-            value = getattr(self, name)
-            if value is None and name not in ("top_k", "n", "min_tokens"):
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number from {low} to {high}")
         for name in (
             "include_stop_str_in_output",
             "use_beam_search",

@@ -1,11 +1,11 @@
 """The OpenAI-compatible server: `python server.py --model PATH`.
 
-    Api         the routes
+    create_app  the Flask app: paths, keys, bodies and errors
     Worker      gunicorn's worker, which speaks HTTP
     main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it
 
-Text is made and taken apart in these processes, off the engine's loop. `protocol.py` checks what comes in, `replies.py`
-shapes what goes out. A client's mistake is found before the first byte of the reply, and answered with 400.
+Text is made and taken apart in these processes, off the engine's loop: `serving.py` has the routes. A client's mistake
+is found before the first byte of the reply, and answered with 400.
 """
 
 from __future__ import annotations
@@ -15,53 +15,35 @@ import contextlib
 import dataclasses
 import errno
 import hmac
-import itertools
-import logging
 import os
 import re
-import reprlib
 import signal
 import socket
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
-from gevent.threadpool import ThreadPool
 from gunicorn import util
 from gunicorn.http import errors, wsgi
 from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
-from client import EngineDeadError, MPClient
-from config import VERSION, EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from client import MPClient
+from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from data_parallel import CoordinatorProcess, DPClient
 from engine_process import EngineProcess, check_gpus
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
-from protocol import (
-    CHAT,
-    COMPLETIONS,
-    DETOKENIZE,
-    PARAMS,
-    TOKENIZE,
-    ApiError,
-    in_parts,
-    parse_json,
-    read_fields,
-    too_long,
-    without_folders,
-)
-from replies import Client, ClientGone, Run, sse
-from sampling_params import SamplingParams
-from tokenizer import LONG_TEXT, Tokenizer
+from protocol import PATHS, ApiError, openapi, parse_json
+from replies import Client, ClientGone, as_api_error
+from serving import Api, Caller, Events
+from tokenizer import Tokenizer
 
-TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
@@ -98,253 +80,12 @@ def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a client is told of an exception; one that nobody foresaw goes to the log."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, EngineDeadError | TimeoutError):
-        return ApiError(503, without_folders(str(error)))
+    """What a client is told of an exception, also of gunicorn's; see `as_api_error`."""
     if isinstance(error, errors.ParseException):
         return ApiError(UNREADABLE.get(type(error), 400), f"this is no request: {error}")
     if isinstance(error, errors.NoMoreData):
         return ApiError(400, "the request ends before its body is complete")
-    logging.getLogger("manta").error("a request failed", exc_info=error)
-    return ApiError(500, "internal error; the server's log has the details")
-
-
-# --- the routes ------------------------------------------------------------------------------------------------------
-
-
-class Api:
-    """The views, and what they share.
-
-    Args:
-        client: of the engine, or of several.
-        tokenizer: of the model.
-        facts: `max_model_len` and `vocab_size`, as the engine reports them.
-        config: the caps and keys.
-        names: of the model, the first is what replies say.
-        board: shared with the other API processes.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        tokenizer: Tokenizer,
-        facts: dict[str, Any],
-        config: ServerConfig,
-        names: Sequence[str],
-        board: Board,
-    ):
-        self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
-        self.board, self.threads = board, ThreadPool(TEXT_THREADS)
-        self.started = int(time.time())
-
-    def completions(self) -> Response:
-        fields = self._fields(COMPLETIONS)
-        prompts = [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["prompt"]]
-        return self._generate(COMPLETIONS, fields, prompts, default_max_tokens=16)
-
-    def chat(self) -> Response:
-        fields = self._fields(CHAT)
-        if fields["reasoning_effort"] == "none":  # vLLM tells the template so
-            none = {"reasoning_effort": "none", "enable_thinking": False}
-            fields["chat_template_kwargs"] = none | fields["chat_template_kwargs"]
-        prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
-        return self._generate(CHAT, fields, [prompt], default_max_tokens=None)
-
-    def tokenize(self) -> Response:
-        fields = self._fields(TOKENIZE)
-        special = fields["add_special_tokens"]
-        if fields["messages"] is not None:
-            ids = self._prompt(self._render(fields), bool(special))[1]
-        elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
-            ids = self._prompt(fields["prompt"][0], special is not False)[1]
-        else:
-            raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
-        strings = None
-        if fields["return_token_strs"] is not False:
-            strings = [self.tokenizer.token(id) for part in in_parts(ids) for id in part]
-        limit = self.facts["max_model_len"]
-        return reply({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
-
-    def detokenize(self) -> Response:
-        ids, limit, size = self._fields(DETOKENIZE)["tokens"], self.facts["max_model_len"], self.facts["vocab_size"]
-        if len(ids) > limit:
-            raise ApiError(400, f"tokens has {len(ids)} ids; at most {limit} are allowed (max_model_len)", "tokens")
-        if (highest := max(ids, default=0)) >= size:
-            raise ApiError(400, f"tokens has the id {highest}; allowed: 0 to {size - 1}", "tokens")
-        return reply({"prompt": self.tokenizer.decode(ids, skip_special_tokens=False)})
-
-    def models(self) -> Response:
-        return reply({"object": "list", "data": [self._model(name) for name in self.names]})
-
-    def model(self, name: str) -> Response:
-        return reply(self._model(self._name(name)))
-
-    def health(self) -> Response:
-        if self.client.trouble:
-            raise ApiError(503, without_folders(self.client.trouble))
-        return reply({"status": "ok"})
-
-    def version(self) -> Response:
-        return reply({"version": VERSION})
-
-    def metrics(self) -> Response:
-        lines: list[str] = []
-        engines = self.client.call_all("metrics")
-        for name in next(iter(engines.values())):
-            lines.append(f"# TYPE manta_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-            for rank, metrics in engines.items():
-                label = f'{{engine="{rank}"}}' if self.facts["data_parallel_size"] > 1 else ""
-                lines.append(f"manta_{name}{label} {metrics[name]}")
-        return Response("\n".join(lines) + "\n", content_type="text/plain; version=0.0.4; charset=utf-8")
-
-    def explain(self, id: str) -> Response:
-        mine = g.client if self.config.api_key else None  # another key's requests are as good as unknown
-        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, mine)
-        prompts = sorted(
-            itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
-        )
-        if not prompts:
-            known = "the engine knows those that run and the latest that have finished"
-            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
-        return reply({"id": id, "prompts": prompts})
-
-    def _model(self, name: str) -> dict[str, Any]:
-        limit = self.facts["max_model_len"]
-        return {"id": name, "object": "model", "created": self.started, "owned_by": "manta", "max_model_len": limit}
-
-    def _name(self, name: str | None) -> str:
-        if name is not None and name not in self.names:
-            message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
-            raise ApiError(404, message, "model", "model_not_found")
-        return name or self.names[0]
-
-    def _fields(self, route: str) -> dict[str, Any]:
-        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-        body = read_body(self.config, self.board, g.body.enter_context(self.board.holding()))
-        fields = read_fields(route, parse_json(body, self.config, self.facts["max_model_len"]), self.config)
-        fields["model"] = self._name(fields["model"])
-        return fields
-
-    def _render(self, fields: dict[str, Any]) -> str:
-        go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
-        opening = not go_on if opening is None else opening
-        try:
-            return self.tokenizer.render(fields["messages"], opening, go_on, **fields["chat_template_kwargs"])
-        except ValueError as error:
-            raise ApiError(400, str(error), "messages") from None
-
-    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
-        limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
-        if isinstance(prompt, list):
-            if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
-                raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
-            return None, prompt
-        if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
-            raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
-        if len(prompt) > LONG_TEXT:
-            ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
-        else:
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
-        if not ids:
-            raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
-        return prompt, ids
-
-    def _generate(
-        self, route: str, fields: dict[str, Any], prompts: list[Any], default_max_tokens: int | None
-    ) -> Response:
-        if fields["stream_options"] is not None and not fields["stream"]:
-            raise ApiError(400, "stream_options is only for stream: true", "stream_options")
-        if fields["priority"] and self.facts["scheduling_policy"] != "priority":
-            policy = self.facts["scheduling_policy"]
-            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
-        params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
-        answers = len(prompts) * params[0].num_sequences
-        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
-            cap = f"{self.config.max_queue} (max_queue)"
-            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
-        g.body.close()
-        if self.config.api_key and not self.config.share_prefix_cache:
-            fields["cache_salt"] = self.board.tag("salt", g.client, fields["cache_salt"])
-        run = Run(g.name, g.client, route, fields, prompts, params, self.tokenizer)
-        news = run.news(self.client, request.environ.get("gunicorn.socket"), self.config.request_timeout)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.board.counted(answers))
-            stack.callback(news.close)
-            first = next(news)  # what the engine refuses is a 400 in a stream, too
-            if not fields["stream"]:
-                for _ in news:
-                    pass
-                return reply(run.whole())
-            events = self._events(run.events(itertools.chain([first], news)))
-            response = Response(events, content_type="text/event-stream")
-            response.headers["Cache-Control"] = "no-cache"
-            response.call_on_close(stack.pop_all().close)  # also where the body is never begun
-            return response
-
-    def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
-        """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
-
-        What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
-        output the route has at most then; None leaves it to the context.
-        """
-        limit = self.facts["max_model_len"]
-        asked = fields["max_completion_tokens"] or fields["max_tokens"]
-        defaults = self.facts["default_sampling"]
-        most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
-        if asked == -1:  # all that is left
-            asked, most = None, limit
-        for length in lengths:
-            if length >= limit:
-                raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
-            if asked and length + asked > limit:
-                message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
-                raise too_long(limit, message, "max_tokens")
-        left = [min(asked or most, limit - length) for length in lengths]
-        given = {param: fields[param] for param in PARAMS if fields[param] is not None}
-        if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
-            given = {**defaults, **given}
-        try:
-            params = SamplingParams(**given | {"max_tokens": left[0]})
-            params.check_vocabulary(self.facts["vocab_size"])
-        except ValueError as error:
-            raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
-        self._check_samples(params, len(left), sum(left), fields["stream"])
-        return [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
-
-    def _check_samples(self, params: SamplingParams, prompts: int, tokens: int, stream: bool) -> None:
-        """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
-        name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
-        answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
-        if answers > (cap := self.config.max_choices):
-            raise ApiError(400, f"prompts times {name} is {answers}; at most {cap} (max_choices)", name)
-        if tokens > (cap := self.config.max_output_tokens):
-            message = f"prompts times {name} times max_tokens is {tokens}; at most {cap} (max_output_tokens)"
-            raise ApiError(400, message, "max_tokens")
-        if (listed := prompts * params.num_listed) > (cap := self.config.max_listed_tokens):
-            message = f"prompts times listed token ids are {listed}; at most {cap} are allowed (max_listed_tokens)"
-            raise ApiError(400, message)
-        if stream and params.use_beam_search:
-            raise ApiError(400, "stream is true; with use_beam_search it must be false", "stream")
-        if stream and params.num_samples > params.n:
-            message = f"stream is true; with best_of {params.best_of} above n, {params.n}, it must be false"
-            raise ApiError(400, message, "stream")
-
-    def _events(self, events: Iterator[bytes]) -> Iterator[bytes]:
-        """The body of a stream. Once it has begun, an error can only be an event."""
-        gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
-        while True:
-            try:
-                event = next(events, None)
-            except ClientGone:
-                return
-            except Exception as error:
-                event, events = sse(api_error(error).body()), iter(())
-            with gevent.Timeout(self.config.write_timeout, gone):  # runs while gunicorn writes the event
-                yield event or b"data: [DONE]\n\n"
-            if event is None:
-                return
+    return as_api_error(error)
 
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
@@ -352,25 +93,53 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, content_type="application/json")
 
 
+def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
+    """The body of a stream, as long as the client reads it."""
+    gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
+    with contextlib.suppress(ClientGone):
+        for event in events:
+            with gevent.Timeout(write_timeout, gone):  # runs while gunicorn writes the event
+                yield event
+
+
+def view_of(api: Api, route: str) -> Callable[[], Response]:
+    """The view of one of `protocol.ROUTES`: a body comes in, and goes out as JSON or as events."""
+
+    def view() -> Response:
+        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+        hold = g.body.enter_context(api.board.holding())
+        caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
+        longest = api.facts["max_model_len"]
+        answer = api.answer(route, parse_json(read_body(api.config, api.board, hold), api.config, longest), caller)
+        if not isinstance(answer, Events):
+            return reply(answer)
+        response = Response(in_time(answer.events, api.config.write_timeout), content_type="text/event-stream")
+        response.headers["Cache-Control"] = "no-cache"
+        response.call_on_close(answer.close)  # also where the body is never begun
+        return response
+
+    return view
+
+
 def create_app(api: Api) -> Flask:
-    """The Flask app around the views of `api`."""
+    """The Flask app around the routes of `api`."""
     app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
-    for rule, method, view in (
-        ("/v1/completions", "POST", api.completions),
-        ("/v1/chat/completions", "POST", api.chat),
-        ("/v1/models", "GET", api.models),
-        ("/v1/models/<path:name>", "GET", api.model),
-        ("/tokenize", "POST", api.tokenize),
-        ("/detokenize", "POST", api.detokenize),
-        ("/health", "GET", api.health),
-        ("/version", "GET", api.version),
-        ("/metrics", "GET", api.metrics),
-        ("/explain/<path:id>", "GET", api.explain),
+    for route, path in PATHS.items():
+        app.add_url_rule(path, route, view_of(api, route), methods=["POST"])
+    text = "text/plain; version=0.0.4; charset=utf-8"
+    for rule, name, view in (
+        ("/v1/models", "models", lambda: reply(api.models())),
+        ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name))),
+        ("/health", "health", lambda: reply(api.health())),
+        ("/version", "version", lambda: reply(api.version())),
+        ("/openapi.json", "openapi", lambda: reply(openapi())),
+        ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
+        ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id, g.client))),
     ):
-        app.add_url_rule(rule, view_func=view, methods=[method])
+        app.add_url_rule(rule, name, view, methods=["GET"])
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
 

@@ -14,7 +14,8 @@ from config import DEMO, ServerConfig
 from plan import EngineCoreRequest, EngineOutput
 from processes import Board
 from sampling_params import SamplingParams
-from server import Api, create_app
+from server import create_app
+from serving import Api
 from tokenizer import Tokenizer
 
 FACTS = {

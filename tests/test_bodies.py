@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import protocol
-import server
+import serving as serving_routes
 from config import EngineConfig, ServerConfig
 from engine_process import INBOX_TIME, EngineServer
 from plan import Abort
@@ -27,7 +27,8 @@ from processes import Board
 from protocol import JSON_PART, MAX_LISTS, MAX_VALUES, ApiError, count_values, parse_json, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import serving
-from server import Api, create_app
+from server import create_app
+from serving import Api
 
 CONFIG = ServerConfig()
 values = st.recursive(
@@ -166,7 +167,9 @@ def test_a_body_counts_until_it_is_a_request(
     engine: ScriptedClient, board: Board, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(server, "read_fields", lambda *args: seen.append(board.body_bytes) or read_fields(*args))
+    monkeypatch.setattr(
+        serving_routes, "read_fields", lambda *args: seen.append(board.body_bytes) or read_fields(*args)
+    )
     add = engine.add
     monkeypatch.setattr(engine, "add", lambda *args: seen.append(board.body_bytes) or add(*args))
     post(with_board(engine, board), COMPLETIONS, stream=stream).close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from protocol import ELSEWHERE, FIELDS, GENERATE, HARMLESS, NOT_YET, PARAMS
+from protocol import ELSEWHERE, FIELDS, GENERATE, HARMLESS, KNOWN, NOT_YET, PARAMS, PATHS
 from sampling_params import SamplingParams
 from scripted import (
     BODIES,
@@ -31,7 +31,7 @@ BAD = {  # field: values that are refused on both generating routes
     "top_k": [-2, 1.5, 2**31],
     "min_p": [-0.1, 1.1],
     "seed": [2**63, -(2**63) - 1, 1.0, "1", True],
-    "stop": ["", [""], 5, {"a": 1}, ["a", 1], ["a"] * 17, ["a" * 513], [["a"]]],
+    "stop": ["", [""], 5, {"a": 1}, ["a", 1], ["a"] * 65, ["a" * 513], [["a"]]],
     "stop_token_ids": [5, [-1], [5, 1024], ["1"], [True], "12", {"1": 2}],
     "ignore_eos": [1, "true"],
     "skip_special_tokens": [0],
@@ -69,7 +69,7 @@ BAD = {  # field: values that are refused on both generating routes
     ],
     "min_tokens": [1],
     "response_format": [{"type": "json_object"}, "text"],
-    "reasoning_effort": ["high", 1],
+    "reasoning_effort": [1, "x" * 1025],
     "prediction": [{"type": "content", "content": "a"}],
     "regex": ["a+"],
     "grammar": ["root ::= a"],
@@ -137,7 +137,7 @@ def test_null_is_the_default_and_what_changes_nothing_is_taken(
     for body in (dict.fromkeys(HARMLESS, "any"), {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
         assert post(http_client, route, **body).json["choices"] == plain
     same = {name: values[0] for name, values in NOT_YET.items() if values}
-    assert same["min_tokens"] == 0 and same["reasoning_effort"] == "none"
+    assert same["min_tokens"] == 0 and same["function_call"] == "none"
     assert post(http_client, route, **same).json["choices"] == plain
     assert len({str(params) for _, params, _ in engine.added}) == 1
 
@@ -318,3 +318,18 @@ def test_body_size_is_413(engine: ScriptedClient) -> None:
     http_client = client_of(engine, max_body_bytes=1024)
     assert "max_body_bytes" in refusal(post(http_client, COMPLETIONS, user="x" * 1024), 413)["message"]
     assert post(http_client, COMPLETIONS).status_code == 200
+
+
+def test_the_schema_is_that_of_the_structs_that_validate(http_client: FlaskClient) -> None:
+    schema = http_client.get("/openapi.json").json
+    schemas = schema["components"]["schemas"]
+    for route, path in PATHS.items():
+        body = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        fields = schemas[body["$ref"].rpartition("/")[2]]
+        assert set(fields["properties"]) == set(KNOWN[route]) and fields["additionalProperties"] is False
+    top_p = schemas["CompletionsRequest"]["properties"]["top_p"]
+    assert {"type": "number", "minimum": 0, "maximum": 1} in top_p["anyOf"] and "probabilities" in top_p["description"]
+    rules = {
+        rule.rule.replace("<path:", "{").replace(">", "}") for rule in http_client.application.url_map.iter_rules()
+    }
+    assert rules == set(schema["paths"])

@@ -32,7 +32,8 @@ from scripted import (
     refusal,
     told,
 )
-from server import Api, create_app
+from server import create_app
+from serving import Api
 from tokenizer import Tokenizer
 
 

@@ -1,0 +1,294 @@
+"""What each route does, without HTTP: fields that have been checked become prompts, and these an answer.
+
+    Api         the routes; `answer` is the way in
+    Caller      who asks
+    Events      an answer that comes in parts
+
+`protocol.py` says what a request may hold, and `replies.py` shapes what goes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import reprlib
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gevent.threadpool import ThreadPool
+
+from config import VERSION, ServerConfig
+from processes import Board
+from protocol import (
+    CHAT,
+    COMPLETIONS,
+    DETOKENIZE,
+    PARAMS,
+    TOKENIZE,
+    ApiError,
+    in_parts,
+    read_fields,
+    too_long,
+    without_folders,
+)
+from replies import Client, Run
+from sampling_params import SamplingParams
+from tokenizer import LONG_TEXT, Tokenizer
+
+TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who asks, and how to tell whether somebody still waits for the answer.
+
+    Attributes:
+        name: of the request, unique, which is a part of the reply's id.
+        client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
+        sock: the connection; None where there is none to look at.
+        release: is called when nothing refers to the request's body any more.
+    """
+
+    name: str
+    client: str
+    sock: socket.socket | None = None
+    release: Callable[[], None] = lambda: None
+
+
+class Events(NamedTuple):
+    """A reply that comes in parts, and what must be called once it has ended, however it ended."""
+
+    events: Iterator[bytes]
+    close: Callable[[], None]
+
+
+class Api:
+    """What each route does, and what the routes share.
+
+    Args:
+        client: of the engine, or of several.
+        tokenizer: of the model.
+        facts: `max_model_len` and `vocab_size`, as the engine reports them.
+        config: the caps and keys.
+        names: of the model, the first is what replies say.
+        board: shared with the other API processes.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        tokenizer: Tokenizer,
+        facts: dict[str, Any],
+        config: ServerConfig,
+        names: Sequence[str],
+        board: Board,
+    ):
+        self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
+        self.board, self.threads = board, ThreadPool(TEXT_THREADS)
+        self.started = int(time.time())
+        self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
+            COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize
+        }  # fmt: skip
+
+    def answer(self, route: str, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """The reply to a request of one of `protocol.ROUTES`.
+
+        Raises:
+            ApiError: the request is refused, or the engine has failed.
+            EngineDeadError, ClientGone: see `Run.news`.
+        """
+        fields = read_fields(route, body, self.config)
+        del body  # it may be large
+        fields["model"] = self._name(fields["model"])
+        return self.answers[route](fields, caller)
+
+    def completions(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """Texts that go on from prompts."""
+        prompts = [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["prompt"]]
+        return self._generate(COMPLETIONS, fields, caller, prompts, default_max_tokens=16)
+
+    def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """The next message of a conversation."""
+        if (effort := fields["reasoning_effort"]) is not None:
+            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+            fields["chat_template_kwargs"] = named | fields["chat_template_kwargs"]
+        prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
+        return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None)
+
+    def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """The tokens of a text or a conversation."""
+        special = fields["add_special_tokens"]
+        if fields["messages"] is not None:
+            ids = self._prompt(self._render(fields), bool(special))[1]
+        elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
+            ids = self._prompt(fields["prompt"][0], special is not False)[1]
+        else:
+            raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
+        strings = None
+        if fields["return_token_strs"] is not False:
+            strings = [self.tokenizer.token(id) for part in in_parts(ids) for id in part]
+        limit = self.facts["max_model_len"]
+        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+
+    def detokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """The text of tokens."""
+        ids, limit, size = fields["tokens"], self.facts["max_model_len"], self.facts["vocab_size"]
+        if len(ids) > limit:
+            raise ApiError(400, f"tokens has {len(ids)} ids; at most {limit} are allowed (max_model_len)", "tokens")
+        if (highest := max(ids, default=0)) >= size:
+            raise ApiError(400, f"tokens has the id {highest}; allowed: 0 to {size - 1}", "tokens")
+        return {"prompt": self.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    def models(self) -> dict[str, Any]:
+        """The model's names."""
+        return {"object": "list", "data": [self.model(name) for name in self.names]}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """What is told of a model; an `ApiError` if there is none of that name."""
+        limit, id = self.facts["max_model_len"], self._name(name)
+        return {"id": id, "object": "model", "created": self.started, "owned_by": "manta", "max_model_len": limit}
+
+    def health(self) -> dict[str, Any]:
+        """That the engine can run requests; an `ApiError` if it cannot."""
+        if self.client.trouble:
+            raise ApiError(503, without_folders(self.client.trouble))
+        return {"status": "ok"}
+
+    def version(self) -> dict[str, Any]:
+        """Of Manta."""
+        return {"version": VERSION}
+
+    def metrics(self) -> str:
+        """The engines' gauges and counters, as Prometheus reads them."""
+        lines: list[str] = []
+        engines = self.client.call_all("metrics")
+        for name in next(iter(engines.values())):
+            lines.append(f"# TYPE manta_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+            for rank, metrics in engines.items():
+                label = f'{{engine="{rank}"}}' if self.facts["data_parallel_size"] > 1 else ""
+                lines.append(f"manta_{name}{label} {metrics[name]}")
+        return "\n".join(lines) + "\n"
+
+    def explain(self, id: str, client: str) -> dict[str, Any]:
+        """Where the time of a request went, prompt by prompt."""
+        mine = client if self.config.api_key else None  # another key's requests are as good as unknown
+        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, mine)
+        prompts = sorted(
+            itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
+        )
+        if not prompts:
+            known = "the engine knows those that run and the latest that have finished"
+            raise ApiError(404, f"there is no request {repr(id)[:100]}; {known}", "id")
+        return {"id": id, "prompts": prompts}
+
+    def _name(self, name: str | None) -> str:
+        if name is not None and name not in self.names:
+            message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
+            raise ApiError(404, message, "model", "model_not_found")
+        return name or self.names[0]
+
+    def _render(self, fields: dict[str, Any]) -> str:
+        go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
+        opening = not go_on if opening is None else opening
+        try:
+            return self.tokenizer.render(fields["messages"], opening, go_on, **fields["chat_template_kwargs"])
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
+
+    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+        limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
+        if isinstance(prompt, list):
+            if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
+                raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
+            return None, prompt
+        if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
+            raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
+        if len(prompt) > LONG_TEXT:
+            ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
+        else:
+            ids = self.tokenizer.encode(prompt, add_special_tokens)
+        if not ids:
+            raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
+        return prompt, ids
+
+    def _generate(
+        self, route: str, fields: dict[str, Any], caller: Caller, prompts: list[Any], default_max_tokens: int | None
+    ) -> dict[str, Any] | Events:
+        if fields["stream_options"] is not None and not fields["stream"]:
+            raise ApiError(400, "stream_options is only for stream: true", "stream_options")
+        if fields["priority"] and self.facts["scheduling_policy"] != "priority":
+            policy = self.facts["scheduling_policy"]
+            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
+        params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
+        answers = len(prompts) * params[0].num_sequences
+        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
+            cap = f"{self.config.max_queue} (max_queue)"
+            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        caller.release()
+        if self.config.api_key and not self.config.share_prefix_cache:
+            fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
+        run = Run(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        news = run.news(self.client, caller.sock, self.config.request_timeout)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.board.counted(answers))
+            stack.callback(news.close)
+            first = next(news)  # what the engine refuses is a 400 in a stream, too
+            if not fields["stream"]:
+                for _ in news:
+                    pass
+                return run.whole()
+            return Events(run.events(itertools.chain([first], news)), stack.pop_all().close)
+
+    def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
+        """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
+
+        What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
+        output the route has at most then; None leaves it to the context.
+        """
+        limit = self.facts["max_model_len"]
+        field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
+        if (asked := fields[field]) == 0:
+            raise ApiError(400, f"{field} is 0; it must be at least 1, or -1 for what is left", field)
+        defaults = self.facts["default_sampling"]
+        most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
+        if asked == -1:  # all that is left
+            asked, most = None, limit
+        for length in lengths:
+            if length >= limit:
+                raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
+            if asked and length + asked > limit:
+                message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
+                raise too_long(limit, message, "max_tokens")
+        left = [min(asked or most, limit - length) for length in lengths]
+        given = {param: fields[param] for param in PARAMS if fields[param] is not None}
+        if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
+            given = {**defaults, **given}
+        try:
+            params = SamplingParams(**given | {"max_tokens": left[0]})
+            params.check_vocabulary(self.facts["vocab_size"])
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
+        self._check_samples(params, len(left), sum(left), fields["stream"])
+        return [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
+
+    def _check_samples(self, params: SamplingParams, prompts: int, tokens: int, stream: bool) -> None:
+        """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""
+        name = next(name for name in ("beam_width", "best_of", "n") if getattr(params, name) is not None)
+        answers, tokens = prompts * params.num_sequences, tokens * params.num_sequences
+        if answers > (cap := self.config.max_choices):
+            raise ApiError(400, f"prompts times {name} is {answers}; at most {cap} (max_choices)", name)
+        if tokens > (cap := self.config.max_output_tokens):
+            message = f"prompts times {name} times max_tokens is {tokens}; at most {cap} (max_output_tokens)"
+            raise ApiError(400, message, "max_tokens")
+        if (listed := prompts * params.num_listed) > (cap := self.config.max_listed_tokens):
+            message = f"prompts times listed token ids are {listed}; at most {cap} are allowed (max_listed_tokens)"
+            raise ApiError(400, message)
+        if stream and params.use_beam_search:
+            raise ApiError(400, "stream is true; with use_beam_search it must be false", "stream")
+        if stream and params.num_samples > params.n:
+            message = f"stream is true; with best_of {params.best_of} above n, {params.n}, it must be false"
+            raise ApiError(400, message, "stream")
