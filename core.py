@@ -48,6 +48,7 @@ class EngineCore:
             "default_sampling": self.default_sampling,
             "scheduling_policy": config.scheduling_policy,
             "data_parallel_size": config.data_parallel_size,
+            "task": "generate",
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from plan import EngineOutput
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
 
@@ -51,6 +51,32 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None  # why the engine gave it up; answers that it cut have the finish_reason "error"
+
+
+class Vector:
+    """One request that samples nothing, and the vector that comes of its prompt.
+
+    Args:
+        request_id: the engine's name for it.
+        prompt_token_ids: its tokens.
+        pooling: what is made of them.
+    """
+
+    def __init__(self, request_id: str, prompt_token_ids: list[int], pooling: PoolingParams):
+        self.request_id, self.prompt_token_ids, self.pooling = request_id, prompt_token_ids, pooling
+        self.params = SamplingParams()
+        self.pooled = b""  # float32
+
+    @property
+    def finished(self) -> bool:
+        """Whether the vector is there."""
+        return bool(self.pooled)
+
+    def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str:
+        """Take the engine's news, which are the vector."""
+        assert output.pooled is not None
+        self.pooled = output.pooled
+        return ""
 
 
 class Generation:
@@ -113,6 +139,8 @@ class Choices:
         params: how many answers are drawn and returned.
         tokenizer: of the model.
     """
+
+    pooling: PoolingParams | None = None  # its tokens are sampled
 
     def __init__(
         self,

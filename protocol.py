@@ -16,13 +16,13 @@ import re
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from config import VERSION, ServerConfig
-from sampling_params import RANGES, SamplingParams
+from sampling_params import RANGES, PoolingParams, SamplingParams
 from tokenizer import chat_messages, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -139,6 +139,24 @@ def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
     return items
 
 
+def texts(value: Any, config: ServerConfig) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+        raise ValueError("it must be a string or a list of strings, none of them empty")
+    if len(found) > config.max_prompts:
+        raise ValueError(f"it has {len(found)} texts; at most {config.max_prompts} are allowed (max_prompts)")
+    return found
+
+
+def documents(value: Any, config: ServerConfig) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of strings, or of objects with a text")
+    for document in value:
+        if isinstance(document, dict):
+            known_keys(document, ("text",), config)
+    return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
+
+
 def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
     """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
     unknown = [key for key in value if key not in known]
@@ -170,12 +188,19 @@ def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
-ROUTES = COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
-GENERATE = (COMPLETIONS, CHAT)
-PATHS = {
-    COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions", TOKENIZE: "/tokenize", DETOKENIZE: "/detokenize",
+COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
+EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK = "embeddings", "pooling", "classify", "score", "rerank"
+GENERATE, POOL = (COMPLETIONS, CHAT), (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK)
+PATHS = {  # the first is the one in the schema, the others are those of other servers
+    COMPLETIONS: ("/v1/completions",), CHAT: ("/v1/chat/completions",), TOKENIZE: ("/tokenize",),
+    DETOKENIZE: ("/detokenize",), EMBEDDINGS: ("/v1/embeddings",), POOLING: ("/pooling",), CLASSIFY: ("/classify",),
+    SCORE: ("/score", "/v1/score"), RERANK: ("/rerank", "/v1/rerank", "/v2/rerank"),
 }  # fmt: skip
-NEEDED = {COMPLETIONS: "prompt", CHAT: "messages", DETOKENIZE: "tokens"}
+ROUTES = tuple(PATHS)
+NEEDED: dict[str, tuple[str, ...]] = {  # fields without which a request says nothing
+    COMPLETIONS: ("prompt",), CHAT: ("messages",), DETOKENIZE: ("tokens",), EMBEDDINGS: ("input",),
+    POOLING: ("input",), CLASSIFY: ("input",), SCORE: ("text_1", "text_2"), RERANK: ("query", "documents"),
+}  # fmt: skip
 
 
 class Field(NamedTuple):
@@ -217,6 +242,10 @@ TEXT = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
     "required": ["type", "text"],
 }
+STRING = {"type": "string", "minLength": 1}
+TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
+DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
+DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
 MESSAGES = shown(type="array", minItems=1, items={
     "type": "object", "required": ["role", "content"], "properties": {
         "role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT}]},
@@ -236,9 +265,13 @@ def sampling_type(name: str, hint: Any) -> Any:
     }.get(name, hint)  # fmt: skip
 
 
-HINTS = get_type_hints(SamplingParams)
-ABOUT = dict(re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", SamplingParams.__doc__ or "", re.MULTILINE))
-ABOUT = {name: " ".join(text.split()) for name, text in ABOUT.items()}
+def attributes_of(record: type) -> dict[str, str]:
+    """What a docstring says of each attribute."""
+    found = re.findall(r"^        (\w+): (.+(?:\n {12}.+)*)", record.__doc__ or "", re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
+HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
 OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
@@ -298,8 +331,18 @@ FIELDS = (
     Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
     Field("messages", MESSAGES, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
     Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
+    Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), prompts, "A text, or token ids, or a list of such."),
+    Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], None, (EMBEDDINGS, POOLING), about="Of the vector."),
+    Field("encoding_format", Literal["float", "base64"], "float", (EMBEDDINGS, POOLING)),
+    Field("use_activation", bool, None, POOL, about=attributes_of(PoolingParams)["use_activation"]),
+    Field("text_1", TEXTS, None, (SCORE,), texts, "A text, or as many as text_2 has."),
+    Field("text_2", TEXTS, None, (SCORE,), texts, "A text or several."),
+    Field("query", Annotated[str, Meta(min_length=1)], None, (RERANK,)),
+    Field("documents", DOCUMENTS, None, (RERANK,), documents, "Texts, or objects with a text."),
+    Field("top_n", Annotated[int, Meta(ge=0, le=2**31 - 1)], 0, (RERANK,), about="How many to return; 0 is all."),
+    Field("return_documents", bool, True, (RERANK,)),
     Field("return_token_strs", bool, None, (TOKENIZE,)),
-    Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE)),
+    Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)),
     Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
     Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE), template_kwargs),
@@ -309,7 +352,7 @@ FIELDS = (
     Field("max_completion_tokens", Output),
     Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
     Field("cache_salt", Name, "", about="Cached prefixes are shared only among requests of equal salt."),
-    Field("priority", Int32, 0, about="The lowest goes first, under the policy `priority`."),
+    Field("priority", Int32, 0, GENERATE + POOL, about="The lowest goes first, under the policy `priority`."),
     *(Field(name, sampling_type(name, HINTS[name]), None, GENERATE, CHECKS.get(name), ABOUT[name]) for name in PARAMS),
     *(Field(name, Any, None, ROUTES, about="Is accepted and changes nothing.") for name in HARMLESS),
 )
@@ -380,7 +423,7 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
     return prompts if several else prompts[0]
 
 
-def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, Any]:
+def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, Any]]:
     """What a JSON text holds, and apart from that very many token ids of prompts, which are decoded a part at a time.
 
     Nobody else is served while `msgspec` decodes a text. So a large one is looked through first, by parts, too.
@@ -390,21 +433,22 @@ def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, Any]:
         ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
     """
     if len(data) <= JSON_PART:
-        return msgspec.json.decode(data), None  # refuses NaN, 1e999 and lone surrogates
+        return msgspec.json.decode(data), {}  # refuses NaN, 1e999 and lone surrogates
     lists, commas = count_values(data)
     if lists > MAX_LISTS:
         raise ApiError(400, f"the body has {lists} lists and objects; at most {MAX_LISTS} are allowed")
     if commas <= MAX_VALUES:
-        return msgspec.json.decode(data), None
+        return msgspec.json.decode(data), {}
     fields = RAW_FIELDS.decode(data)
     time.sleep(0)
-    text = bytes(fields.pop("prompt", b""))
+    name = "input" if "input" in fields else "prompt"
+    text = bytes(fields.pop(name, b""))
     prompts = decode_prompts(text, longest)
     if prompts is None or (commas := commas - text.count(b",")) > MAX_VALUES:
         raise ApiError(
             400, f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
         )
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, prompts
+    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, {name: prompts}
 
 
 def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
@@ -428,7 +472,7 @@ def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: in
         level = [item for items in inner for item in items if isinstance(item, (dict, list))]
     if level:
         raise too_deep
-    return body if prompts is None else body | {"prompt": prompts}
+    return body | prompts
 
 
 def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
@@ -447,8 +491,9 @@ def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[
             run_check(refused[name], name, value, config)
         else:
             refuse_unknown(name, known.keys() | refused.keys(), config)
-    if (needed := NEEDED.get(route)) and needed not in given:
-        raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
+    for needed in NEEDED.get(route, ()):
+        if needed not in given:
+            raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
     try:
         request = msgspec.convert(given, REQUESTS[route])
     except msgspec.ValidationError as error:
@@ -542,11 +587,10 @@ def openapi() -> dict[str, Any]:
     replies: dict[str, Any] = {"200": {"description": "The answer."}}
     replies |= {str(status): {"description": text, **wrong} for status, text in STATUSES.items()}
     paths: dict[str, Any] = {}
-    for (route, path), ref in zip(PATHS.items(), refs, strict=False):
+    for (route, (path, *_)), ref in zip(PATHS.items(), refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": replies}}
-        if route in NEEDED:
-            components[REQUESTS[route].__name__]["required"] = [NEEDED[route]]
+        components[REQUESTS[route].__name__]["required"] = list(NEEDED.get(route, ()))
     for path, summary in GETS.items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}

@@ -13,7 +13,7 @@ import logging
 import queue
 import socket
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import gevent
@@ -21,7 +21,7 @@ import msgspec
 
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
-from outputs import Choices, Generation
+from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest
 from protocol import CHAT, ApiError, without_folders
 from sampling_params import SamplingParams
@@ -79,48 +79,9 @@ class Run:
         ]
 
     def news(self, client: Client, sock: socket.socket | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done.
-
-        Args:
-            client: of the engine. Whatever still runs there when this ends is aborted.
-            sock: the HTTP client's connection, to see whether it is still there; None in tests.
-            timeout: seconds that all of it may take.
-
-        Raises:
-            ApiError: the engine refused or failed, or the time is up.
-            ClientGone: the connection is closed.
-            EngineDeadError: the engine process is gone.
-        """
-        live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-        watcher = gevent.spawn(watch, sock, stream) if sock else None
-        try:
-            for i, asked in enumerate(self.requests):
-                salt, priority = self.fields["cache_salt"], self.fields["priority"]
-                ids, params = asked.prompt_token_ids, asked.params
-                client.add(EngineCoreRequest(asked.request_id, ids, params, salt, priority, self.owner), stream)
-                live[asked.request_id] = i
-            while live:
-                try:
-                    output = stream.get(max(0, deadline - time.monotonic()))
-                except queue.Empty:
-                    raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
-                if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
-                    continue
-                i = live[output.request_id]
-                asked = self.requests[i]
-                if output.finish_reason == "error":
-                    status = 503 if output.engine_fault else 400
-                    raise ApiError(status, without_folders(output.error or "the engine failed"))
-                new = asked.push(output, client.abort)
-                if asked.finished:
-                    del live[output.request_id]
-                if new is not None:
-                    yield i * self.n + output.index, new
-        finally:
-            for request_id in live:
-                client.abort(request_id)
-            if watcher:
-                watcher.kill()  # before anybody else reads from the connection
+        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`."""
+        for i, index, new in run_requests(self.requests, self.fields, self.owner, client, sock, timeout):
+            yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
@@ -178,6 +139,61 @@ class Run:
         cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
         return counts | {"prompt_tokens_details": cached}
+
+
+def run_requests(
+    requests: Sequence[Choices | Vector],
+    fields: dict[str, Any],
+    owner: str,
+    client: Client,
+    sock: socket.socket | None,
+    timeout: float,
+) -> Iterator[tuple[int, int, str]]:
+    """Run requests; yields which of them has news, which of its answers, and the new text, until all are done.
+
+    Args:
+        requests: one for each prompt.
+        fields: of the HTTP request, for its `cache_salt` and `priority`.
+        owner: whose they are.
+        client: of the engine. Whatever still runs there when this ends is aborted.
+        sock: the HTTP client's connection, to see whether it is still there; None where there is none.
+        timeout: seconds that all of it may take.
+
+    Raises:
+        ApiError: the engine refused or failed, or the time is up.
+        ClientGone: the connection is closed.
+        EngineDeadError: the engine process is gone.
+    """
+    live, stream, deadline = {}, Stream(), time.monotonic() + timeout
+    watcher = gevent.spawn(watch, sock, stream) if sock else None
+    salt, priority = fields.get("cache_salt", ""), fields["priority"]
+    try:
+        for i, asked in enumerate(requests):
+            ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
+            client.add(EngineCoreRequest(asked.request_id, ids, params, salt, priority, owner, pooling), stream)
+            live[asked.request_id] = i
+        while live:
+            try:
+                output = stream.get(max(0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
+            if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of
+                continue
+            i = live[output.request_id]
+            asked = requests[i]
+            if output.finish_reason == "error":
+                status = 503 if output.engine_fault else 400
+                raise ApiError(status, without_folders(output.error or "the engine failed"))
+            new = asked.push(output, client.abort)
+            if asked.finished:
+                del live[output.request_id]
+            if new is not None:
+                yield i, output.index, new
+    finally:
+        for request_id in live:
+            client.abort(request_id)
+        if watcher:
+            watcher.kill()  # before anybody else reads from the connection
 
 
 def watch(sock: socket.socket, stream: Stream) -> None:

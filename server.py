@@ -127,8 +127,10 @@ def create_app(api: Api) -> Flask:
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
     app.url_map.strict_slashes = False  # some clients ask for /v1/models/
-    for route, path in PATHS.items():
-        app.add_url_rule(path, route, view_of(api, route), methods=["POST"])
+    for route, paths in PATHS.items():
+        view: Callable[..., Response] = view_of(api, route)
+        for path in paths:
+            app.add_url_rule(path, route, view, methods=["POST"])
     text = "text/plain; version=0.0.4; charset=utf-8"
     for rule, name, view in (
         ("/v1/models", "models", lambda: reply(api.models())),

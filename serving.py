@@ -21,13 +21,20 @@ from typing import Any, NamedTuple
 
 from gevent.threadpool import ThreadPool
 
+import embeddings
 from config import VERSION, ServerConfig
+from outputs import Vector
 from processes import Board
 from protocol import (
     CHAT,
+    CLASSIFY,
     COMPLETIONS,
     DETOKENIZE,
+    EMBEDDINGS,
     PARAMS,
+    POOLING,
+    RERANK,
+    SCORE,
     TOKENIZE,
     ApiError,
     in_parts,
@@ -35,8 +42,8 @@ from protocol import (
     too_long,
     without_folders,
 )
-from replies import Client, Run
-from sampling_params import SamplingParams
+from replies import Client, Run, run_requests
+from sampling_params import PoolingParams, SamplingParams
 from tokenizer import LONG_TEXT, Tokenizer
 
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
@@ -91,7 +98,9 @@ class Api:
         self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started = int(time.time())
         self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
-            COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize
+            COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize,
+            EMBEDDINGS: self.embeddings, POOLING: self.pool, CLASSIFY: self.classify, SCORE: self.score,
+            RERANK: self.rerank,
         }  # fmt: skip
 
     def answer(self, route: str, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -142,6 +151,104 @@ class Api:
         if (highest := max(ids, default=0)) >= size:
             raise ApiError(400, f"tokens has the id {highest}; allowed: 0 to {size - 1}", "tokens")
         return {"prompt": self.tokenizer.decode(ids, skip_special_tokens=False)}
+
+    # --- routes that sample nothing ----------------------------------------------------------------------------------
+
+    def embeddings(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """A vector for each prompt."""
+        prompts = self._inputs(fields, "embed")
+        found = self._pool("embd-", fields, caller, prompts, fields["dimensions"])
+        data = embeddings.vectors("embedding", "embedding", found, fields["encoding_format"])
+        return self._listed("embd-", fields, caller, prompts, data)
+
+    def pool(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """What the model makes of each prompt: a vector, or what its classification head says."""
+        prompts = self._inputs(fields, "embed", "score", "classify")
+        found = self._pool("pool-", fields, caller, prompts, fields["dimensions"])
+        data = embeddings.vectors("pooling", "data", found, fields["encoding_format"])
+        return self._listed("pool-", fields, caller, prompts, data)
+
+    def classify(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """The probability of each label for each prompt."""
+        prompts = self._inputs(fields, "classify", "score")
+        data = embeddings.classes(self._pool("classify-", fields, caller, prompts), self.facts["labels"])
+        return self._listed("classify-", fields, caller, prompts, data)
+
+    def score(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """How well each of `text_2` goes with its partner in `text_1`, or with the only one there."""
+        first, second = fields["text_1"], fields["text_2"]
+        if len(first) not in (1, len(second)):
+            message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
+            raise ApiError(400, message, "text_1")
+        found, prompts = self._compare("score-", fields, caller, first, second)
+        return self._listed("score-", fields, caller, prompts, embeddings.scores(found))
+
+    def rerank(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """Documents in the order of how well they answer a query."""
+        documents = fields["documents"]
+        found, prompts = self._compare("rerank-", fields, caller, [fields["query"]], documents)
+        top_n = fields["top_n"] or len(documents)
+        results = embeddings.ranks(found, documents, top_n, fields["return_documents"])
+        used = {"total_tokens": sum(len(ids) for _, ids in prompts)}
+        return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used, "results": results}
+
+    def _compare(
+        self, kind: str, fields: dict[str, Any], caller: Caller, first: list[str], second: list[str]
+    ) -> tuple[list[float], list[tuple[str | None, list[int]]]]:
+        """How well texts go together, and the prompts that were run for it.
+
+        For an embedder that is the cosine of two embeddings. For a classifier with one label, it is what the classifier
+        says of both texts as one prompt.
+        """
+        self._need_task("embed", "score")
+        if self.facts["task"] == "score":
+            pairs = zip(first * (len(second) // len(first)), second, strict=True)
+            prompts: list[Any] = [(None, self.tokenizer.encode_pair(*pair)) for pair in pairs]
+            return [embeddings.numbers(found)[0] for found in self._pool(kind, fields, caller, prompts)], prompts
+        prompts = [self._prompt(text, True) for text in first + second]
+        found = [embeddings.numbers(pooled) for pooled in self._pool(kind, fields, caller, prompts)]
+        left = found[: len(first)] * (len(second) // len(first))
+        return [embeddings.cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
+
+    def _inputs(self, fields: dict[str, Any], *tasks: str) -> list[tuple[str | None, list[int]]]:
+        self._need_task(*tasks)
+        return [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["input"]]
+
+    def _need_task(self, *tasks: str) -> None:
+        if (task := self.facts["task"]) not in tasks:
+            needed = " or ".join(tasks)
+            raise ApiError(400, f"this server's task is {task}; this route needs {needed} (--task)", "model")
+
+    def _pool(
+        self,
+        kind: str,
+        fields: dict[str, Any],
+        caller: Caller,
+        prompts: list[tuple[str | None, list[int]]],
+        dimensions: int | None = None,
+    ) -> list[bytes]:
+        """The vector of each prompt."""
+        limit, name = self.facts["max_model_len"], kind + caller.name
+        self._check_priority(fields)
+        for _, ids in prompts:
+            if len(ids) > limit:
+                raise too_long(limit, f"a prompt has {len(ids)}")
+        if dimensions is not None and dimensions > (most := self.facts["hidden_size"]):
+            raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
+        params = PoolingParams(dimensions, fields["use_activation"])
+        vectors = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
+        with self._admitted(len(vectors), caller):
+            config = self.config
+            for _ in run_requests(vectors, fields, caller.client, self.client, caller.sock, config.request_timeout):
+                pass
+        return [vector.pooled for vector in vectors]
+
+    def _listed(self, kind: str, fields: dict[str, Any], caller: Caller, prompts: Any, data: Any) -> dict[str, Any]:
+        count, now = sum(len(ids) for _, ids in prompts), int(time.time())
+        head = {"id": kind + caller.name, "object": "list", "created": now, "model": fields["model"]}
+        return head | {"data": data, "usage": {"prompt_tokens": count, "total_tokens": count}}
+
+    # --- facts -------------------------------------------------------------------------------------------------------
 
     def models(self) -> dict[str, Any]:
         """The model's names."""
@@ -220,21 +327,16 @@ class Api:
     ) -> dict[str, Any] | Events:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
-        if fields["priority"] and self.facts["scheduling_policy"] != "priority":
-            policy = self.facts["scheduling_policy"]
-            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
+        self._need_task("generate")
+        self._check_priority(fields)
         params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
-        answers = len(prompts) * params[0].num_sequences
-        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
-            cap = f"{self.config.max_queue} (max_queue)"
-            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
-        caller.release()
+        admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
         run = Run(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.board.counted(answers))
+            stack.enter_context(admitted)
             stack.callback(news.close)
             first = next(news)  # what the engine refuses is a 400 in a stream, too
             if not fields["stream"]:
@@ -242,6 +344,18 @@ class Api:
                     pass
                 return run.whole()
             return Events(run.events(itertools.chain([first], news)), stack.pop_all().close)
+
+    def _check_priority(self, fields: dict[str, Any]) -> None:
+        if fields["priority"] and (policy := self.facts["scheduling_policy"]) != "priority":
+            raise ApiError(400, f"priority is {fields['priority']}; under the policy {policy} it must be 0", "priority")
+
+    def _admitted(self, answers: int, caller: Caller) -> contextlib.AbstractContextManager[None]:
+        """A context in which so many answers are in flight, if there may be as many; the body is no longer needed."""
+        if (in_flight := self.board.in_flight) + answers > self.config.max_queue:
+            cap = f"{self.config.max_queue} (max_queue)"
+            raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
+        caller.release()
+        return self.board.counted(answers)
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.

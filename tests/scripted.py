@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from array import array
 from typing import Any
 
 from flask.testing import FlaskClient
@@ -13,14 +14,14 @@ from client import EngineDeadError, Stream
 from config import DEMO, ServerConfig
 from plan import EngineCoreRequest, EngineOutput
 from processes import Board
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 from server import create_app
 from serving import Api
 from tokenizer import Tokenizer
 
 FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
-    "default_sampling": {},
+    "default_sampling": {}, "task": "generate",
 }  # fmt: skip
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -36,6 +37,7 @@ class ScriptedClient:
         self.trouble: str | None = None
         self.added: list[tuple[list[int], SamplingParams, str]] = []
         self.clients: list[str] = []  # of those
+        self.pooled: list[tuple[list[int], PoolingParams]] = []
         self.open: set[str] = set()
         self.aborted: list[tuple[str, int | None]] = []
         self.stories: dict[str, dict[str, Any]] = {}
@@ -45,6 +47,10 @@ class ScriptedClient:
         if self.trouble:
             raise EngineDeadError(self.trouble)
         id, params = request.request_id, request.params
+        if request.pooling is not None:
+            self.pooled.append((request.prompt_token_ids, request.pooling))
+            stream.put(EngineOutput(id, [], "stop", finished=True, pooled=vector_of(request.prompt_token_ids)))
+            return stream
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)
         self.open.add(id)
@@ -77,6 +83,11 @@ class ScriptedClient:
             return {0: [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]}
         assert method == "metrics"
         return {0: {"num_requests_running": 3, "prompt_tokens_total": 70}}
+
+
+def vector_of(ids: list[int]) -> bytes:
+    """What the scripted engine makes of a prompt."""
+    return array("f", [len(ids), ids[0], -0.5]).tobytes()
 
 
 def told(

@@ -17,7 +17,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "server": {
         "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
         "serving", "startup", "tokenizer"},
-    "serving": {"config", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
+    "serving": {"config", "embeddings", "outputs", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
+    "embeddings": set(),
     "protocol": {"config", "sampling_params", "tokenizer"},
     "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"templates"},
@@ -64,7 +65,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "core", "data_parallel", "engine", "engine_process", "executor", "journal"}
 TORCH_FREE |= {"outputs", "processes", "protocol", "replies", "ring", "server", "serving", "templates", "tokenizer"}
-TORCH_FREE |= {"tracing"}
+TORCH_FREE |= {"embeddings", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]

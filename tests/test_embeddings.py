@@ -1,0 +1,156 @@
+"""The routes that sample nothing, with a scripted engine: their shapes, their checks, and which task they need."""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from embeddings import cosine
+from plan import EngineOutput
+from scripted import COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
+
+EMBEDDINGS = "/v1/embeddings"
+TASKS = {
+    EMBEDDINGS: ("embed",), "/pooling": ("embed", "score", "classify"), "/classify": ("classify", "score"),
+    "/score": ("embed", "score"), "/rerank": ("embed", "score"),
+}  # fmt: skip
+GOOD: dict[str, dict[str, Any]] = {
+    EMBEDDINGS: {"input": "a"}, "/pooling": {"input": "a"}, "/classify": {"input": "a"},
+    "/score": {"text_1": "a", "text_2": "b"}, "/rerank": {"query": "a", "documents": ["b"]},
+}  # fmt: skip
+
+
+def serving(
+    engine: ScriptedClient, task: str = "embed", labels: Any = ("bad", "good", "odd"), **config: Any
+) -> FlaskClient:
+    return client_of(engine, FACTS | {"task": task, "labels": labels, "hidden_size": 32}, **config)
+
+
+def floats(ids: list[int]) -> list[float]:
+    return array("f", vector_of(ids)).tolist()
+
+
+@pytest.mark.parametrize(
+    "given", ["To be", ["To be", "or not"], [5, 6, 7], [[5, 6, 7], [8]], ["To be"] * 3]
+)  # fmt: skip
+def test_embeddings(engine: ScriptedClient, given: Any) -> None:
+    http_client = serving(engine)
+    answer = post(http_client, EMBEDDINGS, input=given).json
+    prompts = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    ids = [TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    expected = [{"object": "embedding", "index": i, "embedding": floats(each)} for i, each in enumerate(ids)]
+    assert answer["data"] == expected and answer["object"] == "list" and answer["model"] == "manta"
+    count = sum(map(len, ids))
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
+    coded = post(http_client, EMBEDDINGS, input=given, encoding_format="base64").json["data"]
+    assert [base64.b64decode(entry["embedding"]) for entry in coded] == [vector_of(each) for each in ids]
+    assert all(pooling.dimensions is None for _, pooling in engine.pooled)
+
+
+def test_what_is_asked_of_the_vectors_reaches_the_engine(engine: ScriptedClient) -> None:
+    post(serving(engine), EMBEDDINGS, input="a", dimensions=8, use_activation=False, user="x")
+    ((_, pooling),) = engine.pooled
+    assert (pooling.dimensions, pooling.use_activation) == (8, False)
+
+
+def test_classify(engine: ScriptedClient) -> None:
+    answer = post(serving(engine, "classify"), "/classify", input=[[5, 6], [0, 1, 2]]).json
+    assert answer["data"] == [
+        {"index": 0, "label": "good", "probs": [2.0, 5.0, -0.5], "num_classes": 3},
+        {"index": 1, "label": "bad", "probs": [3.0, 0.0, -0.5], "num_classes": 3},
+    ]
+
+
+@pytest.mark.parametrize("route", ["/score", "/v1/score"])
+def test_score_is_the_cosine_of_embeddings(engine: ScriptedClient, route: str) -> None:
+    answer = post(serving(engine), route, text_1="one text", text_2=["two", "one text"]).json
+    first, second = (floats(TOKENIZER.encode(text)) for text in ("one text", "two"))
+    assert [entry["score"] for entry in answer["data"]] == pytest.approx([cosine(first, second), 1.0])
+    assert [(entry["index"], entry["object"]) for entry in answer["data"]] == [(0, "score"), (1, "score")]
+    assert len(engine.pooled) == 3  # the one text is embedded once
+
+
+def test_a_classifier_scores_pairs(engine: ScriptedClient) -> None:
+    answer = post(serving(engine, "score", ("relevant",)), "/score", text_1=["a", "b"], text_2=["c", "d"]).json
+    assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair("a", "c"), TOKENIZER.encode_pair("b", "d")]
+    assert [entry["score"] for entry in answer["data"]] == [floats(ids)[0] for ids, _ in engine.pooled]
+
+
+@pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank(engine: ScriptedClient, route: str) -> None:
+    documents = ["x", {"text": "a longer text of more tokens"}, "x", "some words"]
+    http_client = serving(engine, "score", ("relevant",))
+    answer = post(http_client, route, query="q", documents=documents).json
+    found = [(result["index"], result["relevance_score"]) for result in answer["results"]]
+    lengths = [float(len(TOKENIZER.encode_pair("q", text))) for text in ("x", documents[1]["text"], "x", "some words")]
+    assert found == sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
+    assert answer["results"][0]["document"] == {"text": documents[1]["text"]}
+    assert answer["usage"] == {"total_tokens": int(sum(lengths))}
+    few = post(http_client, route, query="q", documents=documents, top_n=2, return_documents=False).json["results"]
+    assert few == [{"index": i, "relevance_score": score} for i, score in found[:2]]
+
+
+@pytest.mark.parametrize("task", ["generate", "embed", "score", "classify"])
+def test_each_route_needs_its_task(engine: ScriptedClient, task: str) -> None:
+    http_client = serving(engine, task)
+    for route, body in GOOD.items():
+        response = post(http_client, route, **body)
+        if task in TASKS[route]:
+            assert response.status_code == 200
+        else:
+            assert f"task is {task}" in refusal(response)["message"]
+    if task != "generate":
+        assert f"task is {task}" in refusal(post(http_client, COMPLETIONS))["message"]
+
+
+LONG = [5] * 65
+BAD = [
+    (EMBEDDINGS, "input", value)
+    for value in ("", [], [[]], [""], 5, {"a": 1}, [1.5], ["a", 1], [-1], [1024], [[1], [2**40]], [True], None)
+] + [
+    *((EMBEDDINGS, "encoding_format", value) for value in ("int8", 1, [])),
+    *((EMBEDDINGS, "dimensions", value) for value in (0, -1, 1.5, "8", 33, True)),
+    *((EMBEDDINGS, "use_activation", value) for value in (1, "yes")),
+    (EMBEDDINGS, "priority", 1),
+    *(("/score", name, value) for name in ("text_1", "text_2") for value in ("", [], [1], 5, [""], None)),
+    ("/score", "text_1", ["a", "b"]),
+    *(("/rerank", "documents", value) for value in ("a", [], [1], [{}], [{"text": ""}], [{"text": "a", "x": 1}], None)),
+    *(("/rerank", "query", value) for value in ("", ["a"], None)),
+    *(("/rerank", "top_n", value) for value in (-1, "1", True)),
+]
+
+
+def test_bad_values_are_400_and_name_the_field(engine: ScriptedClient) -> None:
+    http_client = serving(engine)
+    for route, name, value in BAD:
+        error = refusal(post(http_client, route, **(GOOD[route] | {name: value})))
+        names = {"input", "prompt"} if name == "input" else {name}  # ids are checked against the vocabulary as prompts
+        assert error["param"] in names, (route, name, value, error)
+    assert not engine.pooled
+    error = refusal(post(http_client, EMBEDDINGS, input=LONG))
+    assert error["code"] == "context_length_exceeded" and "65" in error["message"]
+    assert post(http_client, EMBEDDINGS, input=LONG[1:]).status_code == 200  # as long as the context: nothing follows
+    assert "max_prompts" in refusal(post(serving(engine, max_prompts=2), EMBEDDINGS, input=["a"] * 3))["message"]
+    assert "max_queue" in refusal(post(serving(engine, max_queue=2), EMBEDDINGS, input=["a"] * 3), 429)["message"]
+
+
+@pytest.mark.parametrize(("fault", "status"), [(False, 400), (True, 503)])
+def test_an_engine_that_refuses_or_fails(
+    engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, fault: bool, status: int
+) -> None:
+    def add(request: Any, stream: Any) -> None:
+        stream.put(EngineOutput(request.request_id, [], "error", error="no", finished=True, engine_fault=fault))
+
+    monkeypatch.setattr(engine, "add", add)
+    assert refusal(post(serving(engine), EMBEDDINGS, input="a"), status)["message"] == "no"
+
+
+def test_cosine() -> None:
+    assert cosine([3.0, 4.0], [6.0, 8.0]) == pytest.approx(1.0)
+    assert cosine([1.0, 0.0], [0.0, 2.0]) == 0.0 and cosine([0.0, 0.0], [1.0, 2.0]) == 0.0
+    assert cosine([1.0, 1.0], [-1.0, 0.0]) == pytest.approx(-math.sqrt(0.5))
