@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -384,7 +385,7 @@ class Startup:
 
 
 class CompileGuard:
-    """Watches the launches of `kernels.py`: once a worker is warm, a kernel that would be compiled is an error.
+    """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
 
     Compiling takes up to seconds, in which every stream stands still, and it would happen whenever a new kind of load
     comes. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
@@ -395,14 +396,16 @@ class CompileGuard:
     same time, and runs none.
 
     Args:
-        ops: the module `kernels`.
+        ops: the module `kernels`. Kernels are looked for in each file that its ops come from.
     """
 
     def __init__(self, ops: ModuleType):
         import triton  # imported here, because a machine that runs plain torch may not have it
 
         self.runtime = triton.knobs.runtime
-        self.kernels = {name: kernel for name, kernel in vars(ops).items() if name.endswith("_kernel")}
+        modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
+        found = chain.from_iterable(vars(module).items() for module in modules.values())
+        self.kernels = {name: kernel for name, kernel in found if name.endswith("_kernel")}
         self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
         self.armed = False  # True once the worker is warm
 

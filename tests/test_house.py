@@ -57,7 +57,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
-    "kernels": set(),
+    "kernels": {"matmul"},
+    "matmul": set(),
     "reference": set(),
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
@@ -103,13 +104,13 @@ def test_importing_the_engine_leaves_torch_alone():
 
 
 def public_functions(name: str) -> dict[str, list[str]]:
-    """The parameters of each public function of a module, those that it imports from the specification among them."""
+    """The parameters of each public function of a module, those that it imports from another file of ops among them."""
     found = {}
     for node in FILES[name].body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
             found[node.name] = [arg.arg for arg in node.args.args]
-        elif isinstance(node, ast.ImportFrom) and node.module == "reference":
-            specified = public_functions("reference")
+        elif isinstance(node, ast.ImportFrom) and node.module in ("reference", "matmul"):
+            specified = public_functions(node.module)
             found |= {alias.name: specified[alias.name] for alias in node.names if alias.name in specified}
     return found
 
@@ -128,8 +129,8 @@ def test_every_backend_has_the_specifications_ops():
 
 def test_only_startup_picks_the_ops():
     for name, tree in (FILES | BENCHES).items():
-        if name not in ("startup", "cpu_ops", "bench_kernels"):  # bench_kernels compares the backends
-            assert not imports(tree) & {"kernels", "reference", "cpu_ops"}
+        if name not in ("startup", "cpu_ops", "kernels", "bench_kernels"):  # bench_kernels compares the backends
+            assert not imports(tree) & {"kernels", "matmul", "reference", "cpu_ops"}
 
 
 def test_scripts_shadow_no_file_of_the_root():

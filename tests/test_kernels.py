@@ -1,6 +1,7 @@
 """The Triton kernels against the float64 formulas and against reference.py.
 
-They run on a GPU, or without one in Triton's interpreter. Those of sampling have test_kernels_sampling.py.
+They run on a GPU, or without one in Triton's interpreter. Those of sampling have test_kernels_sampling.py, and those of
+matrix products test_matmul.py.
 """
 
 from __future__ import annotations
@@ -117,46 +118,6 @@ def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activa
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
     want, naive = (oracles.act_mul(x, activation, naive) for naive in (False, True))
     oracles.check_error(run("act_mul", device, x, activation), want, naive)
-
-
-@settings(parent=few, max_examples=30)
-@given(
-    st.sampled_from([1, 3, 64, 65, 70]),
-    st.sampled_from([1, 65, 130]),
-    st.sampled_from([7, 100, 530]),
-    st.sampled_from([torch.float32, torch.bfloat16]),
-    st.booleans(),
-    st.sampled_from([1, 64]),
-)
-def test_linear(
-    device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, programs: int
-) -> None:
-    args, counters = oracles.product(rows, outputs, inputs, dtype, with_bias), []
-
-    def zeros(there: torch.device) -> torch.Tensor:
-        counters.append(torch.zeros(kernels.LINEAR_COUNTERS, dtype=torch.int32, device=there))
-        return counters[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "LINEAR_PROGRAMS", programs)  # with 64 these weights have up to 4 splits, with 1 none
-        patch.setattr(kernels, "_counters", zeros)
-        got = run("linear", device, *args)
-        splits = kernels._linear_tile(outputs, inputs, dtype)[2]
-    oracles.check_error(got, oracles.linear(*args), oracles.linear(*args, naive=True))
-    assert len(counters) == (splits > 1 and rows <= 64)
-    assert not any(part.any() for part in counters)  # the next launch needs zeros
-
-
-@pytest.mark.usefixtures("products_by_rows")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the number of rows nor a row's place changes its bits. With 65 rows one program sums all parts of K."""
-    monkeypatch.setattr(kernels, "LINEAR_PROGRAMS", 64)
-    assert kernels._linear_tile(140, 1100, dtype)[2] > 1
-    x, weight = torch.randn(67, 1100).to(dtype), torch.randn(140, 1100).to(dtype)
-    whole = run("linear", device, x, weight)
-    for begin, end in ((0, 1), (66, 67), (13, 45), (3, 67)):
-        assert torch.equal(run("linear", device, x[begin:end].contiguous(), weight), whole[begin:end])
 
 
 @few

@@ -16,8 +16,10 @@ import torch
 pytest.importorskip("triton")
 
 import kernels
+import matmul
 import test_kernels
 import test_kernels_sampling
+import test_matmul
 
 F32 = torch.float32
 # The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
@@ -27,7 +29,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         "((H + 2 * KV) * D)", "((H + KV) * D)",
         test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
     "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
-    "linear": ("o_n < N", "o_n < N - 1", test_kernels.test_linear, (3, 65, 100, F32, False, 1)),
+    "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
@@ -55,9 +57,9 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-def mutant(folder: Path, kernel: str, old: str, new: str) -> ModuleType:
-    """kernels.py with `old` replaced in one kernel."""
-    before, start, rest = inspect.getsource(kernels).partition(f"def {kernel}_kernel(")
+def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> ModuleType:
+    """kernels.py or matmul.py with `old` replaced in one kernel."""
+    before, start, rest = inspect.getsource(home).partition(f"def {kernel}_kernel(")
     body, end, after = rest.partition("\n\n\n")
     assert old in body
     path = folder / "mutant.py"
@@ -71,7 +73,8 @@ def mutant(folder: Path, kernel: str, old: str, new: str) -> ModuleType:
 
 
 def test_each_kernel_has_a_mutation() -> None:
-    found = {name.removesuffix("_kernel") for name in vars(kernels) if name.endswith("_kernel")}
+    names = [name for module in (kernels, matmul) for name in vars(module)]
+    found = {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
     assert found == set(MUTATIONS)
 
 
@@ -81,10 +84,14 @@ def test_the_tests_catch_it(kernel: str, device: str, monkeypatch: pytest.Monkey
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
     given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
     plain(*given, *example)
-    module = mutant(tmp_path, kernel, old, new)
-    monkeypatch.setattr(module, "PROCESSORS", 6)
+    home = kernels if hasattr(kernels, f"{kernel}_kernel") else matmul
+    module = mutant(tmp_path, home, kernel, old, new)
+    monkeypatch.setattr(module, "PROCESSORS", 6, raising=False)
     for tests in (test_kernels, sys.modules[plain.__module__]):  # `run` is of the first one
-        monkeypatch.setattr(tests, "kernels", module)
+        monkeypatch.setattr(tests, home.__name__, module, raising=False)
+    for name, op in vars(kernels).items():  # which hands on the ops of the other file
+        if home is not kernels and inspect.isfunction(op) and op.__module__ == home.__name__:
+            monkeypatch.setattr(kernels, name, getattr(module, name))
     torch.manual_seed(0)
     with pytest.raises(AssertionError):
         plain(*given, *example)

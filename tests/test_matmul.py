@@ -1,0 +1,58 @@
+"""The Triton kernels of matrix products against the float64 formulas.
+
+They run as those of test_kernels.py do.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracles
+
+pytest.importorskip("triton")
+
+import matmul
+from test_kernels import few, run
+
+
+@settings(parent=few, max_examples=30)
+@given(
+    st.sampled_from([1, 3, 64, 65, 70]),
+    st.sampled_from([1, 65, 130]),
+    st.sampled_from([7, 100, 530]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.sampled_from([1, 64]),
+)
+def test_linear(
+    device: str, rows: int, outputs: int, inputs: int, dtype: torch.dtype, with_bias: bool, programs: int
+) -> None:
+    args, counters = oracles.product(rows, outputs, inputs, dtype, with_bias), []
+
+    def zeros(there: torch.device) -> torch.Tensor:
+        counters.append(torch.zeros(matmul.LINEAR_COUNTERS, dtype=torch.int32, device=there))
+        return counters[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul, "LINEAR_PROGRAMS", programs)  # with 64 these weights have up to 4 splits, with 1 none
+        patch.setattr(matmul, "_counters", zeros)
+        got = run("linear", device, *args)
+        splits = matmul._linear_tile(outputs, inputs, dtype)[2]
+    oracles.check_error(got, oracles.linear(*args), oracles.linear(*args, naive=True))
+    assert len(counters) == (splits > 1 and rows <= 64)
+    assert not any(part.any() for part in counters)  # the next launch needs zeros
+
+
+@pytest.mark.usefixtures("products_by_rows")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the number of rows nor a row's place changes its bits. With 65 rows one program sums all parts of K."""
+    monkeypatch.setattr(matmul, "LINEAR_PROGRAMS", 64)
+    assert matmul._linear_tile(140, 1100, dtype)[2] > 1
+    x, weight = torch.randn(67, 1100).to(dtype), torch.randn(140, 1100).to(dtype)
+    whole = run("linear", device, x, weight)
+    for begin, end in ((0, 1), (66, 67), (13, 45), (3, 67)):
+        assert torch.equal(run("linear", device, x[begin:end].contiguous(), weight), whole[begin:end])
