@@ -24,7 +24,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {"client", "config", "core", "outputs", "plan", "sampling_params", "tokenizer"},
-    "core": {"config", "executor", "journal", "plan", "sampling_params", "scheduler", "sequence", "tracing"},
+    "core": {"config", "executor", "journal", "plan", "pooling", "sampling_params", "scheduler", "sequence", "tracing"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
@@ -33,6 +33,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "config": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
+    "pooling": {"config", "sampling_params"},
     "sequence": {"beam", "sampling_params"},
     "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
@@ -43,10 +44,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "executor": {"config", "plan", "ring", "startup"},
     "ring": {"plan"},
     # device
-    "worker": {"batch_state", "config", "cpu", "memory", "model", "plan", "sanitizer"},
+    "worker": {"batch_state", "config", "cpu", "memory", "model", "plan", "sampling_params", "sanitizer"},
     "startup": {
         "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "parallel", "plan",
-        "reference", "sanitizer", "worker"},
+        "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"config", "parallel"},
     "loader": {"model"},
@@ -60,7 +61,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
 }  # fmt: skip
-STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
+STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {
     "client",
     "core",
