@@ -280,8 +280,8 @@ class LLM:
         """
         self._check_task("score", ("embed", "score"))
         first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
-        if len(first) != len(second) and len(first) != 1:
-            raise ValueError(f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1")
+        if not first or len(first) not in (1, len(second)):
+            raise ValueError(f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1 text")
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first *= len(second) // len(first)

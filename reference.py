@@ -365,7 +365,7 @@ def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
         y [B, size] float32.
     """
     if kind == "mean":
-        return torch.stack([rows.float().mean(0) for rows in hidden.tensor_split(starts[1:-1].cpu())])
+        return torch.stack([rows.float().mean(0) for rows in hidden.split(starts.diff().tolist())])
     return hidden[starts[1:] - 1 if kind == "last" else starts[:-1]].float()
 
 

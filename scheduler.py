@@ -342,7 +342,8 @@ class Scheduler:
                 self._schedule_beams(group, flight, flight.budget.tokens, just_entered=True)
             else:
                 seq = group.seqs[0]
-                flight.take(seq, min(len(seq.tokens) - seq.num_computed, flight.budget.tokens))
+                most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
+                flight.take(seq, min(len(seq.tokens) - seq.num_computed, most))
 
     def _schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.

@@ -177,6 +177,7 @@ class Worker:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
         state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         samples = state.advance(rows)
+        assert samples.all() or not self.config.pools, "a prompt that is pooled runs whole"
         shape = self.shape_of(rows[:, 1], samples)
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
