@@ -14,6 +14,7 @@ prompt's blocks.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from collections.abc import Sequence as Ints
@@ -241,8 +242,12 @@ class Admission:
                 self.hold(self.waiting.pop(Status.HELD), self.now)
                 continue
             seq = group.seqs[0]
-            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > budget.tokens:
-                self.held_up = (group.name, "tokens")  # the classic order cuts no prompt
+            # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
+            most = (
+                math.inf if self.config.pools and budget.tokens == self.config.max_num_batched_tokens else budget.tokens
+            )
+            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > most:
+                self.held_up = (group.name, "tokens")
                 return
             growth = self._growth(running) if growth is None else growth
             growth += self._growth([group])
@@ -283,9 +288,10 @@ class Admission:
     def make_way(self, running: Ints[SequenceGroup]) -> list[SequenceGroup]:
         """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
 
-        Only groups of a worse class make way for one that waits.
+        Only groups of a worse class make way for one that waits. A group whose prompt is pooled does not, because it is
+        done with the step that it runs in.
         """
-        if not self.waiting or not running:
+        if not self.waiting or not running or self.config.pools:
             return []
         group, victims, slots = self.waiting.first(), [], len(self.free_slots)
         if group is not self.first() or not self._yields(running[-1], group):
@@ -434,6 +440,7 @@ class Admission:
                 logit_bias=params.logit_bias,
                 allowed=request.allowed,
                 stops=request.stops,
+                pooling=request.pooling,
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:

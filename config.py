@@ -220,6 +220,11 @@ class EngineConfig:
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
+    @property
+    def pools(self) -> bool:
+        """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
+        return self.task in ("embed", "score", "classify")
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
@@ -356,6 +361,9 @@ def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
 ARCHITECTURES = (
     "Ernie4_5ForCausalLM", "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM",
 )  # fmt: skip
+HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
+    "ForCausalLM": "logits", "ForSequenceClassification": "labels", "Model": "none",
+}  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
@@ -384,6 +392,11 @@ class ModelConfig:
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
     dtype: str
     eos_token_ids: tuple[int, ...]
+    family: str = ""  # the architecture with a head for logits, which is how families are named
+    head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
+    labels: tuple[str, ...] = ()  # names of the classification head's outputs
+    label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
     @classmethod
     def from_folder(cls, folder: str) -> ModelConfig:
@@ -400,10 +413,7 @@ class ModelConfig:
     def _from_raw(cls, raw: dict[str, Any], generation: dict[str, Any]) -> ModelConfig:
         value, number, whole = partial(_value, raw), partial(_number, raw), partial(_whole, raw)
         architecture = (value("architectures", list) or [None])[0]
-        if architecture not in ARCHITECTURES:  # first, because other architectures have other fields
-            known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
-            what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
-            raise ValueError(f"config.json {what}; Manta runs {known} (…ForCausalLM)")
+        family, head = _family(architecture)  # first, because other architectures have other fields
         activation = value("hidden_act", str) or "silu"
         if activation not in ACTIVATIONS:
             allowed = ", ".join(ACTIVATIONS)
@@ -411,6 +421,8 @@ class ModelConfig:
         dtype = value("dtype", str) or value("torch_dtype", str) or "float32"
         if dtype not in MODEL_DTYPES:
             raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
+        if value("is_causal", bool) is False or value("use_bidirectional_attention", bool):
+            raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         if value("mlp_bias", bool):
             raise ValueError("config.json sets mlp_bias; Manta has only MLPs without bias")
         if value("use_bias", bool):
@@ -449,7 +461,48 @@ class ModelConfig:
             windows=_windows(raw, layers),
             dtype=dtype,
             eos_token_ids=_eos_token_ids(generation.get("eos_token_id", raw.get("eos_token_id")), vocab_size),
+            family=family,
+            head=head,
+            labels=_labels(raw) if head == "labels" else (),
+            label_activation=_label_activation(raw) if head == "labels" else "softmax",
         )
+
+
+def _family(architecture: Any) -> tuple[str, Literal["logits", "labels", "none"]]:
+    """The name of an architecture's family, and the head that the architecture has."""
+    for ending, head in HEADS.items():
+        family = str(architecture).removesuffix(ending) + "ForCausalLM"
+        if str(architecture).endswith(ending) and family in ARCHITECTURES:
+            return family, head
+    known = ", ".join(name.removesuffix("ForCausalLM") for name in ARCHITECTURES)
+    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
+    raise ValueError(f"config.json {what}; Manta runs {known} ({', '.join('…' + ending for ending in HEADS)})")
+
+
+def _labels(raw: dict[str, Any]) -> tuple[str, ...]:
+    """The names of a classification head's outputs. transformers writes down neither names nor number of two."""
+    if names := _value(raw, "id2label", dict):
+        if set(names) != set(map(str, range(len(names)))):
+            raise ValueError(f"config.json: id2label names {list(names)!r:.80}; it must name 0 to {len(names) - 1}")
+        return tuple(str(names[str(i)]) for i in range(len(names)))
+    return tuple(f"LABEL_{i}" for i in range(_whole(raw, "num_labels", 1, 2**16, 2)))
+
+
+def _label_activation(raw: dict[str, Any]) -> Literal["softmax", "sigmoid", "identity"]:
+    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
+    problem = _value(raw, "problem_type", str)
+    if problem == "regression":
+        return "identity"
+    if problem == "multi_label_classification":
+        return "sigmoid"
+    nested = _value(raw, "sentence_transformers", dict) or {}
+    named = nested.get("activation_fn") or raw.get("sbert_ce_default_activation_function")
+    if problem is None and named is not None:
+        for name in ("sigmoid", "identity"):
+            if str(named).lower().endswith("." + name):
+                return "sigmoid" if name == "sigmoid" else "identity"
+        raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
+    return "sigmoid" if len(_labels(raw)) == 1 else "softmax"
 
 
 JSON_TYPES = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}

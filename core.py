@@ -17,6 +17,7 @@ from config import VERSION, EngineConfig, ModelConfig, say
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request
@@ -39,7 +40,8 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig):
-        self.config, self.model_config = config, ModelConfig.from_folder(config.model)
+        config, self.model_config = settle(config, ModelConfig.from_folder(config.model))
+        self.config = config
         self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config)
         self.facts = self.executor.facts() | {
@@ -48,10 +50,11 @@ class EngineCore:
             "default_sampling": self.default_sampling,
             "scheduling_policy": config.scheduling_policy,
             "data_parallel_size": config.data_parallel_size,
-            "task": "generate",
+            **facts(config, self.model_config),
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
-        sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": self.model_config.eos_token_ids}
+        ends = () if config.pools else self.model_config.eos_token_ids
+        sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": ends}
         self.scheduler, self.journal = Scheduler(config, **sizes), None
         suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that it writes
         if config.log_scheduler:
@@ -68,10 +71,11 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            ValueError: it can never run; see `Scheduler.add`.
+            ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client)
+        check_pooling(r.pooling, r.params, self.config, self.model_config)
+        queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
         if self.journal:
             self.journal.tick()
         self.scheduler.add(queued)

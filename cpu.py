@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-EMBEDDING = "model.embed_tokens.weight"  # its name in checkpoints
+EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")  # its name in checkpoints with and without a head
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
@@ -430,8 +430,8 @@ def map_embedding(model: Any, files: list[str]) -> None:
         return
     for path in files:
         with safe_open(path, framework="pt") as file:
-            if EMBEDDING in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                table = file.get_tensor(EMBEDDING)
+            for name in set(EMBEDDINGS).intersection(file.keys()):
+                table = file.get_tensor(name)
                 if table.dtype == model.embedding.dtype:
                     model.embedding = table
 

@@ -28,6 +28,7 @@ from reference import (
     apply_writes,
     copy_blocks,
     linear,
+    pool,
     post_update,
     prepare_inputs,
     swap_blocks,
@@ -36,8 +37,8 @@ from reference import (
 
 __all__ = [
     "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "linear", "logprobs", "plan_decode", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm",
-    "sample", "swap_blocks",
+    "keys_of", "linear", "logprobs", "plan_decode", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store",
+    "rms_norm", "sample", "swap_blocks",
 ]  # fmt: skip
 
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
@@ -585,4 +586,5 @@ def compile_for(ops: ModuleType, model: Any, kv: torch.Tensor) -> None:
         qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
         norms = layer.q_norm, layer.k_norm, config.rms_norm_eps
         ops.qk_norm_rope_store(qkv, *norms, model.rotations[nowhere], nowhere, kv, model.interleaved)
-    model.logits(x[:1])
+    if model.head is not None:
+        model.logits(x[:1])

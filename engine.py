@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from typing import Any
 
@@ -18,12 +19,28 @@ from tqdm import tqdm
 from client import Stream
 from config import EngineConfig
 from core import EngineCore
-from outputs import Choices, CompletionOutput, RequestOutput
+from embeddings import cosine, numbers
+from outputs import (
+    Choices,
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from plan import EngineCoreRequest, EngineOutput
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 from tokenizer import Tokenizer, template_variables
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
+__all__ = [  # for scripts
+    "LLM", "CompletionOutput", "EngineConfig", "EngineCore", "PoolingParams", "PoolingRequestOutput", "RequestOutput",
+    "SamplingParams",
+]  # fmt: skip
 
 
 class InprocClient:
@@ -202,10 +219,127 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 
+    def encode(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
+
+        Raises:
+            ValueError: the task of this engine is to generate, or see `generate`.
+        """
+        return self._pool(prompts, pooling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt.
+
+        Raises:
+            ValueError: the task of this engine is not to embed, or see `generate`.
+        """
+        self._check_task("embed", ("embed",))
+        found = self._pool(prompts, pooling_params, use_tqdm)
+        return [one.having(EmbeddingOutput(one.outputs.data)) for one in found]
+
+    def classify(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        pooling_params: PoolingParams | list[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ClassificationRequestOutput]:
+        """The probability of each label for each prompt.
+
+        Raises:
+            ValueError: the model has no classification head, or see `generate`.
+        """
+        self._check_task("classify", ("score", "classify"))
+        found = self._pool(prompts, pooling_params, use_tqdm)
+        return [one.having(ClassificationOutput(one.outputs.data)) for one in found]
+
+    def score(
+        self,
+        text_1: str | list[str],
+        text_2: str | list[str],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
+
+        For an embedder that is the cosine of the two embeddings, and a result has the tokens of both texts. For a
+        classifier with one label, it is what the classifier says of the two texts as one prompt.
+
+        Raises:
+            ValueError: the numbers of texts differ, the task of this engine is another one, or see `generate`.
+        """
+        self._check_task("score", ("embed", "score"))
+        first, second = ([text] if isinstance(text, str) else list(text) for text in (text_1, text_2))
+        if not first or len(first) not in (1, len(second)):
+            raise ValueError(
+                f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1 text"
+            )
+        if not all(isinstance(text, str) for text in (*first, *second)):
+            raise ValueError("text_1 or text_2 has what is no string")
+        first *= len(second) // len(first)
+        if self.core.facts["task"] == "score":
+            pairs = [self.tokenizer.encode_pair(*pair) for pair in zip(first, second, strict=True)]
+            found = self._pool(pairs, pooling_params, use_tqdm)
+            return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in found]  # it has one label
+        distinct = list(dict.fromkeys(first + second))
+        vectors = dict(zip(distinct, self._pool(distinct, pooling_params, use_tqdm), strict=True))
+        return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
+
+    def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
+        if (task := self.core.facts["task"]) not in tasks:
+            raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
+
+    def _pool(
+        self,
+        prompts: str | list[str] | list[int] | list[list[int]],
+        params: PoolingParams | list[PoolingParams] | None,
+        use_tqdm: bool,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the engine makes of each prompt; raises what `generate` does."""
+        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
+        items: list[Any] = [prompts] if single else list(prompts)
+        each = params if isinstance(params, list) else [params or PoolingParams()] * len(items)
+        if len(each) != len(items):
+            raise ValueError(f"pooling_params has {len(each)} entries for {len(items)} prompts")
+        tokens = self.tokenizer.encode_batch([item for item in items if isinstance(item, str)])
+        token_ids = iter(tokens)
+        prompt_ids = [next(token_ids) if isinstance(item, str) else item for item in items]
+        found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
+        live, stream = set(), InprocStream(self.client)
+        try:
+            for item, ids, param in zip(items, prompt_ids, each, strict=True):
+                check_prompt(item, ids)
+                request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)
+                self.client.add(request, stream)
+                live.add(request.request_id)
+                found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
+            with tqdm(total=len(live), desc="Pooling", unit="request", disable=not use_tqdm) as bar:
+                while live:
+                    output = stream.get()
+                    live.remove(output.request_id)
+                    done = found[output.request_id]
+                    done.error, done.finished = output.error, output.error is None
+                    done.outputs.data = numbers(output.pooled or b"")
+                    bar.update()
+        finally:  # as in `generate`
+            for request_id in live:
+                self.client.abort(request_id)
+            while self.client.step():
+                pass
+        return list(found.values())
+
     def _request(self, item: str | list[int], params: SamplingParams) -> Choices:
         text, ids = (item, self.tokenizer.encode(item)) if isinstance(item, str) else (None, item)
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
+        check_prompt(item, ids)
         return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
@@ -228,3 +362,23 @@ class LLM:
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
+
+
+def check_prompt(item: Any, ids: Any) -> None:
+    """Check that `ids`, those of the prompt `item`, are a list of token ids.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
+
+
+def scored(
+    a: PoolingRequestOutput[PoolingOutput], b: PoolingRequestOutput[PoolingOutput]
+) -> PoolingRequestOutput[ScoringOutput]:
+    """The cosine of two embeddings; NaN if one of them was given up."""
+    error = a.error or b.error
+    score = math.nan if error else cosine(a.outputs.data, b.outputs.data)
+    name, ids = f"{a.request_id}_{b.request_id}", a.prompt_token_ids + b.prompt_token_ids
+    return PoolingRequestOutput(name, ScoringOutput(score), ids, error is None, error)

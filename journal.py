@@ -19,7 +19,7 @@ from typing import Any
 
 from config import DiagnosticFile, EngineConfig
 from plan import Logprobs, StepPlan, StepResult
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Request
 
@@ -54,7 +54,8 @@ class Journal:
     def add(self, request: Request) -> None:
         """Note a request that was accepted."""
         r, params = request, dataclasses.asdict(request.params)
-        self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client])
+        pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
+        self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling])
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Note a request that was given up, or one sample of it."""
@@ -73,6 +74,8 @@ class Journal:
         self.tick()
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
         news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
+        if result.pooled:  # what was made of the prompts decides nothing, but that they are done
+            news["pooled"] = list(result.pooled)
         self._note({"landed": result.step} | news)
 
     def start_over(self, lost: bool, cause: str | None) -> None:
@@ -127,7 +130,8 @@ def replay(lines: Sequence[str]) -> Scheduler:
                     raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
         elif "landed" in line:
             logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
-            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs)
+            pooled = dict.fromkeys(line.get("pooled", ()), b"")
+            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, pooled=pooled)
             scheduler.update(scheduler.in_flight[0].plan, result)
         else:
             scheduler.start_over(*line["start_over"])
@@ -137,8 +141,9 @@ def replay(lines: Sequence[str]) -> Scheduler:
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
     """Give the scheduler a request again, take one back, or let it forget its cached prefixes."""
     if kind == "add":
-        request_id, prompt, params, *others = rest
-        scheduler.add(Request(request_id, prompt, SamplingParams(**params), *others))
+        request_id, prompt, params, salt, priority, client, *more = rest
+        pooling = PoolingParams(**more[0]) if more and more[0] is not None else None
+        scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority, client, pooling))
     elif kind == "abort":
         scheduler.abort(*rest)
     else:

@@ -51,6 +51,8 @@ SAMPLE_GROUP = 64  # logits that share one entry of the row's summary: a cache l
 SAMPLE_SUMMARY = 8192  # values in a row's summary, which is held all at once: with a larger vocabulary groups grow
 SAMPLE_BUFFER = 16384  # candidates of a row for which sampling has room in a buffer
 
+POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of `pool` holds at a time
+
 
 # ---------------------------------------------------------------------------------------------------- normalization
 
@@ -1155,6 +1157,52 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     keys = (order ^ ((order >> 31) & 0x7FFFFFFF)).long().mul_(vocab).sub_(at).masked_fill_(at >= vocab, -(2**63))
     chosen = keys.topk(k).indices
     return values, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
+
+
+@triton.jit(do_not_specialize_on_alignment=["starts"])
+def pool_kernel(
+    hidden, starts, y, SIZE: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y[b] = sum_t w[t] hidden[t], t from starts[b] to starts[b + 1]: the last, the first, or w[t] = 1 / their number.
+
+    hidden [T, SIZE], y [B, SIZE] float32. One program for each row and BLOCK of its elements. For a mean it adds up
+    ROWS tokens at a time, in float32.
+    """
+    i_b = tl.program_id(0)
+    o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    m_x = o_x < SIZE
+    i_begin, i_end = tl.load(starts + i_b).to(tl.int64), tl.load(starts + i_b + 1).to(tl.int64)
+    if KIND == "mean":
+        b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+        for i_t in range(i_begin, i_end, ROWS):
+            o_t = i_t + tl.arange(0, ROWS)
+            m_t = (o_t < i_end)[:, None] & m_x[None, :]
+            b_sum += tl.load(hidden + o_t[:, None] * SIZE + o_x[None, :], mask=m_t, other=0.0).to(tl.float32)
+        b_y = tl.sum(b_sum, 0) / (i_end - i_begin).to(tl.float32)
+    else:
+        i_t = i_end - 1 if KIND == "last" else i_begin
+        b_y = tl.load(hidden + i_t * SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
+    tl.store(y + i_b.to(tl.int64) * SIZE + o_x, b_y, mask=m_x)
+
+
+def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
+    """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
+
+    Args:
+        hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some.
+        kind: last, cls or mean.
+
+    Returns:
+        y [B, size] float32.
+    """
+    size, rows = hidden.shape[1], len(starts) - 1
+    assert hidden.is_contiguous() and starts.dtype == torch.int32 and kind in ("last", "cls", "mean")
+
+    y = torch.empty(rows, size, dtype=torch.float32, device=hidden.device)
+
+    block = min(POOL_BLOCK, triton.next_power_of_2(size))
+    pool_kernel[(rows, triton.cdiv(size, block))](hidden, starts, y, size, kind, POOL_ROWS, block)
+    return y
 
 
 # ------------------------------------------------------------------------------------------- batch state and blocks

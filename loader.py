@@ -23,6 +23,7 @@ from tqdm import tqdm
 from model import Part, Transformer
 
 IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
+HEADS = ("lm_head.weight", "score.weight")  # not read where they are tied, or where the task needs none
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -81,12 +82,14 @@ def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[
     found = {}
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                if name.endswith(IGNORED) or (name == "lm_head.weight" and model.config.tie_word_embeddings):
+            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                if saved.endswith(IGNORED) or (saved in HEADS and saved not in wanted):
                     continue
-                if name not in wanted:
-                    raise ValueError(f"{path} has a tensor {name!r:.200} that {model.config.architecture} has not")
-                tensor, part = file.get_slice(name), wanted[name]
+                # What was saved without a head has no "model." before its names.
+                name = saved if saved in wanted else f"model.{saved}"
+                if name not in wanted or name in found:
+                    raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
+                tensor, part = file.get_slice(saved), wanted[name]
                 if tensor.get_shape() != list(part.shape):
                     raise ValueError(
                         f"{path}: tensor {name} has shape {tensor.get_shape()}; config.json asks for {list(part.shape)}"

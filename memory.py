@@ -78,6 +78,8 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
+    if config.pools:  # nothing is sampled
+        sampling = one = 0
     decode = step_bytes(config, model, rows)
     return MemoryPlan(
         weights=count_bytes([model, *model.layers]),
@@ -94,7 +96,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
 
 def captures_graphs(config: EngineConfig) -> bool:
     """Whether decode steps on a GPU are CUDA graphs. `reference.py` reads the device's numbers, which no graph can."""
-    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv)
+    return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.pools)
 
 
 def count_bytes(owners: Iterable[object]) -> int:
@@ -105,8 +107,9 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
-    """How many tokens the largest step has."""
-    return min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)
+    """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
+    most = max(config.max_num_batched_tokens, max_model_len) if config.pools else config.max_num_batched_tokens
+    return min(most, config.max_num_seqs * max_model_len)
 
 
 def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[int, int]:
@@ -137,6 +140,8 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
     hidden = inputs + item * (t * h + r * h)
+    if config.pools:  # the pooled states in float32, and what a classification head makes of them
+        return max(2 * inputs, layers, inputs + item * t * h + 4 * r * (h + len(c.labels))) + parts, 0
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
 
@@ -170,13 +175,19 @@ def blocks_per_seq(config: EngineConfig, max_model_len: int) -> int:
 def fit_pool(config: EngineConfig, fits: int, max_model_len: int) -> tuple[int, int]:
     """How many blocks the KV pool has, and how many tokens a sequence may then have.
 
-    The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use.
+    The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use, or
+    no more than two steps can use where prompts are pooled.
 
     Raises:
         ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
     """
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, max_model_len)
-    count = config.num_gpu_blocks_override or min(fits, per_seq * config.max_num_seqs)
+    useful = per_seq * config.max_num_seqs
+    if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
+        useful = min(
+            useful, 2 * max(per_seq, config.max_num_batched_tokens // size) + config.max_num_seqs * (1 + ahead)
+        )
+    count = config.num_gpu_blocks_override or min(fits, useful)
     if count >= per_seq:
         return count, max_model_len
     held = count * size - ahead
@@ -207,11 +218,15 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield f"for each of {model.group.size} ranks:"
     yield line("weights", plan.weights)
     yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
-    yield line("largest step", plan.step, "the larger of activations, and logits with the larger of their workspaces:")
-    yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
-    yield line("  logits", plan.logits, f"of {rows:,} rows")
-    yield line("  sampling", plan.sampling)
-    yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
+    if config.pools:
+        yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
+    else:
+        more = "the larger of activations, and logits with the larger of their workspaces:"
+        yield line("largest step", plan.step, more)
+        yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
+        yield line("  logits", plan.logits, f"of {rows:,} rows")
+        yield line("  sampling", plan.sampling)
+        yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")

@@ -151,10 +151,15 @@ class Transformer:
 
         sizes = self.num_heads, self.num_kv_heads, intermediate_size
         self.embedding = new(vocab, config.hidden_size)
-        family = FAMILIES[config.architecture]
+        family = FAMILIES[config.family]
         self.layers = [Layer(config, family, *sizes, new) for _ in range(config.num_layers)]
         self.norm = new(config.hidden_size)
-        self.head: Weight = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
+        self.head: Weight | None = None
+        if config.head == "logits":
+            self.head = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
+        self.score: torch.Tensor | None = None  # the classification head, the same on each rank
+        if config.head == "labels":
+            self.score = torch.empty(len(config.labels), config.hidden_size, dtype=torch.float32, device=device)
         self.interleaved = family.interleaved
         self.rotations = rope_table(config, max_model_len, self.interleaved).to(device)
         self.scale = config.head_dim**-0.5
@@ -163,9 +168,11 @@ class Transformer:
     def parameters(self) -> dict[str, Part]:
         """What this rank takes of each tensor of a checkpoint."""
         named = {"model.embed_tokens.weight": (self.embedding, "vocab"), "model.norm.weight": (self.norm, "all")}
-        if not self.config.tie_word_embeddings:
+        if self.head is not None and not self.config.tie_word_embeddings:
             assert isinstance(self.head, torch.Tensor)
             named["lm_head.weight"] = (self.head, "vocab")
+        if self.score is not None:
+            named["score.weight"] = (self.score, "all")
         for i, layer in enumerate(self.layers):
             named |= {f"model.layers.{i}.{name}": entry for name, entry in layer.parameters().items()}
         return {name: self.part(*entry) for name, entry in named.items()}
@@ -244,6 +251,7 @@ class Transformer:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of hidden states [R, hidden], on every rank."""
+        assert self.head is not None
         return self.group.all_gather(linear(hidden, self.head), self.config.vocab_size)
 
     def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
@@ -251,8 +259,9 @@ class Transformer:
         for layer in self.layers:
             for name in ("qkv", "o", "gate_up", "down"):
                 setattr(layer, name, pack(getattr(layer, name)))
-        assert isinstance(self.head, torch.Tensor)
-        self.head = pack(self.head)
+        if self.head is not None:
+            assert isinstance(self.head, torch.Tensor)
+            self.head = pack(self.head)
 
 
 def check_division(config: ModelConfig, size: int) -> None:

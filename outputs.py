@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from plan import EngineOutput
 from sampling_params import PoolingParams, SamplingParams
@@ -77,6 +78,68 @@ class Vector:
         assert output.pooled is not None
         self.pooled = output.pooled
         return ""
+
+
+@dataclass
+class PoolingOutput:
+    """What was made of a prompt."""
+
+    data: list[float]
+
+
+@dataclass
+class EmbeddingOutput:
+    """The embedding of a prompt."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its dimensions."""
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """The probability of each label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many labels there are."""
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """How well two texts go together."""
+
+    score: float
+
+
+Pooled = TypeVar("Pooled", PoolingOutput, EmbeddingOutput, ClassificationOutput, ScoringOutput)
+Other = TypeVar("Other", EmbeddingOutput, ClassificationOutput, ScoringOutput)
+
+
+@dataclass
+class PoolingRequestOutput(Generic[Pooled]):
+    """A request that samples nothing, and what came of it."""
+
+    request_id: str
+    outputs: Pooled  # without numbers if there is an error
+    prompt_token_ids: list[int]
+    finished: bool
+    error: str | None = None  # why the engine gave it up
+
+    def having(self, outputs: Other) -> PoolingRequestOutput[Other]:
+        """The same with other outputs."""
+        return PoolingRequestOutput(self.request_id, outputs, self.prompt_token_ids, self.finished, self.error)
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
+ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
 class Generation:

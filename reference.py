@@ -354,6 +354,21 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     return values[:, 0], top_ids, values[:, 1:]
 
 
+def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:
+    """y[b] = sum_t w[t] hidden[t] over the tokens t of row b: of the last or the first (`cls`) alone, or their mean.
+
+    Args:
+        hidden: [T, size], any float dtype. starts: [B + 1] int32, where each row's tokens begin; each has some.
+        kind: last, cls or mean.
+
+    Returns:
+        y [B, size] float32.
+    """
+    if kind == "mean":
+        return torch.stack([rows.float().mean(0) for rows in hidden.split(starts.diff().tolist())])
+    return hidden[starts[1:] - 1 if kind == "last" else starts[:-1]].float()
+
+
 def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 

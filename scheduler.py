@@ -110,7 +110,7 @@ class Scheduler:
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
-        ValueError: without chunked prefill a prompt must fit a step, and `max_num_batched_tokens` is too small.
+        ValueError: without chunked prefill a prompt that is not pooled must fit a step, whose tokens are too few.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Scheduler:
         swap_cost: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        if not (config.enable_chunked_prefill or config.pools) and config.max_num_batched_tokens < max_model_len:
             raise ValueError(
                 f"max_num_batched_tokens is {config.max_num_batched_tokens}; without chunked prefill it must be at "
                 f"least max_model_len, {max_model_len}"
@@ -158,7 +158,7 @@ class Scheduler:
         """
         params = request.params
         self._check_prompt(request)
-        limit = min(request.num_prompt + (params.max_tokens or self.max_model_len), self.max_model_len)
+        limit = request.limit(self.max_model_len)
         width = params.num_sequences if params.use_beam_search else 1
         self._check_size(request, limit, width)
         stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
@@ -195,14 +195,8 @@ class Scheduler:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
         if num_prompt == 0:
             raise ValueError("the prompt is empty; it must have at least 1 token")
-        if (low := min(request.prompt)) < 0 or (high := max(request.prompt)) >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise ValueError(f"the prompt has token id {bad}; allowed: 0 to {self.vocab_size - 1}")
-        if num_prompt >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {num_prompt} tokens; at most {self.max_model_len - 1} leave room for output within "
-                f"the context of {self.max_model_len}"
-            )
+        if bad := [token for token in (min(request.prompt), max(request.prompt)) if not 0 <= token < self.vocab_size]:
+            raise ValueError(f"the prompt has token id {bad[0]}; allowed: 0 to {self.vocab_size - 1}")
 
     def _check_size(self, request: Request, limit: int, width: int) -> None:
         """A request may grow to `limit` tokens in each of `width` beams: both must be possible."""
@@ -348,7 +342,8 @@ class Scheduler:
                 self._schedule_beams(group, flight, flight.budget.tokens, just_entered=True)
             else:
                 seq = group.seqs[0]
-                flight.take(seq, min(len(seq.tokens) - seq.num_computed, flight.budget.tokens))
+                most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
+                flight.take(seq, min(len(seq.tokens) - seq.num_computed, most))
 
     def _schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
@@ -476,12 +471,17 @@ class Scheduler:
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
         news = self._take_decodes(flight, result.token_ids[:num_decodes], stopped)
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
+        pooled: list[EngineOutput] = []
         for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
             if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
                 continue
             if computed >= (seq.num_published + 1) * self.config.block_size:
                 self.space.publish(seq, computed)
-            if (token := result.token_ids[i]) < 0:  # more of its prompt is to come
+            if i in result.pooled:
+                self._finish(seq.group, "stop")
+                name = seq.group.request.request_id
+                pooled.append(EngineOutput(name, [], "stop", finished=True, pooled=result.pooled[i]))
+            if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
                 continue
             if seq.group.beams is not None:
                 beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
@@ -495,6 +495,7 @@ class Scheduler:
         others = (group for group in self.others if group.status is Status.RUNNING)
         self.others = [group for group in others if group.seqs[0].batch is None]
         self.counters["generation_tokens_total"] += len(news.outputs) + len(news.token_ids)
+        news.outputs += pooled
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
         if beams or any(output.finish_reason for output in news.outputs):

@@ -27,7 +27,7 @@ from itertools import compress
 from typing import Any
 
 from beam import BeamSearch
-from sampling_params import SamplingParams
+from sampling_params import PoolingParams, SamplingParams
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
 
@@ -184,11 +184,13 @@ class Request:
         salt: prefixes are shared only among requests of equal salt.
         priority: lower goes first, where the policy is `priority`.
         client: whose request it is.
+        pooling: what is made of the prompt; None: an answer, as `params` say.
     """
 
     __slots__ = (
         "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids", "stops",
+        "num_prompt", "params", "pooling", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "stops",
     )  # fmt: skip
 
     def __init__(
@@ -199,9 +201,10 @@ class Request:
         salt: str = "",
         priority: int = 0,
         client: str = "",
+        pooling: PoolingParams | None = None,
     ):
         self.request_id, self.params, self.salt, self.priority = request_id, params, salt, priority
-        self.client = client
+        self.client, self.pooling = client, pooling
         self.prompt = list(prompt_token_ids)
         self.num_prompt = len(self.prompt)
         self.stop_ids: frozenset[int] = frozenset()
@@ -215,6 +218,20 @@ class Request:
         self.leader: SequenceGroup | None = None  # computes the prompt for all
         self.prompt_blocks: list[int] = []  # referred to as long as samples have yet to branch off the prompt
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
+
+    def limit(self, max_model_len: int) -> int:
+        """Tokens at which its sequences end. Where the prompt is pooled, one token counts that never comes.
+
+        Raises:
+            ValueError: the prompt is too long for `max_model_len`.
+        """
+        num_prompt, most = self.num_prompt, max_model_len - (self.pooling is None)
+        if num_prompt > most:
+            fit = "leave room for output within" if self.pooling is None else "fit"
+            raise ValueError(f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {max_model_len}")
+        if self.pooling is not None:
+            return num_prompt + 1
+        return min(num_prompt + (self.params.max_tokens or max_model_len), max_model_len)
 
     def report(self, now: float) -> dict[str, Any]:
         """Where its time went until `now`, in JSON's types and seconds; its answers in order of their index."""

@@ -29,10 +29,21 @@ import cpu
 from batch_state import BatchState
 from config import EngineConfig, ModelConfig
 from loader import checkpoint_files, fill_dummy, load_weights
-from memory import available_bytes, blocks_per_seq, captures_graphs, fit_pool, gpu_bytes, plan_memory, report
+from memory import (
+    available_bytes,
+    blocks_per_seq,
+    captures_graphs,
+    fit_pool,
+    gpu_bytes,
+    largest_step,
+    plan_memory,
+    report,
+)
 from model import Transformer
 from parallel import Group
 from plan import NewRow, StepPlan
+from pooling import settle
+from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
 from worker import LateCompile, Worker
 
@@ -64,6 +75,7 @@ class Startup:
     """The phases of a start; its `worker` is ready. Arguments and errors are those of `start_worker`."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str):
+        config, model_config = settle(config, model_config)
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
         self.ops = pick_ops(config.backend, self.device, config.compile)
@@ -136,7 +148,8 @@ class Startup:
             "window": self.window,
             "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
             "compile_seconds": compile_seconds,
-            "step_seconds": token_seconds * self.config.max_num_batched_tokens,
+            "step_seconds": token_seconds
+            * max(self.config.max_num_batched_tokens, largest_step(self.config, self.max_model_len)),
         }
 
     # --- weights and kernels ------------------------------------------------------------------------------------------
@@ -156,6 +169,7 @@ class Startup:
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
         if self.ops.__name__ == "cpu_ops":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
+            rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.model) if config.load_format != "dummy" else []
             self.greedy_head = cpu.prepare(model, rows, files)
         else:
@@ -179,6 +193,10 @@ class Startup:
             twin = Worker(config, model, pool, pool, self.new_state(config.max_num_seqs, "meta"))
             with self.guard.rehearse():
                 ops.apply_writes(twin.state.words, staged, 1)
+                if config.pools:
+                    for count, length in (self.warm_up_prompts(), (1, 1)):
+                        twin.forward(twin.shape_of(np.full(count, length), np.ones(count, dtype=bool)))
+                    return
                 for adjusted in (True, False):
                     for count, length in (self.warm_up_prompts(), (1, 1)):
                         shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
@@ -241,7 +259,7 @@ class Startup:
 
     def new_state(self, slots: int, device: str = "") -> BatchState:
         """The batch state of `slots` sequences, on this worker's device or on another one."""
-        c, vocab_size = self.config, self.model_config.vocab_size
+        c, vocab_size = self.config, 0 if self.config.pools else self.model_config.vocab_size
         return BatchState(
             slots, self.max_model_len, self.blocks_per_seq(), c.block_size, vocab_size, device or self.device
         )
@@ -276,19 +294,22 @@ class Startup:
     def profile(self) -> int:
         """Run the largest step once, over a pool of one block; returns the most bytes that it allocated."""
         config, model = self.config, self.model
-        length = min(config.max_num_batched_tokens, self.max_model_len)
-        count = min(config.max_num_batched_tokens // length, config.max_num_seqs)
+        tokens = largest_step(config, self.max_model_len) if config.pools else config.max_num_batched_tokens
+        length = min(tokens, self.max_model_len)
+        count = min(tokens // length, config.max_num_seqs)
         pool = self.new_pool(1)
         worker = self.new_worker(pool, pool[:0], self.new_state(count))
         blocks = [0] * -(-length // config.block_size)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
+        model.step = None  # it would keep the pool alive
+        if config.pools:
+            return torch.cuda.max_memory_allocated() - held
         logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = worker.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
-        model.step = None  # it would keep the pool alive
         return torch.cuda.max_memory_allocated() - held
 
     # --- warm-up ------------------------------------------------------------------------------------------------------
@@ -321,6 +342,8 @@ class Startup:
     def run_prompts(self) -> float:
         """Run prompts and decodes, with and without all that a row may ask for; returns seconds per prompt token."""
         worker, (count, length) = self.worker, self.warm_up_prompts()
+        if self.config.pools:
+            return self.run_pooled(count, length)
         blocks = list(range(-(-(length + 1) // self.config.block_size)))
         asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
         for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
@@ -332,6 +355,15 @@ class Startup:
         worker.execute(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
         if self.guard:  # the head's product for many rows may be another specialization
             self.model.logits(self.model.embedding[:1].repeat(self.config.max_num_seqs, 1))
+        return seconds / (count * length)
+
+    def run_pooled(self, count: int, length: int) -> float:
+        """Run prompts that are pooled, `count` of `length` tokens and one of one; returns seconds per prompt token."""
+        for n, tokens in ((1, 1), (count, length), (count, length)):
+            new = prompts(n, tokens, list(range(-(-tokens // self.config.block_size))), pooling=PoolingParams())
+            begun = time.perf_counter()
+            self.worker.execute(StepPlan(0, rows=[(row.slot, tokens) for row in new], new=new)).result()
+            seconds = time.perf_counter() - begun
         return seconds / (count * length)
 
     def warm_up_prompts(self) -> tuple[int, int]:
@@ -560,7 +592,8 @@ def check_room(
     """
     c = model_config
     layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
-    matrices = c.num_layers * layer + (1 if c.tie_word_embeddings else 2) * c.vocab_size * c.hidden_size
+    tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
+    matrices = c.num_layers * layer + tables * c.vocab_size * c.hidden_size
     size = matrices * dtype.itemsize // config.tensor_parallel_size + max_model_len * 2 * c.head_dim * 4
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     if size > free:
@@ -636,6 +669,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
+    config, model_config = settle(config, model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     blocks = blocks_per_seq(config, max_model_len)
@@ -644,7 +678,8 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     with torch.device("meta"):  # for tensors that are made without a device
         group = Group(0, config.tensor_parallel_size)  # this group never meets
         model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
-    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, model_config.vocab_size, "meta")
+    vocab_size = 0 if config.pools else model_config.vocab_size
+    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, vocab_size, "meta")
     plan = plan_memory(config, model, state, device == "cuda")
     if total:
         budget = int(total * config.gpu_memory_utilization)

@@ -85,6 +85,10 @@ class Tokenizer:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """What `encode` gives for each of several texts, on all cores."""
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
+
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as one prompt, with what the model wants around and between them."""
         return self._tokenizer.encode(first, second).ids

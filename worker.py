@@ -13,18 +13,21 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
-from config import EngineConfig
+from config import EngineConfig, ModelConfig
 from cpu import GreedyHead
 from memory import logprob_rows
 from model import Batch, Transformer
 from plan import Logprobs, StepPlan, StepResult
+from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
 
 Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
@@ -119,7 +122,17 @@ class Worker:
         if not plan.rows:
             return Launched(StepResult(plan.step, []))
         one_by_one = self.config.batch_invariant and self.ops.__name__ != "kernels"
+        if one_by_one and self.config.pools:
+            return self.run_prompts_one_by_one(plan)
         return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
+
+    def run_prompts_one_by_one(self, plan: StepPlan) -> Launched:
+        """Run the plan's rows, whose prompts are pooled, one after the other, for the same reason."""
+        result = StepResult(plan.step, [-1] * len(plan.rows))
+        for i, row in enumerate(plan.rows):
+            part = self.run_rows(StepPlan(plan.step, rows=[row], new=plan.new)).result()
+            result.pooled[i] = part.pooled[0]
+        return Launched(result)
 
     def run_tokens_one_by_one(self, plan: StepPlan) -> Launched:
         """Run the plan's rows token by token, because torch's operators round differently for other numbers of rows."""
@@ -148,6 +161,9 @@ class Worker:
             logits, news = self.forward(shape, plan)
         self.mark("results")
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
+        if self.config.pools:
+            wanted = {row.slot: row.pooling for row in plan.new}  # each prompt enters and is done in the same step
+            launched.finish = partial(finish, self.model.config, [wanted[slot] for slot, _ in plan.rows])
         if len(rows.asked):
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
             launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
@@ -161,6 +177,7 @@ class Worker:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
         state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
         samples = state.advance(rows)
+        assert samples.all() or not self.config.pools, "a prompt that is pooled runs whole"
         shape = self.shape_of(rows[:, 1], samples)
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
@@ -186,6 +203,8 @@ class Worker:
         results must not depend on the batch one of them gets all rows.
         """
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
+        if self.config.pools:  # so that one kernel's rounding serves all
+            return StepShape(rows, tokens, 0, 0, longest, False)
         adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.__name__ == "kernels"
         if tokens == rows and samples.all():
             rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
@@ -201,7 +220,7 @@ class Worker:
         The `plan` is for the sanitizer.
 
         Returns:
-            logits [samples, vocab], and what `post_update` returns.
+            logits [samples, vocab], and what `post_update` returns. Where prompts are pooled: twice what comes of it.
         """
         self.mark("prepare_inputs")
         state, ops, n = self.state, self.ops, shape.num_decodes
@@ -219,6 +238,10 @@ class Worker:
         hidden = self.model.forward(batch, self.pool)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
+        if self.config.pools:
+            self.mark("pool")
+            vectors = self.vectors(hidden, starts)
+            return vectors, vectors
         if shape.samples < shape.tokens:  # the head is only for rows that sample
             hidden, sampling = hidden[state.last[: shape.samples]], state.sampling[: shape.samples]
         else:
@@ -238,6 +261,14 @@ class Worker:
             state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],
             ids, state.stop_bits, adjust)  # fmt: skip
         return logits, news
+
+    def vectors(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """A vector for each prompt [B, hidden or labels] float32 of hidden states [T, hidden].
+
+        Where a model has a classification head, it is the head's outputs.
+        """
+        pooled = self.ops.pool(hidden, starts, self.config.pooling_type)
+        return pooled if self.model.score is None else F.linear(pooled, self.model.score)
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies."""
@@ -279,6 +310,40 @@ class DeviceClock:
         return self.seconds
 
 
+def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
+    """What requests get of their vectors, as float32.
+
+    An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head become
+    probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the model and
+    that does it.
+
+    Args:
+        config: of the model.
+        wanted: by each of B rows.
+        vectors: [B, hidden or labels] float32.
+    """
+    found = []
+    for params, x in zip(wanted, vectors, strict=True):
+        assert params is not None
+        x = x[: params.dimensions]
+        activation = "normalize" if config.normalize else "identity"
+        if config.head == "labels":
+            activation = config.label_activation
+        if params.use_activation is not None and not params.use_activation:
+            activation = "identity"
+        elif params.use_activation and config.head != "labels":
+            activation = "normalize"
+        if activation == "normalize":
+            x = x / max(np.linalg.norm(x), np.float32(1e-12))
+        elif activation == "softmax":
+            x = np.exp(x - x.max())
+            x /= x.sum()
+        elif activation == "sigmoid":
+            x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
+        found.append(x.astype(np.float32).tobytes())
+    return found
+
+
 @dataclass(slots=True)
 class Rows:
     """A step's rows, as the batch state holds them."""
@@ -303,6 +368,7 @@ class Launched:
     rows: Rows | None = None
     news: torch.Tensor | None = None  # [2, R or more] of `ops.post_update`, on the host; complete after `done`
     columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `Worker.logprobs`; complete after `done`
+    finish: Callable[[np.ndarray], list[bytes]] | None = None  # where prompts are pooled: what their vectors become
     done: torch.cuda.Event | None = None  # happens when the device has finished; None: it has
     marks: list[Mark] = field(default_factory=list)  # where its phases began; empty without a trace
     clock: DeviceClock | None = None
@@ -321,7 +387,10 @@ class Launched:
         if self.done is not None:
             self.done.synchronize()
         result, rows = self.unfinished, self.rows
-        if rows and self.news is not None:
+        if self.finish and self.news is not None:
+            result.pooled = dict(enumerate(self.finish(self.news.numpy())))
+            result.token_ids = [-1] * len(result.pooled)
+        elif rows and self.news is not None:
             result.token_ids, stops = (news[: len(rows.sampling)] for news in self.news.tolist())
             if 1 in stops:
                 result.stopped = rows.sampling[np.flatnonzero(stops)].tolist()

@@ -8,6 +8,8 @@ find ours.
 For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it. That file has the logits
 `logits{i}` and the greedy tokens `tokens{i}` of prompt i. Entry j of the case's `beams` is a dict of arguments of
 `generate`: its answers to prompt i are `beams{j}.{i}`, one a row, filled up with -1, and their scores `scores{j}.{i}`.
+A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
+are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
 """
 
@@ -23,13 +25,23 @@ from safetensors.torch import save_file
 def make(name: str, case: dict, folder: Path) -> None:
     torch.manual_seed(len(name))
     config = getattr(transformers, case["config"])(**case["shape"])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
+    model = kind.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    if "head" in case:
+        with torch.no_grad():
+            outputs = [model(torch.tensor([prompt])) for prompt in case["prompts"]]
+        found = {
+            f"labels{i}" if "logits" in output else f"hidden{i}": output[0][0].contiguous()
+            for i, output in enumerate(outputs)
+        }
+        save_file(found, folder / "oracle.safetensors")
+        return
     found = {}
     for i, prompt in enumerate(case["prompts"]):
         ids = torch.tensor([prompt])

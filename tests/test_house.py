@@ -25,8 +25,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "templates": set(),
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
-    "engine": {"client", "config", "core", "outputs", "plan", "sampling_params", "tokenizer"},
-    "core": {"config", "executor", "journal", "plan", "sampling_params", "scheduler", "sequence", "tracing"},
+    "engine": {"client", "config", "core", "embeddings", "outputs", "plan", "sampling_params", "tokenizer"},
+    "core": {"config", "executor", "journal", "plan", "pooling", "sampling_params", "scheduler", "sequence", "tracing"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
@@ -35,6 +35,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "config": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
+    "pooling": {"config", "sampling_params"},
     "sequence": {"beam", "sampling_params"},
     "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
@@ -45,10 +46,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "executor": {"config", "plan", "ring", "startup"},
     "ring": {"plan"},
     # device
-    "worker": {"batch_state", "config", "cpu", "memory", "model", "plan", "sanitizer"},
+    "worker": {"batch_state", "config", "cpu", "memory", "model", "plan", "sampling_params", "sanitizer"},
     "startup": {
         "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "parallel", "plan",
-        "reference", "sanitizer", "worker"},
+        "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"config", "parallel"},
     "loader": {"model"},
@@ -63,14 +64,14 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
 }  # fmt: skip
-STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
+STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "core", "data_parallel", "engine", "engine_process", "executor", "journal"}
 TORCH_FREE |= {"outputs", "processes", "protocol", "replies", "ring", "server", "serving", "templates", "tokenizer"}
 TORCH_FREE |= {"embeddings", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 40, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 45, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

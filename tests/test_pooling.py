@@ -1,0 +1,519 @@
+"""Embeddings and classification: against transformers, and how prompts that are pooled are run and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import reference
+from client import MPClient
+from config import DEMO, EngineConfig, ModelConfig
+from core import EngineCore
+from engine import LLM, PoolingParams, SamplingParams
+from engine_process import EngineServer
+from journal import Journal, replay
+from memory import fit_pool, largest_step
+from plan import EngineCoreRequest, StepResult
+from pooling import settle
+from scheduler import Scheduler
+from sequence import Request
+from startup import Startup, print_plan, start_worker
+from test_worker import SHAPE
+
+VOCAB = 1024  # of the demo's tokenizer
+RAW = PoolingParams(use_activation=False)
+
+
+def shape(hidden: int = 64, **more) -> dict:
+    return {"vocab_size": VOCAB, "hidden_size": hidden, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "num_hidden_layers": 2, "intermediate_size": hidden + 17, "max_position_embeddings": 256,
+            "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **more}  # fmt: skip
+
+
+CLASSIFIER = "AutoModelForSequenceClassification"
+CASES = {
+    "qwen3": {"config": "Qwen3Config", "shape": shape(head_dim=16), "head": "AutoModel"},
+    "llama": {"config": "LlamaConfig", "shape": shape(), "head": "AutoModel"},
+    "labels-1": {"config": "Qwen3Config", "shape": shape(head_dim=32, num_labels=1), "head": CLASSIFIER},
+    "labels-2": {"config": "Qwen2Config", "shape": shape(num_labels=2), "head": CLASSIFIER},
+    "labels-3": {"config": "LlamaConfig", "shape": shape(num_labels=3), "head": CLASSIFIER},
+    "multi": {
+        "config": "MistralConfig", "head": CLASSIFIER,
+        "shape": shape(num_labels=3, sliding_window=9, problem_type="multi_label_classification"),
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A folder of random checkpoints and what transformers makes of the prompts."""
+    folder, rng = tmp_path_factory.mktemp("pooled"), random.Random(0)
+    for case in CASES.values():
+        case["prompts"] = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 41, 100, 1, 64)]
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    oracle = Path(__file__).with_name("oracle.py")
+    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
+    for name in CASES:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(Path(DEMO) / file, folder / name)
+    return folder
+
+
+def make(folder: Path, **fields) -> LLM:
+    options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return LLM(str(folder), **options | fields)
+
+
+def sentence_transformer(folder: Path, pooling: dict | None, *modules: str) -> None:
+    """Turn a folder into one of sentence-transformers."""
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    listed = [{"type": f"sentence_transformers.models.{name}"} for name in ("Transformer", "Pooling", *modules)]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    if pooling is not None:
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def wanted(hidden: torch.Tensor, kind: str, normalized: bool, dimensions: int | None = None) -> torch.Tensor:
+    x = {"last": hidden[-1], "cls": hidden[0], "mean": hidden.double().mean(0).float()}[kind][:dimensions]
+    return x / x.norm() if normalized else x
+
+
+@pytest.mark.parametrize(("name", "backend"), [("qwen3", "cpu"), ("llama", "cpu"), ("qwen3", "reference")])
+@pytest.mark.parametrize("kind", ["last", "mean", "cls"])
+def test_embeddings_equal_transformers(checkpoints, name, backend, kind):
+    llm, prompts = make(checkpoints / name, task="embed", pooling_type=kind, backend=backend), CASES[name]["prompts"]
+    oracle = load_file(checkpoints / name / "oracle.safetensors")
+    for params in (PoolingParams(), RAW, PoolingParams(24), PoolingParams(24, False), PoolingParams(64, True)):
+        found = llm.embed(prompts, params, use_tqdm=False)
+        for i, one in enumerate(found):
+            want = wanted(oracle[f"hidden{i}"], kind, params.use_activation is not False, params.dimensions)
+            assert one.finished and one.prompt_token_ids == prompts[i] and one.outputs.hidden_size == len(want)
+            assert (torch.tensor(one.outputs.embedding) - want).abs().max() <= 1e-4
+    llm.core.check_integrity()
+    assert llm.core.metrics()["kv_cache_usage_perc"] == 0 == llm.core.metrics()["generation_tokens_total"]
+
+
+@pytest.mark.parametrize(
+    ("name", "task", "activation"),
+    [
+        ("labels-1", "score", torch.sigmoid),
+        ("labels-2", "classify", lambda x: x.softmax(-1)),
+        ("labels-3", "classify", lambda x: x.softmax(-1)),
+        ("multi", "classify", torch.sigmoid),
+    ],
+)
+def test_classes_equal_transformers(checkpoints, name, task, activation):
+    llm, prompts = make(checkpoints / name), CASES[name]["prompts"]
+    assert llm.core.facts["task"] == task and llm.core.facts["num_labels"] == CASES[name]["shape"]["num_labels"]
+    oracle = load_file(checkpoints / name / "oracle.safetensors")
+    logits = torch.stack([oracle[f"labels{i}"] for i in range(len(prompts))])
+    probs = torch.tensor([one.outputs.probs for one in llm.classify(prompts, use_tqdm=False)])
+    assert (probs - activation(logits)).abs().max() <= 1e-4
+    plain = torch.tensor([one.outputs.data for one in llm.encode(prompts, RAW, use_tqdm=False)])
+    assert (plain - logits).abs().max() <= 1e-4
+
+
+def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
+    """It has names with `model.` before them and a head, which is not read. The hidden states are those of the text."""
+    embedder, prompt = make(Path(DEMO), task="embed", pooling_type="mean"), [5, 6, 7, 8]
+    assert embedder.core.executor.worker.model.head is None
+    seen, model = [], llm.core.executor.worker.model
+    forward = model.forward
+    model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
+    model.forward = forward
+    (found,) = embedder.embed(prompt, RAW, use_tqdm=False)
+    assert (torch.tensor(found.outputs.embedding) - seen[0][-4:].mean(0)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "kind", "normalize"),
+    [
+        ({"pooling_mode": "lasttoken"}, ["Normalize"], "last", True),
+        ({"pooling_mode": ["mean"]}, [], "mean", False),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, ["Normalize"], "cls", True),
+        ({"pooling_mode_mean_tokens": True}, [], "mean", False),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_max_tokens": False}, [], "last", False),
+        ({"word_embedding_dimension": 64}, [], "mean", False),  # the library's default
+        (None, ["Normalize"], "last", True),
+    ],
+)
+def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, modules, kind, normalize):
+    shutil.copy(Path(DEMO) / "config.json", tmp_path)
+    sentence_transformer(tmp_path, pooling, *modules)
+    model_config = ModelConfig.from_folder(str(tmp_path))
+    config, settled = settle(EngineConfig(str(tmp_path)), model_config)
+    assert (config.task, config.pooling_type, settled.normalize) == ("embed", kind, normalize)
+    assert settle(config, settled) == (config, settled)
+    assert settle(EngineConfig(str(tmp_path), task="generate"), model_config)[0].pools is False
+    assert settle(EngineConfig(str(tmp_path), pooling_type="cls"), model_config)[0].pooling_type == "cls"
+    assert config.max_model_len is None
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')
+    assert settle(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == 99
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "message"),
+    [
+        ({"pooling_mode": "max"}, [], "asks for the pooling max; Manta has lasttoken, mean, cls: pooling_type can"),
+        ({"pooling_mode_max_tokens": True, "pooling_mode_cls_token": True}, [], "asks for the pooling cls, max;"),
+        ({}, ["Dense", "Normalize"], "modules.json has a module 'Dense'; Manta has Transformer, Pooling, Normalize"),
+        ({}, None, "modules.json is no list of modules"),
+    ],
+)
+def test_what_a_folder_may_not_ask_for(tmp_path, pooling, modules, message):
+    shutil.copy(Path(DEMO) / "config.json", tmp_path)
+    sentence_transformer(tmp_path, pooling, *modules or [])
+    if modules is None:
+        (tmp_path / "modules.json").write_text('["x"]')
+    with pytest.raises(ValueError, match=message):
+        settle(EngineConfig(str(tmp_path)), ModelConfig.from_folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more", "fields", "message"),
+    [
+        ("Qwen3Model", {}, {"task": "generate"}, "task is 'generate'; Qwen3Model has no head for it"),
+        ("Qwen3Model", {}, {}, "Qwen3Model has no head for it, so it must be 'embed'"),
+        ("Qwen3ForCausalLM", {}, {"task": "classify"}, "no classification head, so it must be 'embed' or 'generate'"),
+        ("Qwen3ForSequenceClassification", {}, {"task": "score"}, "the model has 2 labels, so it must be 'classify'"),
+        ("Qwen3ForCausalLM", {}, {"task": "embed", "preemption_mode": "swap"}, "preemption_mode is 'swap'; with the"),
+        ("Qwen3ForCausalLM", {"is_causal": False}, {}, "attention in both directions"),
+        ("Qwen3ForSequenceClassification", {"id2label": {"1": "a"}}, {}, "it must name 0 to 0"),
+        ("BertModel", {}, {}, "config.json is of a 'BertModel'; Manta runs"),
+    ],
+)
+def test_what_a_model_cannot_do(tmp_path, architecture, more, fields, message):
+    raw = shape() | {"architectures": [architecture], "model_type": "qwen3"} | more
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match=message):
+        settle(EngineConfig(str(tmp_path), **fields), ModelConfig.from_folder(str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("more", "activation"),
+    [
+        ({}, "softmax"),
+        ({"problem_type": "regression"}, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "identity"),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}, "sigmoid"),
+        ({"id2label": {"0": "yes"}}, "sigmoid"),
+    ],
+)
+def test_what_becomes_of_a_classifications_logits(tmp_path, more, activation):
+    raw = shape() | {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"} | more
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert ModelConfig.from_folder(str(tmp_path)).label_activation == activation
+
+
+# --- the op -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [7, 128, 300])
+def test_pool_is_its_formula(device, dtype, size):
+    import kernels
+
+    lengths = [1, 40, 16, 3, 17]
+    hidden = torch.randn(sum(lengths) + 3, size).to(dtype)[: sum(lengths)]
+    starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+    parts = hidden.double().split(lengths)
+    for kind, pick in (("last", lambda x: x[-1]), ("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0))):
+        want = torch.stack([pick(part) for part in parts])
+        naive = torch.stack([pick(part.float()) for part in parts])
+        most = 2 * (naive - want).abs().max() + 1e-7
+        for ops in (reference, kernels):
+            found = ops.pool(hidden.to(device), starts.to(device), kind).cpu()
+            assert found.dtype == torch.float32 and (found - want).abs().max() <= most
+
+
+# --- scheduling -------------------------------------------------------------------------------------------------------
+
+
+class Pooler:
+    """A scheduler of prompts that are pooled, and what stands in for its worker: a prompt becomes its own tokens."""
+
+    def __init__(self, num_blocks: int = 12, **fields):
+        options = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "task": "embed"}
+        options |= {"enable_chunked_prefill": False, "enable_prefix_caching": False}
+        self.config = EngineConfig(**options | fields)
+        self.sizes = {"num_blocks": num_blocks, "max_model_len": 40, "vocab_size": 50, "eos_token_ids": []}
+        self.scheduler = Scheduler(self.config, **self.sizes)
+        self.flying, self.slots, self.steps = deque(), {}, []
+
+    def add(self, name: str, length: int, **fields) -> Request:
+        request = Request(name, [len(name)] * length, SamplingParams(), pooling=PoolingParams(), **fields)
+        self.scheduler.add(request)
+        return request
+
+    def plan(self) -> None:
+        plan = self.scheduler.schedule()
+        rows = {row.slot: bytes(row.token_ids) for row in plan.new}
+        assert len(plan.rows) == len(rows) and all(count == len(rows[slot]) for slot, count in plan.rows)
+        assert all(row.pooling is not None and row.num_computed == 0 for row in plan.new)
+        self.steps.append([count for _, count in plan.rows])
+        self.flying.append((plan, {i: rows[slot] for i, (slot, _) in enumerate(plan.rows)}))
+
+    def land(self) -> dict[str, bytes | None]:
+        plan, pooled = self.flying.popleft()
+        news = self.scheduler.update(plan, StepResult(plan.step, [-1] * len(plan.rows), pooled=pooled))
+        self.scheduler.check_integrity()
+        assert all(one.finished and one.finish_reason == "stop" and not one.token_ids for one in news)
+        return {one.request_id: one.pooled for one in news}
+
+    def run(self, depth: int = 1) -> dict[str, bytes | None]:
+        found = {}
+        while self.scheduler.has_work():
+            self.plan()
+            if len(self.flying) == depth:
+                found |= self.land()
+        return found
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_is_filled_with_whole_prompts(depth):
+    pooler, lengths = Pooler(), [5, 6, 4, 1, 2, 40, 3, 16, 1]
+    for i, length in enumerate(lengths):
+        pooler.add("x" * (i + 1), length)
+    found = pooler.run(depth)
+    assert found == {"x" * (i + 1): bytes([i + 1] * length) for i, length in enumerate(lengths)}
+    # A step has 16 tokens and 4 prompts at most; one that is longer has a step of its own.
+    filled = [step for step in pooler.steps if step]
+    assert filled == [[1, 5, 6, 4], [2], [40], [3], [16], [1]] or depth == 2
+    assert all(sum(step) <= 16 or len(step) == 1 for step in filled) and sum(map(len, filled)) == len(lengths)
+    assert pooler.scheduler.blocks.num_free == 12 and not pooler.scheduler.blocks.block_of
+    assert pooler.scheduler.counters["prompt_tokens_total"] == sum(lengths)
+    assert (
+        pooler.scheduler.counters["generation_tokens_total"] == 0 == pooler.scheduler.counters["num_preemptions_total"]
+    )
+
+
+def test_equal_prompts_are_computed_again():
+    pooler = Pooler()
+    for name in ("a", "b"):
+        pooler.add(name, 12)
+        pooler.run()
+    assert pooler.steps == [[12], [12]]
+
+
+def test_a_prompt_may_fill_the_context_and_no_more():
+    pooler = Pooler()
+    pooler.add("a", 40)
+    with pytest.raises(ValueError, match="the prompt has 41 tokens; at most 40 fit the context of 40"):
+        pooler.add("b", 41)
+    assert len(pooler.run()["a"]) == 40
+
+
+def test_aborts_and_lost_workers():
+    pooler = Pooler(max_num_seqs=2)
+    for name in "abcd":
+        pooler.add(name, 4)
+    pooler.plan()
+    pooler.scheduler.abort("a")
+    pooler.scheduler.abort("d")
+    assert pooler.land() == {"b": bytes([1] * 4)}
+    pooler.plan()
+    pooler.flying.clear()
+    assert not pooler.scheduler.start_over(lost=True, cause="worker 0 has died")
+    pooler.scheduler.check_integrity()
+    assert pooler.run() == {"c": bytes([1] * 4)}
+    story = pooler.scheduler.explain("c")
+    assert story["finished"] and [stay["state"] for stay in story["answers"][0]["stays"]].count("running") == 2
+
+
+def test_a_prompt_that_kills_workers_is_found():
+    pooler, errors = Pooler(), []
+    for i in range(9):
+        pooler.add("x" * (i + 1), 4)
+    while pooler.scheduler.has_work():
+        pooler.plan()
+        if bytes([7] * 4) in pooler.flying[0][1].values():
+            pooler.flying.clear()
+            errors += pooler.scheduler.start_over(lost=True, cause="worker 0 has died")
+        else:
+            pooler.land()
+    assert [error.request_id for error in errors] == ["x" * 7]
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+def test_whoever_is_served_first_is_let_in_first_and_pushes_nobody_out(policy):
+    pooler, done = Pooler(scheduling_policy=policy, num_blocks=10), []
+    for i in range(4):
+        pooler.add("x" * (i + 1), 16, priority=5, client="many")
+    pooler.plan()
+    pooler.add("urgent", 16, priority=1, client="one")
+    pooler.plan()
+    while pooler.flying or pooler.scheduler.has_work():
+        if not pooler.flying:
+            pooler.plan()
+        done += pooler.land()
+    assert done.index("urgent") == 1 and pooler.scheduler.counters["num_preemptions_total"] == 0
+
+
+def test_a_journal_can_be_replayed(tmp_path):
+    pooler = Pooler()
+    journal = Journal(str(tmp_path / "journal"), pooler.config, pooler.sizes)
+    pooler.scheduler.clock = journal.clock
+    for i in range(6):
+        journal.add(pooler.add("x" * (i + 1), 3 * i + 1))
+    while pooler.scheduler.has_work():
+        pooler.plan()
+        plan, pooled = pooler.flying[0]
+        journal.planned(plan, pooler.scheduler)
+        journal.landed(StepResult(plan.step, [-1] * len(plan.rows), pooled=pooled))
+        pooler.land()
+    again = replay((tmp_path / "journal").read_text().splitlines())
+    assert not again.has_work() and again.counters == pooler.scheduler.counters
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
+    embedder, classifier = make(checkpoints / "qwen3", task="embed"), make(checkpoints / "labels-2")
+    with pytest.raises(ValueError, match="asks for generated text; the task of this engine is 'embed'"):
+        embedder.generate("To be", use_tqdm=False)
+    with pytest.raises(ValueError, match="what an embedder or a classifier gives; the task is 'generate'"):
+        llm.encode("To be", use_tqdm=False)
+    for engine, method in ((llm, "embed"), (classifier, "embed"), (embedder, "classify"), (llm, "classify")):
+        with pytest.raises(ValueError, match=f"{method} is for engines whose task is .* this one's is '"):
+            getattr(engine, method)("To be", use_tqdm=False)
+    for engine in (llm, classifier):
+        with pytest.raises(ValueError, match="score is for engines whose task is embed or score; this one's is"):
+            engine.score("a", "b", use_tqdm=False)
+    for dimensions in (0, 65):
+        with pytest.raises(ValueError, match=f"dimensions is {dimensions}; it must be a whole number from 1 to 64"):
+            embedder.embed("To be", PoolingParams(dimensions), use_tqdm=False)
+    with pytest.raises(ValueError, match="dimensions is 3; with the task 'classify' it must be left out"):
+        classifier.classify("To be", PoolingParams(3), use_tqdm=False)
+    with pytest.raises(ValueError, match="the request has sampling parameters; with the task 'embed' nothing"):
+        embedder.core.add(EngineCoreRequest("a", [1], SamplingParams(n=2), pooling=RAW))
+    with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
+        embedder.embed(["a", "b"], [RAW], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"a prompt is 3\.5; it must be a string or a list of token ids"):
+        embedder.embed(["a", 3.5], use_tqdm=False)
+    with pytest.raises(ValueError, match="the prompt has 257 tokens; at most 256 fit the context of 256"):
+        embedder.embed([[1], [1] * 257], use_tqdm=False)
+    assert not embedder.core.has_work() and not embedder.client.streams
+
+
+def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(checkpoints):
+    embedder, texts = make(checkpoints / "qwen3", task="embed"), ["To be", "or not to be", "that is"]
+    vectors = [np.array(one.outputs.embedding) for one in embedder.embed(texts, RAW, use_tqdm=False)]
+    found = embedder.score("To be", texts, use_tqdm=False)
+    for one, vector in zip(found, vectors, strict=True):
+        cosine = vectors[0] @ vector / np.linalg.norm(vectors[0]) / np.linalg.norm(vector)
+        assert one.outputs.score == pytest.approx(cosine, abs=1e-5)
+    assert found[0].outputs.score == pytest.approx(1, abs=1e-5)
+    ranker = make(checkpoints / "labels-1")
+    (pair,) = ranker.score(texts[0], texts[1], use_tqdm=False)
+    ids = ranker.tokenizer.encode(texts[0]) + ranker.tokenizer.encode(texts[1])  # the demo puts nothing between them
+    assert pair.prompt_token_ids == ids
+    assert [pair.outputs.score] == ranker.classify(ids, use_tqdm=False)[0].outputs.probs
+    for bad in ((["a", "b"], "c"), ("a", ["b", 3]), ([], [])):
+        with pytest.raises(ValueError, match="text_1"):
+            ranker.score(*bad, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"sanitize_kv": True}, {"batch_invariant": True}, {"max_num_seqs": 1}, {"async_scheduling": True},
+     {"max_num_batched_tokens": 8, "num_lookahead_slots": 3}],
+    ids=str,
+)  # fmt: skip
+def test_vectors_do_not_depend_on_how_they_are_computed(checkpoints, fields):
+    oracle, prompts = load_file(checkpoints / "qwen3" / "oracle.safetensors"), CASES["qwen3"]["prompts"]
+    llm = make(checkpoints / "qwen3", task="embed", pooling_type="mean", **fields)
+    found = [one.outputs.embedding for one in llm.embed(prompts, use_tqdm=False)]
+    for i, vector in enumerate(found):
+        assert (torch.tensor(vector) - wanted(oracle[f"hidden{i}"], "mean", True)).abs().max() <= 1e-4
+    if "batch_invariant" in fields:
+        assert [llm.embed(prompt, use_tqdm=False)[0].outputs.embedding for prompt in prompts] == found
+
+
+def test_an_engine_across_a_socket_gives_the_same(checkpoints):
+    llm, (address, listener) = make(checkpoints / "qwen3", task="embed"), socket.socketpair()
+    prompts = CASES["qwen3"]["prompts"]
+    want = [np.array(one.outputs.embedding, dtype=np.float32) for one in llm.embed(prompts, use_tqdm=False)]
+    threading.Thread(target=EngineServer(llm.core, listener).run, daemon=True).start()
+    with address:
+        client = MPClient(address)
+        streams = [
+            client.add(EngineCoreRequest(str(i), ids, SamplingParams(), pooling=PoolingParams()))
+            for i, ids in enumerate(prompts)
+        ]
+        for stream, vector in zip(streams, want, strict=True):
+            output = stream.get(timeout=30)
+            assert output.finished and output.finish_reason == "stop"
+            assert np.abs(np.frombuffer(output.pooled, dtype=np.float32) - vector).max() <= 1e-6
+        refused = client.add(EngineCoreRequest("x", [1, 2], SamplingParams())).get(timeout=30)
+        assert "asks for generated text" in refused.error and refused.finished
+        client.close()
+
+
+# --- the start --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fields", [{"pooling_type": "mean"}, {"batch_invariant": True}], ids=str)
+def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
+    """Triton's kernels launch nothing that warm-up has not, and a rehearsal launches all of that."""
+    pytest.importorskip("kernels")
+    raw = SHAPE | {"architectures": ["MistralForSequenceClassification"], "num_labels": 3, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "block_size": 16, "max_num_seqs": 4}
+    options |= {"max_num_batched_tokens": 24, "max_model_len": 33, "distributed_executor_backend": "uni"} | fields
+    prompts, found = [[i + 1] * n for i, n in enumerate((1, 7, 16, 24, 33, 2, 1))], []
+    for backend in (("cpu", "cpu"), ("triton", kernel_device)):
+        core = EngineCore(EngineConfig(**options | dict(zip(("backend", "device"), backend, strict=True))))
+        for i, ids in enumerate(prompts):
+            core.add(EngineCoreRequest(str(i), ids, SamplingParams(), pooling=RAW))
+        outputs = {}
+        while core.has_work():
+            outputs |= {output.request_id: output for output in core.step()}
+        assert not [output.error for output in outputs.values() if output.error]
+        found.append([np.frombuffer(outputs[str(i)].pooled, dtype=np.float32) for i in range(len(prompts))])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    made = Startup(core.config, core.model_config, 0, "")
+    launched, made.guard.seen, made.guard.armed = made.guard.seen, set(), False
+    made.rehearse()
+    assert launched <= made.guard.seen, launched - made.guard.seen
+
+
+def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys):
+    plain = EngineConfig(str(checkpoints / "qwen3"), task="embed", device="cpu", max_num_seqs=8, block_size=16)
+    config, model_config = settle(plain, ModelConfig.from_folder(plain.model))
+    assert largest_step(config, 40_000) == 40_000 and largest_step(config, 100) == 800
+    worker = start_worker(plain, ModelConfig.from_folder(plain.model))
+    facts, memory = worker.facts(), worker.facts()["memory"]
+    assert memory["logits"] == memory["sampling"] == memory["logprobs"] == memory["graphs"] == 0
+    assert not worker.state.token_counts.numel() and facts["num_host_blocks"] == 0
+    # Two of the largest steps are 2 * 128 blocks; 8 prompts at full length are no more.
+    assert facts["num_blocks"] == 8 * 16 == fit_pool(config, 10**6, 256)[0]
+    assert fit_pool(dataclasses.replace(config, max_num_batched_tokens=256), 10**6, 4096)[0] == 2 * 256 + 8
+    print_plan(plain, ModelConfig.from_folder(plain.model))
+    told = capsys.readouterr().out
+    assert "logits" not in told and "sampling" not in told and f"{facts['num_blocks']:,} blocks of 16" in told
+    print_plan(plain, model_config)
+    assert capsys.readouterr().out == told
+
+
+def test_a_head_is_not_loaded_where_it_is_not_needed(checkpoints):
+    core = EngineCore(EngineConfig(str(checkpoints / "labels-3"), task="embed", dtype="float32", device="cpu"))
+    assert core.executor.worker.model.score is None and core.facts["task"] == "embed"
+    assert math.prod(core.facts["labels"] and (3,)) == core.facts["num_labels"] == 3
