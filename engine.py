@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -20,8 +21,9 @@ from config import EngineConfig
 from core import EngineCore
 from outputs import Choices, CompletionOutput, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
+from prompts import InputProcessor, Prompt, listed
 from sampling_params import SamplingParams
-from tokenizer import Tokenizer, template_variables
+from tokenizer import Tokenizer, chat_messages, template_variables
 
 __all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
 
@@ -129,6 +131,7 @@ class LLM:
         self.tokenizer = Tokenizer(model)
         self.core = EngineCore(self.config)
         self.client = InprocClient(self.core)
+        self.inputs = InputProcessor(self.tokenizer, self.core.facts)
         self.ids = itertools.count()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -137,52 +140,55 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids); outputs come in the order of the prompts.
+        """Complete each prompt; outputs come in the order of the prompts.
 
-        `priority` has a number for each prompt, the lowest goes first; the policy must be `priority`.
+        Args:
+            prompts: one or several, each a text, a list of token ids, or a dict `{"prompt": ...}` or
+                `{"prompt_token_ids": ...}`, which may have a `cache_salt`.
+            sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
+            use_tqdm: show a bar.
+            priority: a number for each prompt, the lowest goes first; the policy must be `priority`.
 
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
         """
-        items: list[Any] = (
-            [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        )
-        if isinstance(sampling_params, list):
+        items = listed(prompts)
+        if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(items):
                 raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
-            params = sampling_params
+            params = list(sampling_params)
         else:
             params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        requests = [self._request(item, p) for item, p in zip(items, params, strict=True)]
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
         ranks = [0] * len(items) if priority is None else priority
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
+        made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
         live, stream = {}, InprocStream(self.client)
         try:
-            for request, rank in zip(requests, ranks, strict=True):
-                ids, param = request.prompt_token_ids, request.params
-                self.client.add(EngineCoreRequest(request.request_id, ids, param, priority=rank), stream)
-                live[request.request_id] = request
+            for request, choices in made:
+                self.client.add(request, stream)
+                live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
         finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
             for request_id in live:
                 self.client.abort(request_id)
             while self.client.step():  # a step may have begun before a stop string was found
                 pass
-        return [request.output() for request in requests]
+        return [choices.output() for _, choices in made]
 
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -190,23 +196,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
-        `chat_template_kwargs` are variables of the chat template; of the others see `Tokenizer.render`.
+        Args:
+            messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
+            sampling_params: see `generate`, as for `use_tqdm`.
+            chat_template: source of the template that renders them; None takes the model's own.
+            chat_template_kwargs: further variables of the template; of the other arguments see `Tokenizer.render`.
 
         Raises:
-            ValueError: the template refuses a conversation, or a variable has a reserved name; see also `generate`.
+            ValueError: a message is malformed, the template refuses a conversation, or a variable has a reserved name;
+                see also `generate`.
         """
+        if not isinstance(messages, list):
+            raise ValueError(f"messages is {messages!r:.80}; it must be a conversation or a list of conversations")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
-        fixed = add_generation_prompt, continue_final_message, tools
+        fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
-        rendered = [self.tokenizer.render(conversation, *fixed, **variables) for conversation in conversations]
+        rendered = [self.tokenizer.render(_messages(each), *fixed, **variables) for each in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
-
-    def _request(self, item: str | list[int], params: SamplingParams) -> Choices:
-        text, ids = (item, self.tokenizer.encode(item)) if isinstance(item, str) else (None, item)
-        if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
-        return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
@@ -228,3 +235,10 @@ class LLM:
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
+
+
+def _messages(conversation: Any) -> list[dict[str, Any]]:
+    try:
+        return chat_messages(conversation)
+    except ValueError as error:
+        raise ValueError(f"messages: {error}") from None

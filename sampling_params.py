@@ -59,7 +59,8 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens, but for the first.
         min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
         bad_words: texts that are not written: the last token of one is not drawn after the others of it.
-        truncate_prompt_tokens: keep this many tokens of the prompt, its last; -1 keeps what the context holds.
+        truncate_prompt_tokens: keep this many tokens of the prompt, its last ones; -1 keeps what the context holds
+            beside one token of output.
     """
 
     temperature: float = 1.0
@@ -164,6 +165,19 @@ class SamplingParams:
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             if outside := [token for token in getattr(self, name) or () if token >= size]:
                 raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
+
+    def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
+        """The tokens of a prompt that `truncate_prompt_tokens` keeps in so large a context.
+
+        Raises:
+            ValueError: it keeps none, or more than the context holds.
+        """
+        keep = self.truncate_prompt_tokens
+        if keep is None:
+            return prompt_token_ids
+        if keep == 0 or keep > max_model_len:
+            raise ValueError(f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {max_model_len}")
+        return prompt_token_ids[-(max_model_len - 1 if keep == -1 else keep) :]
 
     @property
     def num_listed(self) -> int:

@@ -21,9 +21,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"templates"},
     "templates": set(),
+    "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
-    "engine": {"client", "config", "core", "outputs", "plan", "sampling_params", "tokenizer"},
+    "engine": {"client", "config", "core", "outputs", "plan", "prompts", "sampling_params", "tokenizer"},
     "core": {"config", "executor", "journal", "plan", "sampling_params", "scheduler", "sequence", "tracing"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
@@ -69,6 +70,7 @@ TORCH_FREE = STDLIB_ONLY | {
     "executor",
     "journal",
     "outputs",
+    "prompts",
     "protocol",
     "ring",
 }
