@@ -1,6 +1,7 @@
 """The engine in the caller's own process, for scripts.
 
     InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`
+    LLMEngine       the same for callers that run its loop themselves
     LLM             `LLM("demo").generate("To be, or not")`
 
 For the server the core has a process of its own: `engine_process.py`.
@@ -9,23 +10,47 @@ For the server the core has a process of its own: `engine_process.py`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
 from client import Stream
 from config import EngineConfig
 from core import EngineCore
-from outputs import Choices, CompletionOutput, RequestOutput
+from outputs import BeamSearchOutput, BeamSearchSequence, Choices, CompletionOutput, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed
-from sampling_params import SamplingParams
+from sampling_params import BeamSearchParams, SamplingParams
 from tokenizer import Tokenizer, chat_messages, template_variables
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
+__all__ = [  # for scripts
+    "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
+    "RequestOutput", "SamplingParams",
+]  # fmt: skip
+
+
+EngineArgs = EngineConfig  # vLLM's name for it
+Options = ParamSpec("Options")
+
+
+def with_options(
+    config: Callable[Options, EngineConfig],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+    """Let an `__init__` show the parameters of `config` to editors, type checkers, `help` and `inspect`.
+
+    So the options are written down once.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
+        own, options = inspect.signature(init).parameters["self"], inspect.signature(config).parameters.values()
+        vars(init)["__signature__"] = inspect.Signature([own, *options])
+        return init
+
+    return decorate
 
 
 class InprocClient:
@@ -105,8 +130,103 @@ class InprocStream(Stream):
         return super().get(0)
 
 
+class LLMEngine:
+    """A model in this process, for those who run its loop themselves.
+
+    Args:
+        config: the engine's options.
+
+    Raises:
+        ValueError: the options or the model are not usable.
+    """
+
+    def __init__(self, config: EngineConfig):
+        if (size := config.data_parallel_size) > 1:
+            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
+        self.config, self.tokenizer = config, Tokenizer(config.model)
+        core = EngineCore(config)
+        self.inputs = InputProcessor(self.tokenizer, core.facts)
+        self.live: dict[str, Choices] = {}
+        self.stream = Stream()
+        self._client: InprocClient | None = InprocClient(core)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """The same as `LLMEngine(engine_args)`, by vLLM's name."""
+        return cls(engine_args)
+
+    @property
+    def client(self) -> InprocClient:
+        """The engine's client.
+
+        Raises:
+            ValueError: the engine is closed.
+        """
+        if self._client is None:
+            raise ValueError("this engine is closed; it can do nothing more")
+        return self._client
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        assert self.client
+        return self.tokenizer
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request; `step` runs it.
+
+        Args:
+            request_id: names it among those that are unfinished.
+            prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
+            params: how its answers are drawn.
+            priority: the lowest goes first; other than 0 only with the policy `priority`.
+
+        Raises:
+            ValueError: it can never run, or the id is in use.
+        """
+        request, choices = self.inputs.request(request_id, prompt, params, priority)
+        self.client.add(request, self.stream)
+        self.live[request_id] = choices
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Give up a request, or several; `step` returns nothing more of them. An unknown id has just finished."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if self.live.pop(name, None):
+                self.client.abort(name)
+
+    def step(self) -> list[RequestOutput]:
+        """Run a step; returns of each request that it brought forward all its answers so far.
+
+        A request that the engine had to give up is finished, too, and says why in `error`.
+        """
+        self.client.step()
+        grown: dict[str, Choices] = {}
+        while not self.stream.queue.empty():
+            output = self.stream.get()
+            if choices := self.live.get(output.request_id):
+                choices.follow(output, self.client.abort)
+                grown[output.request_id] = choices
+                if choices.finished:  # perhaps by a stop string, of which the engine hears now
+                    del self.live[output.request_id]
+        return [choices.output() for choices in grown.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.live)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests there are."""
+        return len(self.live)
+
+    def close(self) -> None:
+        """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
+        if self._client:
+            self._client.close()
+            self._client = None
+            self.live.clear()
+
+
 class LLM:
-    """A model in this process, for scripts.
+    """A model in this process, for scripts. `with LLM(...) as llm:` closes it at the end.
 
     In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
     from here. The other ranks do what rank 0 says until its script has ended.
@@ -120,23 +240,72 @@ class LLM:
         SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
+    @with_options(EngineConfig)
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        self.config = EngineConfig(model=model, **fields)
-        if self.config.data_parallel_size > 1:
-            size = self.config.data_parallel_size
-            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
-        self.tokenizer = Tokenizer(model)
-        self.core = EngineCore(self.config)
-        self.client = InprocClient(self.core)
-        self.inputs = InputProcessor(self.tokenizer, self.core.facts)
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **fields))
+        self.config, self.tokenizer, self.inputs = (
+            self.llm_engine.config,
+            self.llm_engine.tokenizer,
+            self.llm_engine.inputs,
+        )
         self.ids = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """An `LLM` with these options."""
+        return cls(**vars(engine_args))
+
+    @property
+    def client(self) -> InprocClient:
+        """The engine's client.
+
+        Raises:
+            ValueError: this is closed.
+        """
+        return self.llm_engine.client
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine; raises as `client` does."""
+        return self.client.core
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and free its memory. From then on every other method raises a ValueError that says so."""
+        self.llm_engine.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
         return SamplingParams(**self.core.default_sampling)
+
+    def get_metrics(self) -> dict[str, float]:
+        """Gauges and counters of the engine, by vLLM's names without the prefix; counters end in `_total`."""
+        return self.core.metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
+        self.core.reset_prefix_cache()
+        return True
+
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What a method of `Worker` returns on each device.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        return self.core.collective_rpc(method, *args)
 
     def generate(
         self,
@@ -157,7 +326,7 @@ class LLM:
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
         """
-        items = listed(prompts)
+        client, items = self.client, listed(prompts)
         if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(items):
                 raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
@@ -170,16 +339,16 @@ class LLM:
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
-        live, stream = {}, InprocStream(self.client)
+        live, stream = {}, InprocStream(client)
         try:
             for request, choices in made:
-                self.client.add(request, stream)
+                client.add(request, stream)
                 live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
         finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
             for request_id in live:
-                self.client.abort(request_id)
-            while self.client.step():  # a step may have begun before a stop string was found
+                client.abort(request_id)
+            while client.step():  # a step may have begun before a stop string was found
                 pass
         return [choices.output() for _, choices in made]
 
@@ -215,6 +384,36 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best answers to each prompt, by log-probability / length^penalty, the best first.
+
+        As in vLLM, `tokens` and `text` have the prompt before the answer, and special tokens are in the text. The
+        length is that of the answer, as in transformers; see `beam.py`.
+
+        Raises:
+            ValueError: as for `generate`.
+            RuntimeError: the engine had to give a prompt up, and why.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm)
+        return [BeamSearchOutput([self._beam(output, beam, params) for beam in output.outputs]) for output in outputs]
+
+    def _beam(self, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        if output.error:
+            raise RuntimeError(output.error)
+        tokens, stop_reason = beam.token_ids, beam.stop_reason
+        assert beam.cumulative_logprob is not None
+        logprob = beam.cumulative_logprob * len(tokens) ** params.length_penalty  # it was the score
+        if beam.finish_reason == "stop":
+            stop_reason = tokens[-1]
+            tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
+        tokens = output.prompt_token_ids + tokens
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason)
+
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
@@ -222,7 +421,7 @@ class LLM:
                 output = stream.get()
                 request = live[output.request_id]
                 if output.finish_reason == "error":
-                    request.fail(output.error or "")
+                    request.fail(output.error)
                     del live[output.request_id]
                     continue
                 if request.metrics.first_token_time is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import reprlib
 from dataclasses import dataclass
@@ -215,6 +216,43 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences that may run at the same time."""
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """A beam search, as `LLM.beam_search` takes it; names and meanings are vLLM's.
+
+    Attributes:
+        beam_width: beams, and answers.
+        max_tokens: of output.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        temperature: 0 or 1; both leave the model's probabilities as they are.
+        length_penalty: above 0 favours longer beams.
+        include_stop_str_in_output: keep the token that ended an answer.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search for the engine.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if self.beam_width is None or self.max_tokens is None:
+            raise ValueError(
+                f"beam_width is {self.beam_width} and max_tokens is {self.max_tokens}; both must be whole numbers"
+            )
+        fields = dataclasses.asdict(self)
+        return SamplingParams(**fields, n=self.beam_width, use_beam_search=True)
 
 
 @dataclass(frozen=True)
