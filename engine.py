@@ -25,7 +25,7 @@ from outputs import BeamSearchOutput, BeamSearchSequence, Choices, CompletionOut
 from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed
 from sampling_params import BeamSearchParams, SamplingParams
-from tokenizer import Tokenizer, chat_messages, template_variables
+from tokenizer import NoTokenizer, Tokenizer, chat_messages, open_tokenizer, template_variables
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
@@ -143,7 +143,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         if (size := config.data_parallel_size) > 1:
             raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
-        self.config, self.tokenizer = config, Tokenizer(config.model)
+        self.config = config
+        self.tokenizer = open_tokenizer(config.model, config.skip_tokenizer_init)
         core = EngineCore(config)
         self.inputs = InputProcessor(self.tokenizer, core.facts)
         self.live: dict[str, Choices] = {}
@@ -167,8 +168,14 @@ class LLMEngine:
         return self._client
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The model's tokenizer.
+
+        Raises:
+            ValueError: there is none, or the engine is closed.
+        """
         assert self.client
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
         return self.tokenizer
 
     def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
@@ -283,7 +290,7 @@ class LLM:
         self.llm_engine.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
+        """The model's tokenizer; raises as `LLMEngine.get_tokenizer` does."""
         return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -411,7 +418,8 @@ class LLM:
             stop_reason = tokens[-1]
             tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
         tokens = output.prompt_token_ids + tokens
-        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        no_text = isinstance(self.tokenizer, NoTokenizer)
+        text = "" if no_text else self.tokenizer.decode(tokens, skip_special_tokens=False)
         return BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason)
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NotRequired, TypedDict
 from outputs import Choices
 from plan import EngineCoreRequest
 from sampling_params import SamplingParams
-from tokenizer import Tokenizer
+from tokenizer import NoTokenizer, Tokenizer
 
 
 class TextPrompt(TypedDict):
@@ -102,6 +102,12 @@ class InputProcessor:
             raise ValueError(f"priority is {priority!r:.80}; it must be a whole number")
         if priority and (policy := self.facts["scheduling_policy"]) != "priority":
             raise ValueError(f"priority is {priority}; it must be 0, because scheduling_policy is {policy!r}")
+        if isinstance(self.tokenizer, NoTokenizer):
+            for name in ("stop", "bad_words"):
+                if value := getattr(params, name):
+                    raise ValueError(
+                        f"{name} is {reprlib.repr(value)}; without a tokenizer (skip_tokenizer_init) it must be empty"
+                    )
         text, ids, salt = read_prompt(prompt, self.tokenizer)
         ids = params.truncated(ids, self.facts["max_model_len"])
         choices = Choices(request_id, text, ids, params, self.tokenizer)

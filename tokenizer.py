@@ -15,7 +15,7 @@ import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import tokenizers
 from jinja2 import Template
@@ -175,6 +175,52 @@ class Tokenizer:
             return self._compile(source)
         except ValueError as error:
             raise ValueError(f"chat_template does not compile: {error}") from None
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in for a tokenizer where there is none: prompts are token ids, and answers have no text."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
+        self._templates, self._byte_level = {}, False
+        self.joins_bytes, self.token_bytes = True, functools.cache(self._token_bytes)
+
+    def _token_bytes(self, id: int) -> bytes:
+        return b""  # so a `Detokenizer` makes no text of any token
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(f"{what} takes a tokenizer, and this engine has none (skip_tokenizer_init)")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("a prompt that is text")
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("the text of tokens")
+
+    def token(self, id: int) -> str:
+        """Empty, because there is no vocabulary."""
+        return ""
+
+    @property
+    def longest_token(self) -> int:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("a prompt that is text")
+
+    def _template(self, source: str | None, name: str) -> Template:
+        self._refuse("a conversation")
+
+
+def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16 * 2**20) -> Tokenizer:
+    """The tokenizer of a model's folder; where it is to be skipped, a `NoTokenizer`, and no file is read.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
+    return NoTokenizer() if skip else Tokenizer(folder, max_template_chars)
 
 
 class Detokenizer:

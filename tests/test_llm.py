@@ -6,6 +6,7 @@ import gc
 import inspect
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -179,6 +180,37 @@ def test_a_closed_llm_has_let_go_of_its_memory_and_says_that_it_is_closed(make_l
             call()
     assert not llm.llm_engine.has_unfinished_requests()
     llm.close()
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(llm, tmp_path):
+    for path in Path(DEMO).iterdir():
+        if path.is_file() and "token" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    fields = {"model": str(tmp_path), "dtype": "float32", "device": "cpu"}
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        LLM(**fields)
+    bare, ids = LLM(**fields, skip_tokenizer_init=True), llm.tokenizer.encode("To be")
+    (output,) = bare.generate([{"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
+    assert tokens([output]) == tokens(llm.generate([ids], GREEDY, use_tqdm=False)) and output.outputs[0].text == ""
+    (beams,) = bare.beam_search([ids], BeamSearchParams(2, 4))
+    assert [(len(beam.tokens), beam.text) for beam in beams.sequences] == [(len(ids) + 4, "")] * 2
+    end = tokens([output])[0][2]
+    (ended,) = bare.generate([ids], replace(GREEDY, stop_token_ids=[end]), use_tqdm=False)
+    assert ended.outputs[0].stop_reason == end
+    for call, message in (
+        (lambda: bare.generate("a", GREEDY), "a prompt that is text takes a tokenizer, and this engine has none"),
+        (lambda: bare.generate({"prompt": "a"}, GREEDY), "a prompt that is text"),
+        (lambda: bare.chat(QUESTION, GREEDY), "a conversation takes a tokenizer"),
+        (lambda: bare.chat(QUESTION, GREEDY, chat_template="a"), "a conversation takes a tokenizer"),
+        (lambda: bare.generate([ids], replace(GREEDY, stop="a")), r"stop is .'a',.; without a tokenizer"),
+        (lambda: bare.generate([ids], replace(GREEDY, bad_words=("a",))), r"bad_words is .'a',.; without a tokenizer"),
+        (bare.get_tokenizer, "this engine has no tokenizer .skip_tokenizer_init."),
+        (lambda: bare.tokenizer.decode([5]), "the text of tokens takes a tokenizer"),
+        (lambda: bare.tokenizer.longest_token, "a prompt that is text takes a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert bare.tokenizer.token(5) == "" and not bare.tokenizer.has_chat_template and not bare.core.has_work()
 
 
 # --- beam search ------------------------------------------------------------------------------------------------------
