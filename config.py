@@ -16,7 +16,7 @@ import re
 import sys
 import weakref
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -108,6 +108,7 @@ class EngineConfig:
     """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
 
     model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
+    _: KW_ONLY
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16"
     )

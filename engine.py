@@ -1,6 +1,7 @@
 """The engine in the caller's own process, for scripts.
 
     InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`
+    LLMEngine       the same for callers that run its loop themselves
     LLM             `LLM("demo").generate("To be, or not")`
 
 For the server the core has a process of its own: `engine_process.py`.
@@ -9,10 +10,12 @@ For the server the core has a process of its own: `engine_process.py`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import itertools
 import math
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
@@ -21,6 +24,8 @@ from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
 from outputs import (
+    BeamSearchOutput,
+    BeamSearchSequence,
     Choices,
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -34,13 +39,34 @@ from outputs import (
     ScoringRequestOutput,
 )
 from plan import EngineCoreRequest, EngineOutput
-from sampling_params import PoolingParams, SamplingParams
-from tokenizer import Tokenizer, template_variables
+from prompts import InputProcessor, Prompt, listed, read_prompt
+from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from tokenizer import NoTokenizer, Tokenizer, chat_messages, open_tokenizer, template_variables
 
 __all__ = [  # for scripts
-    "LLM", "CompletionOutput", "EngineConfig", "EngineCore", "PoolingParams", "PoolingRequestOutput", "RequestOutput",
-    "SamplingParams",
+    "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
+    "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
 ]  # fmt: skip
+
+
+EngineArgs = EngineConfig  # vLLM's name for it
+Options = ParamSpec("Options")
+
+
+def with_options(
+    config: Callable[Options, EngineConfig],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, Options], None]]:
+    """Let an `__init__` show the parameters of `config` to editors, type checkers, `help` and `inspect`.
+
+    So the options are written down once.
+    """
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, Options], None]:
+        own, options = inspect.signature(init).parameters["self"], inspect.signature(config).parameters.values()
+        vars(init)["__signature__"] = inspect.Signature([own, *options])
+        return init
+
+    return decorate
 
 
 class InprocClient:
@@ -120,8 +146,110 @@ class InprocStream(Stream):
         return super().get(0)
 
 
+class LLMEngine:
+    """A model in this process, for those who run its loop themselves.
+
+    Args:
+        config: the engine's options.
+
+    Raises:
+        ValueError: the options or the model are not usable.
+    """
+
+    def __init__(self, config: EngineConfig):
+        if (size := config.data_parallel_size) > 1:
+            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
+        self.config = config
+        self.tokenizer = open_tokenizer(config.model, config.skip_tokenizer_init)
+        core = EngineCore(config)
+        self.inputs = InputProcessor(self.tokenizer, core.facts)
+        self.live: dict[str, Choices] = {}
+        self.stream = Stream()
+        self._client: InprocClient | None = InprocClient(core)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
+        """The same as `LLMEngine(engine_args)`, by vLLM's name."""
+        return cls(engine_args)
+
+    @property
+    def client(self) -> InprocClient:
+        """The engine's client.
+
+        Raises:
+            ValueError: the engine is closed.
+        """
+        if self._client is None:
+            raise ValueError("this engine is closed; it can do nothing more")
+        return self._client
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            ValueError: there is none, or the engine is closed.
+        """
+        assert self.client
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise ValueError("this engine has no tokenizer (skip_tokenizer_init)")
+        return self.tokenizer
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> None:
+        """Queue a request; `step` runs it.
+
+        Args:
+            request_id: names it among those that are unfinished.
+            prompt: a text, a list of token ids, or a dict; see `LLM.generate`.
+            params: how its answers are drawn.
+            priority: the lowest goes first; other than 0 only with the policy `priority`.
+
+        Raises:
+            ValueError: it can never run, or the id is in use.
+        """
+        request, choices = self.inputs.request(request_id, prompt, params, priority)
+        self.client.add(request, self.stream)
+        self.live[request_id] = choices
+
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """Give up a request, or several; `step` returns nothing more of them. An unknown id has just finished."""
+        for name in [request_id] if isinstance(request_id, str) else request_id:
+            if self.live.pop(name, None):
+                self.client.abort(name)
+
+    def step(self) -> list[RequestOutput]:
+        """Run a step; returns of each request that it brought forward all its answers so far.
+
+        A request that the engine had to give up is finished, too, and says why in `error`.
+        """
+        self.client.step()
+        grown: dict[str, Choices] = {}
+        while not self.stream.queue.empty():
+            output = self.stream.get()
+            if choices := self.live.get(output.request_id):
+                choices.follow(output, self.client.abort)
+                grown[output.request_id] = choices
+                if choices.finished:  # perhaps by a stop string, of which the engine hears now
+                    del self.live[output.request_id]
+        return [choices.output() for choices in grown.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self.live)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests there are."""
+        return len(self.live)
+
+    def close(self) -> None:
+        """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
+        if self._client:
+            self._client.close()
+            self._client = None
+            self.live.clear()
+
+
 class LLM:
-    """A model in this process, for scripts.
+    """A model in this process, for scripts. `with LLM(...) as llm:` closes it at the end.
 
     In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
     from here. The other ranks do what rank 0 says until its script has ended.
@@ -135,71 +263,124 @@ class LLM:
         SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
+    @with_options(EngineConfig)
     def __init__(self, model: str = EngineConfig.model, **fields: Any):
         known = {f.name for f in dataclasses.fields(EngineConfig)}
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"unknown option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        self.config = EngineConfig(model=model, **fields)
-        if self.config.data_parallel_size > 1:
-            size = self.config.data_parallel_size
-            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
-        self.tokenizer = Tokenizer(model)
-        self.core = EngineCore(self.config)
-        self.client = InprocClient(self.core)
+        self.llm_engine = LLMEngine(EngineConfig(model=model, **fields))
+        self.config, self.tokenizer, self.inputs = (
+            self.llm_engine.config,
+            self.llm_engine.tokenizer,
+            self.llm_engine.inputs,
+        )
         self.ids = itertools.count()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
+        """An `LLM` with these options."""
+        return cls(**vars(engine_args))
+
+    @property
+    def client(self) -> InprocClient:
+        """The engine's client.
+
+        Raises:
+            ValueError: this is closed.
+        """
+        return self.llm_engine.client
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine; raises as `client` does."""
+        return self.client.core
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the engine and free its memory. From then on every other method raises a ValueError that says so."""
+        self.llm_engine.close()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises as `LLMEngine.get_tokenizer` does."""
+        return self.llm_engine.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
         return SamplingParams(**self.core.default_sampling)
 
+    def get_metrics(self) -> dict[str, float]:
+        """Gauges and counters of the engine, by vLLM's names without the prefix; counters end in `_total`."""
+        return self.core.metrics()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
+        self.core.reset_prefix_cache()
+        return True
+
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        """What a method of `Worker` returns on each device.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        return self.core.collective_rpc(method, *args)
+
     def generate(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
-        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         priority: list[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete each prompt (text, or token ids); outputs come in the order of the prompts.
+        """Complete each prompt; outputs come in the order of the prompts.
 
-        `priority` has a number for each prompt, the lowest goes first; the policy must be `priority`.
+        Args:
+            prompts: one or several, each a text, a list of token ids, or a dict `{"prompt": ...}` or
+                `{"prompt_token_ids": ...}`, which may have a `cache_salt`.
+            sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
+            use_tqdm: show a bar.
+            priority: a number for each prompt, the lowest goes first; the policy must be `priority`.
 
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
         """
-        items: list[Any] = (
-            [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        )
-        if isinstance(sampling_params, list):
+        client, items = self.client, listed(prompts)
+        if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(items):
                 raise ValueError(f"sampling_params has {len(sampling_params)} entries for {len(items)} prompts")
-            params = sampling_params
+            params = list(sampling_params)
         else:
             params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        requests = [self._request(item, p) for item, p in zip(items, params, strict=True)]
         if priority is not None and self.config.scheduling_policy != "priority":
             raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
         ranks = [0] * len(items) if priority is None else priority
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
-        live, stream = {}, InprocStream(self.client)
+        made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
+        live, stream = {}, InprocStream(client)
         try:
-            for request, rank in zip(requests, ranks, strict=True):
-                ids, param = request.prompt_token_ids, request.params
-                self.client.add(EngineCoreRequest(request.request_id, ids, param, priority=rank), stream)
-                live[request.request_id] = request
+            for request, choices in made:
+                client.add(request, stream)
+                live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
         finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
             for request_id in live:
-                self.client.abort(request_id)
-            while self.client.step():  # a step may have begun before a stop string was found
+                client.abort(request_id)
+            while client.step():  # a step may have begun before a stop string was found
                 pass
-        return [request.output() for request in requests]
+        return [choices.output() for _, choices in made]
 
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -207,21 +388,28 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
-        `chat_template_kwargs` are variables of the chat template; of the others see `Tokenizer.render`.
+        Args:
+            messages: the conversations. A content is a text or a list of `{"type": "text", "text": ...}`.
+            sampling_params: see `generate`, as for `use_tqdm`.
+            chat_template: source of the template that renders them; None takes the model's own.
+            chat_template_kwargs: further variables of the template; of the other arguments see `Tokenizer.render`.
 
         Raises:
-            ValueError: the template refuses a conversation, or a variable has a reserved name; see also `generate`.
+            ValueError: a message is malformed, the template refuses a conversation, or a variable has a reserved name;
+                see also `generate`.
         """
+        if not isinstance(messages, list):
+            raise ValueError(f"messages is {messages!r:.80}; it must be a conversation or a list of conversations")
         conversations: list[Any] = [messages] if messages and isinstance(messages[0], dict) else messages
-        fixed = add_generation_prompt, continue_final_message, tools
+        fixed = add_generation_prompt, continue_final_message, tools, chat_template
         variables = template_variables(chat_template_kwargs or {})
-        rendered = [self.tokenizer.render(conversation, *fixed, **variables) for conversation in conversations]
+        rendered = [self.tokenizer.render(_messages(each), *fixed, **variables) for each in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in rendered]
         return self.generate(ids, sampling_params, use_tqdm)
 
     def encode(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
@@ -234,7 +422,7 @@ class LLM:
 
     def embed(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
@@ -249,7 +437,7 @@ class LLM:
 
     def classify(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[ClassificationRequestOutput]:
@@ -300,24 +488,21 @@ class LLM:
 
     def _pool(
         self,
-        prompts: str | list[str] | list[int] | list[list[int]],
+        prompts: Prompt | Sequence[Prompt],
         params: PoolingParams | list[PoolingParams] | None,
         use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine makes of each prompt; raises what `generate` does."""
-        single = isinstance(prompts, str) or (prompts and isinstance(prompts[0], int))
-        items: list[Any] = [prompts] if single else list(prompts)
+        items = listed(prompts)
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(items)
         if len(each) != len(items):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(items)} prompts")
-        tokens = self.tokenizer.encode_batch([item for item in items if isinstance(item, str)])
-        token_ids = iter(tokens)
-        prompt_ids = [next(token_ids) if isinstance(item, str) else item for item in items]
+        tokens = iter(self.tokenizer.encode_batch([item for item in items if isinstance(item, str)]))
+        prompt_ids = [next(tokens) if isinstance(item, str) else read_prompt(item, self.tokenizer)[1] for item in items]
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream = set(), InprocStream(self.client)
         try:
-            for item, ids, param in zip(items, prompt_ids, each, strict=True):
-                check_prompt(item, ids)
+            for ids, param in zip(prompt_ids, each, strict=True):
                 request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)
                 self.client.add(request, stream)
                 live.add(request.request_id)
@@ -337,10 +522,36 @@ class LLM:
                 pass
         return list(found.values())
 
-    def _request(self, item: str | list[int], params: SamplingParams) -> Choices:
-        text, ids = (item, self.tokenizer.encode(item)) if isinstance(item, str) else (None, item)
-        check_prompt(item, ids)
-        return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` best answers to each prompt, by log-probability / length^penalty, the best first.
+
+        As in vLLM, `tokens` and `text` have the prompt before the answer, and special tokens are in the text. The
+        length is that of the answer, as in transformers; see `beam.py`.
+
+        Raises:
+            ValueError: as for `generate`.
+            RuntimeError: the engine had to give a prompt up, and why.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params is {params!r:.80}; it must be BeamSearchParams")
+        outputs = self.generate(prompts, params.sampling_params(), use_tqdm)
+        return [BeamSearchOutput([self._beam(output, beam, params) for beam in output.outputs]) for output in outputs]
+
+    def _beam(self, output: RequestOutput, beam: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+        if output.error:
+            raise RuntimeError(output.error)
+        tokens, stop_reason = beam.token_ids, beam.stop_reason
+        assert beam.cumulative_logprob is not None
+        logprob = beam.cumulative_logprob * len(tokens) ** params.length_penalty  # it was the score
+        if beam.finish_reason == "stop":
+            stop_reason = tokens[-1]
+            tokens = tokens if params.include_stop_str_in_output else tokens[:-1]
+        tokens = output.prompt_token_ids + tokens
+        no_text = isinstance(self.tokenizer, NoTokenizer)
+        text = "" if no_text else self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return BeamSearchSequence(tokens, text, logprob, beam.finish_reason, stop_reason)
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:
         begun, prefilled, decoded = time.monotonic(), 0, 0
@@ -349,7 +560,7 @@ class LLM:
                 output = stream.get()
                 request = live[output.request_id]
                 if output.finish_reason == "error":
-                    request.fail(output.error or "")
+                    request.fail(output.error)
                     del live[output.request_id]
                     continue
                 if request.metrics.first_token_time is None:
@@ -364,16 +575,6 @@ class LLM:
                     bar.update()
 
 
-def check_prompt(item: Any, ids: Any) -> None:
-    """Check that `ids`, those of the prompt `item`, are a list of token ids.
-
-    Raises:
-        ValueError: they are not.
-    """
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
-
-
 def scored(
     a: PoolingRequestOutput[PoolingOutput], b: PoolingRequestOutput[PoolingOutput]
 ) -> PoolingRequestOutput[ScoringOutput]:
@@ -382,3 +583,10 @@ def scored(
     score = math.nan if error else cosine(a.outputs.data, b.outputs.data)
     name, ids = f"{a.request_id}_{b.request_id}", a.prompt_token_ids + b.prompt_token_ids
     return PoolingRequestOutput(name, ScoringOutput(score), ids, error is None, error)
+
+
+def _messages(conversation: Any) -> list[dict[str, Any]]:
+    try:
+        return chat_messages(conversation)
+    except ValueError as error:
+        raise ValueError(f"messages: {error}") from None

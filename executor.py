@@ -87,7 +87,13 @@ class UniExecutor:
         return step.result() if self.overlaps else self.worker.step(step)
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `Worker` returns on each rank."""
+        """What a method of `Worker` returns on each rank.
+
+        Raises:
+            ValueError: there is no such method.
+        """
+        if not callable(getattr(self.worker, method, None)):
+            raise ValueError(f"the worker has no method {method!r}")
         return [getattr(self.worker, method)(*args)]
 
     def check(self) -> None:
@@ -102,7 +108,8 @@ class UniExecutor:
         self.steps.clear()
 
     def close(self) -> None:
-        """Do nothing, because no process was started."""
+        """Let go of the worker, and so of the device's memory."""
+        del self.worker
 
 
 class TorchrunExecutor(UniExecutor):

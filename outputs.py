@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from plan import EngineOutput
@@ -142,6 +142,24 @@ ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]
 ScoringRequestOutput = PoolingRequestOutput[ScoringOutput]
 
 
+@dataclass
+class BeamSearchSequence:
+    """One answer of a beam search, with its prompt before it."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float  # of the answer's tokens, the one that ended it among them
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass
+class BeamSearchOutput:
+    """The answers of a beam search, the best first."""
+
+    sequences: list[BeamSearchSequence]
+
+
 class Generation:
     """One answer's tokens and text as they grow.
 
@@ -250,10 +268,17 @@ class Choices:
             abort(self.request_id, output.index)
         return text
 
-    def fail(self, error: str) -> None:
+    def follow(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> None:
+        """Take the engine's news of one answer, or of the end of all; `abort` is as for `push`."""
+        if output.finish_reason in ("error", "abort"):
+            self.fail(output.error, output.finish_reason)
+        else:
+            self.push(output, abort)
+
+    def fail(self, error: str | None, finish_reason: str = "error") -> None:
         """Note that the engine has given the request up; answers that are not complete stay as they are."""
         for generation in self.drawn:
-            generation.finish_reason = generation.finish_reason or "error"
+            generation.finish_reason = generation.finish_reason or finish_reason
         self.num_live, self.error, self.metrics.finished_time = 0, error, time.monotonic()
 
     def best(self) -> list[Generation]:
@@ -263,11 +288,17 @@ class Choices:
         return sorted(self.drawn, key=lambda generation: -generation.mean_logprob)[: self.params.n]
 
     def output(self) -> RequestOutput:
-        """What `LLM.generate` returns of it."""
+        """The answers so far, as `LLM.generate` returns them. What comes later does not change this record."""
         outputs = [
-            CompletionOutput(i, g.text, g.token_ids, g.finish_reason, g.stop_reason, g.cumulative_logprob)
+            CompletionOutput(i, g.text, list(g.token_ids), g.finish_reason, g.stop_reason, g.cumulative_logprob)
             for i, g in enumerate(self.best())
         ]
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids, outputs, self.finished, self.metrics, self.error
+            self.request_id,
+            self.prompt,
+            self.prompt_token_ids,
+            outputs,
+            self.finished,
+            replace(self.metrics),
+            self.error,
         )

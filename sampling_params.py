@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import reprlib
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens, but for the first.
         min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
         bad_words: texts that are not written: the last token of one is not drawn after the others of it.
-        truncate_prompt_tokens: keep this many tokens of the prompt, its last; -1 keeps what the context holds.
+        truncate_prompt_tokens: keep this many tokens of the prompt, its last ones; -1 keeps what the context holds
+            beside one token of output.
     """
 
     temperature: float = 1.0
@@ -167,6 +169,19 @@ class SamplingParams:
             if outside := [token for token in getattr(self, name) or () if token >= size]:
                 raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
 
+    def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
+        """The tokens of a prompt that `truncate_prompt_tokens` keeps in so large a context.
+
+        Raises:
+            ValueError: it keeps none, or more than the context holds.
+        """
+        keep = self.truncate_prompt_tokens
+        if keep is None:
+            return prompt_token_ids
+        if keep == 0 or keep > max_model_len:
+            raise ValueError(f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {max_model_len}")
+        return prompt_token_ids[-(max_model_len - 1 if keep == -1 else keep) :]
+
     @property
     def num_listed(self) -> int:
         """Token ids that are listed in it; they travel with each prompt."""
@@ -203,6 +218,43 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences that may run at the same time."""
         return (self.beam_width or self.n) if self.use_beam_search else self.num_samples
+
+
+@dataclass(frozen=True)
+class BeamSearchParams:
+    """A beam search, as `LLM.beam_search` takes it; names and meanings are vLLM's.
+
+    Attributes:
+        beam_width: beams, and answers.
+        max_tokens: of output.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        temperature: 0 or 1; both leave the model's probabilities as they are.
+        length_penalty: above 0 favours longer beams.
+        include_stop_str_in_output: keep the token that ended an answer.
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self.sampling_params()
+
+    def sampling_params(self) -> SamplingParams:
+        """The same search for the engine.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        if self.beam_width is None or self.max_tokens is None:
+            raise ValueError(
+                f"beam_width is {self.beam_width} and max_tokens is {self.max_tokens}; both must be whole numbers"
+            )
+        fields = dataclasses.asdict(self)
+        return SamplingParams(**fields, n=self.beam_width, use_beam_search=True)
 
 
 @dataclass(frozen=True)

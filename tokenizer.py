@@ -15,7 +15,7 @@ import re
 import reprlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import tokenizers
 from jinja2 import Template
@@ -78,6 +78,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
+        self._compile = functools.lru_cache(8)(functools.partial(compile_template, environment))  # callers' templates
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
@@ -136,6 +137,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
@@ -145,30 +147,88 @@ class Tokenizer:
             add_generation_prompt: end with what opens the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             tools: JSON schemas, for templates that know of tools.
+            chat_template: the template's source; None takes the model's own.
             chat_template_kwargs: further variables of the template (`enable_thinking=False`).
 
         Raises:
             ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
-        if not self._templates:
-            raise ValueError("this model has no chat template; use completions with a raw prompt")
+        template = self._template(chat_template, "tool_use" if tools else "default")
+        variables = {**self.special_tokens, "documents": None, **chat_template_kwargs, "tools": tools}
+
+        def run(messages: list[dict[str, Any]], opening: bool) -> str:
+            return run_template(template, variables | {"messages": messages, "add_generation_prompt": opening})
+
         if not continue_final_message:
-            return self._run_template(messages, add_generation_prompt, tools, chat_template_kwargs)
+            return run(messages, add_generation_prompt)
         if add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         messages, text = _tag_final_message(messages)
-        prompt = self._run_template(messages, False, tools, chat_template_kwargs)
+        prompt = run(messages, False)
         place = prompt.rfind(CONTINUE_TAG.strip())
         if place < 0 or text.strip() not in prompt:
             raise ValueError("continue_final_message: the chat template does not show the final message as it is")
         trimmed = not prompt.startswith(CONTINUE_TAG, place)
         return prompt[:place].rstrip() if trimmed else prompt[:place]
 
-    def _run_template(self, messages: Any, add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
-        template = self._templates.get("tool_use" if tools else "default") or self._templates["default"]
-        variables = {**self.special_tokens, "documents": None, **kwargs}
-        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return run_template(template, variables)
+    def _template(self, source: str | None, name: str) -> Template:
+        """The template of this source, or else the model's own of this name."""
+        if source is None:
+            if not self._templates:
+                raise ValueError("this model has no chat template; use completions with a raw prompt")
+            return self._templates.get(name) or self._templates["default"]
+        if not isinstance(source, str):
+            raise ValueError(f"chat_template is {reprlib.repr(source)}; it must be a template's source, a string")
+        try:
+            return self._compile(source)
+        except ValueError as error:
+            raise ValueError(f"chat_template does not compile: {error}") from None
+
+
+class NoTokenizer(Tokenizer):
+    """Stands in for a tokenizer where there is none: prompts are token ids, and answers have no text."""
+
+    def __init__(self) -> None:
+        self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
+        self._templates, self._byte_level = {}, False
+        self.joins_bytes, self.token_bytes = True, functools.cache(self._token_bytes)
+
+    def _token_bytes(self, id: int) -> bytes:
+        return b""  # so a `Detokenizer` makes no text of any token
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(f"{what} takes a tokenizer, and this engine has none (skip_tokenizer_init)")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("a prompt that is text")
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("the text of tokens")
+
+    def token(self, id: int) -> str:
+        """Empty, because there is no vocabulary."""
+        return ""
+
+    @property
+    def longest_token(self) -> int:
+        """Raises ValueError: there is no tokenizer."""
+        self._refuse("a prompt that is text")
+
+    def _template(self, source: str | None, name: str) -> Template:
+        self._refuse("a conversation")
+
+
+def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16 * 2**20) -> Tokenizer:
+    """The tokenizer of a model's folder; where it is to be skipped, a `NoTokenizer`, and no file is read.
+
+    Raises:
+        ValueError: a file is missing or broken.
+    """
+    return NoTokenizer() if skip else Tokenizer(folder, max_template_chars)
 
 
 class Detokenizer:

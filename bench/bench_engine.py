@@ -269,7 +269,7 @@ def breakdown(model: str, lengths: list[int], new_tokens: int, options: dict[str
     sequences = len(lengths)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        sizes = {"max_num_seqs": sequences, "max_model_len": max(lengths) + new_tokens}
+        sizes: dict[str, Any] = {"max_num_seqs": sequences, "max_model_len": max(lengths) + new_tokens}
         llm = LLM(model, trace=str(path), distributed_executor_backend="uni", **sizes, **options)
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
         for turn in range(2):  # the first warms up

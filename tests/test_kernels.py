@@ -336,6 +336,22 @@ def test_attention_reads_blocks_beyond_32_bits(device: str) -> None:
         oracles.check_error(got, want, naive)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [7, 128, 300])
+def test_pool(device: str, dtype: torch.dtype, size: int) -> None:
+    lengths = [1, 40, 16, 3, 17]
+    hidden = torch.randn(sum(lengths) + 3, size).to(dtype)[: sum(lengths)]
+    starts = ints(0, 1, 41, 57, 60, 77)
+    parts = hidden.double().split(lengths)
+    for kind, pick in (("last", lambda x: x[-1]), ("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0))):
+        want = torch.stack([pick(part) for part in parts])
+        naive = torch.stack([pick(part.float()) for part in parts])
+        most = 2 * (naive - want).abs().max() + 1e-7
+        for ops in (reference, kernels):
+            found = ops.pool(hidden.to(device), starts.to(device), kind).cpu()
+            assert found.dtype == torch.float32 and (found - want).abs().max() <= most
+
+
 @few
 @given(lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=9), seed=st.integers(0, 99))
 def test_apply_writes(device: str, lengths: list[int], seed: int) -> None:

@@ -46,6 +46,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         "m_c = o_c < CHUNKS", "m_c = o_c < CHUNKS - 1",
         test_kernels_sampling.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
     "logprobs": ("mask=o_v < V,", "mask=o_v < V - 1,", test_kernels_sampling.test_logprobs, (50, 5, "normal", F32)),
+    "pool": ("o_t < i_end", "o_t < i_end - 1", test_kernels.test_pool, (F32, 128)),
     "apply_writes": ("o_x < n", "o_x < n - 1", test_kernels.test_apply_writes, ([5, 0, 3], 0)),
     "prepare_inputs": (
         "i_slot * table_stride", "i_slot * (table_stride - 1)",

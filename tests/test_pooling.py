@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import reference
 from client import MPClient
 from config import DEMO, EngineConfig, ModelConfig
 from core import EngineCore
@@ -220,28 +219,6 @@ def test_what_becomes_of_a_classifications_logits(tmp_path, more, activation):
     assert ModelConfig.from_folder(str(tmp_path)).label_activation == activation
 
 
-# --- the op -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [7, 128, 300])
-def test_pool_is_its_formula(device, dtype, size):
-    import kernels
-
-    lengths = [1, 40, 16, 3, 17]
-    hidden = torch.randn(sum(lengths) + 3, size).to(dtype)[: sum(lengths)]
-    starts = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
-    parts = hidden.double().split(lengths)
-    for kind, pick in (("last", lambda x: x[-1]), ("cls", lambda x: x[0]), ("mean", lambda x: x.mean(0))):
-        want = torch.stack([pick(part) for part in parts])
-        naive = torch.stack([pick(part.float()) for part in parts])
-        most = 2 * (naive - want).abs().max() + 1e-7
-        for ops in (reference, kernels):
-            found = ops.pool(hidden.to(device), starts.to(device), kind).cpu()
-            assert found.dtype == torch.float32 and (found - want).abs().max() <= most
-
-
 # --- scheduling -------------------------------------------------------------------------------------------------------
 
 
@@ -405,7 +382,7 @@ def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
         embedder.core.add(EngineCoreRequest("a", [1], SamplingParams(n=2), pooling=RAW))
     with pytest.raises(ValueError, match="pooling_params has 1 entries for 2 prompts"):
         embedder.embed(["a", "b"], [RAW], use_tqdm=False)
-    with pytest.raises(ValueError, match=r"a prompt is 3\.5; it must be a string or a list of token ids"):
+    with pytest.raises(ValueError, match=r"a prompt is 3\.5; it must be a string, token ids or a dict of these"):
         embedder.embed(["a", 3.5], use_tqdm=False)
     with pytest.raises(ValueError, match="the prompt has 257 tokens; at most 256 fit the context of 256"):
         embedder.embed([[1], [1] * 257], use_tqdm=False)

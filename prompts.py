@@ -1,0 +1,114 @@
+"""Prompts as callers of the library give them, and the requests that are made of these.
+
+A prompt is a text, a list of token ids, or a dict of either. `server.py` has forms of its own, which come in JSON.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from outputs import Choices
+from plan import EngineCoreRequest
+from sampling_params import SamplingParams
+from tokenizer import NoTokenizer, Tokenizer
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. Requests share cached prefixes only with those of the same `cache_salt`."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. A text beside them is only repeated in the output."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt
+KNOWN_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of a call that takes one or several.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(prompts, str | dict):
+        return [prompts]
+    if not isinstance(prompts, list | tuple):
+        raise ValueError(f"prompts is {reprlib.repr(prompts)}; it must be a prompt or a list of prompts")
+    if prompts and isinstance(prompts[0], int):
+        return [list(prompts)]
+    return list(prompts)
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[int], str]:
+    """A prompt's text, if it has one, its token ids and its cache salt.
+
+    Raises:
+        ValueError: it is no prompt; says what it is and what it must be.
+    """
+    given: dict[str, Any] = dict(prompt) if isinstance(prompt, dict) else {}
+    if isinstance(prompt, dict):
+        if unknown := [key for key in given if key not in KNOWN_KEYS]:
+            raise ValueError(f"a prompt has the key {unknown[0]!r:.80}; known: {', '.join(KNOWN_KEYS)}")
+    else:
+        given["prompt" if isinstance(prompt, str) else "prompt_token_ids"] = prompt
+    text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt")
+    if not isinstance(text, str | None):
+        raise ValueError(f"a prompt's text is {reprlib.repr(text)}; it must be a string")
+    if not isinstance(salt, str | None):
+        raise ValueError(f"a prompt's cache_salt is {reprlib.repr(salt)}; it must be a string")
+    if text is None and isinstance(prompt, dict) and ids is None:
+        raise ValueError(f"a prompt is {reprlib.repr(prompt)}; it must have prompt or prompt_token_ids")
+    if ids is None and text is not None:
+        ids = tokenizer.encode(text)
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError(f"a prompt is {reprlib.repr(ids)}; it must be a string, token ids or a dict of these")
+    return text, ids, salt or ""
+
+
+class InputProcessor:
+    """Makes the engine's requests.
+
+    Args:
+        tokenizer: of the model.
+        facts: of the engine, `EngineCore.facts`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, facts: Mapping[str, Any]):
+        self.tokenizer, self.facts = tokenizer, facts
+
+    def request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[EngineCoreRequest, Choices]:
+        """A request for the engine, and what follows its answers.
+
+        Raises:
+            ValueError: an argument is of the wrong type or out of range. What only the engine can tell, it refuses.
+        """
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id is {request_id!r:.80}; it must be a string")
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {params!r:.80}; it must be SamplingParams")
+        if type(priority) is not int:
+            raise ValueError(f"priority is {priority!r:.80}; it must be a whole number")
+        if priority and (policy := self.facts["scheduling_policy"]) != "priority":
+            raise ValueError(f"priority is {priority}; it must be 0, because scheduling_policy is {policy!r}")
+        if isinstance(self.tokenizer, NoTokenizer):
+            for name in ("stop", "bad_words"):
+                if value := getattr(params, name):
+                    raise ValueError(
+                        f"{name} is {reprlib.repr(value)}; without a tokenizer (skip_tokenizer_init) it must be empty"
+                    )
+        text, ids, salt = read_prompt(prompt, self.tokenizer)
+        ids = params.truncated(ids, self.facts["max_model_len"])
+        choices = Choices(request_id, text, ids, params, self.tokenizer)
+        return EngineCoreRequest(request_id, ids, params, salt, priority), choices

@@ -1,0 +1,346 @@
+"""The library's face for scripts: prompts of all forms, and what vLLM's users know `LLM` and `LLMEngine` by."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from config import DEMO, EngineConfig
+from engine import LLM, BeamSearchParams, EngineArgs, LLMEngine, SamplingParams
+from plan import StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
+
+
+def tokens(outputs) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_may_be_a_dict_and_lists_may_be_mixed(llm):
+    ids = llm.tokenizer.encode("To be")
+    plain = llm.generate("To be", GREEDY, use_tqdm=False)
+    forms = ["To be", ids, {"prompt": "To be"}, {"prompt_token_ids": ids}, {"prompt_token_ids": ids, "prompt": "any"}]
+    mixed = llm.generate(forms, GREEDY, use_tqdm=False)
+    assert tokens(mixed) == tokens(plain) * 5
+    assert [output.prompt for output in mixed] == ["To be", None, "To be", None, "any"]
+    assert all(output.prompt_token_ids == ids for output in mixed)
+    assert tokens(llm.generate({"prompt": "To be"}, GREEDY, use_tqdm=False)) == tokens(plain)
+    assert tokens(llm.generate(tuple(forms), GREEDY, use_tqdm=False)) == tokens(mixed)
+    assert tokens(llm.generate(forms[:2], (GREEDY, replace(GREEDY, max_tokens=2)), use_tqdm=False)) == [
+        tokens(plain)[0], tokens(plain)[0][:2]]  # fmt: skip
+
+
+def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
+    llm, ids = make_llm(block_size=16), list(range(5, 85))
+    cached = []
+    for salt in ("a", "a", "b", None):
+        prompt = {"prompt_token_ids": ids} | ({"cache_salt": salt} if salt else {})
+        cached.append(llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics.num_cached_tokens)
+    assert cached[1] > 0 and [cached[i] for i in (0, 2, 3)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (5, "prompts is 5; it must be a prompt or a list"),
+        (None, "prompts is None"),
+        (["a", 5], "a prompt is 5; it must be a string, token ids or a dict of these"),
+        ([[5, True]], "a prompt is .5, True."),
+        ([{}], "a prompt is {}; it must have prompt or prompt_token_ids"),
+        ([{"prompt": 5}], "a prompt's text is 5; it must be a string"),
+        ([{"prompt": "a", "cache_salt": 5}], "a prompt's cache_salt is 5; it must be a string"),
+        ([{"promt": "a"}], "a prompt has the key 'promt'; known: prompt, prompt_token_ids, cache_salt"),
+        ([{"prompt_token_ids": "a"}], "a prompt is 'a'; it must be"),
+        ([{"prompt_token_ids": []}], "the prompt is empty"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(llm, bad, message):
+    with pytest.raises(ValueError, match=message):
+        llm.generate(bad, GREEDY, use_tqdm=False)
+    assert not llm.core.has_work()
+
+
+def test_arguments_of_the_wrong_type_are_refused_by_name(llm):
+    for params, message in (
+        ({"temperature": 0}, "sampling_params is {'temperature': 0}; it must be SamplingParams"),
+        ([GREEDY, None], "sampling_params is None; it must be SamplingParams"),
+        ([GREEDY], "sampling_params has 1 entries for 2 prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(["a", "b"], params, use_tqdm=False)
+    with pytest.raises(TypeError, match="lora_request"):
+        llm.generate("a", GREEDY, lora_request=None)
+
+
+def test_truncate_prompt_tokens_keeps_the_last_ones(llm):
+    ids = list(range(5, 1005)) * 2
+    for keep, kept in ((3, 3), (1000, 1000), (-1, 1023)):
+        params = replace(GREEDY, max_tokens=1, truncate_prompt_tokens=keep)
+        (output,) = llm.generate([ids], params, use_tqdm=False)
+        assert output.prompt_token_ids == ids[-kept:] and len(output.prompt_token_ids) == kept
+        assert tokens([output]) == tokens(llm.generate([ids[-kept:]], replace(GREEDY, max_tokens=1), use_tqdm=False))
+    short = llm.generate([[5, 6]], replace(GREEDY, truncate_prompt_tokens=3), use_tqdm=False)[0]
+    assert short.prompt_token_ids == [5, 6]
+    for keep in (0, 1025):
+        with pytest.raises(ValueError, match=rf"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to 1024"):
+            llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=keep), use_tqdm=False)
+
+
+def test_chat_takes_another_template(llm):
+    template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ 'A:' if add_generation_prompt }}{{ mood }}"
+    for opening, text in ((True, "What is 23 + 58?|A:glad"), (False, "What is 23 + 58?|glad")):
+        (output,) = llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=template, add_generation_prompt=opening,
+                             chat_template_kwargs={"mood": "glad"})  # fmt: skip
+        assert output.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
+    own = llm.chat(QUESTION, GREEDY, use_tqdm=False)[0].prompt_token_ids
+    assert llm.chat(QUESTION, GREEDY, use_tqdm=False, chat_template=None)[0].prompt_token_ids == own
+    parts = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
+    both = llm.chat([QUESTION, parts], GREEDY, use_tqdm=False)
+    assert [output.prompt_token_ids for output in both] == [own, own]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    named = llm.chat(QUESTION, GREEDY, use_tqdm=False, tools=tools, chat_template="{{ tools[0].function.name }}")
+    assert named[0].prompt_token_ids == llm.tokenizer.encode("add", add_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template", "message"),
+    [
+        (QUESTION, "{% if %}", "chat_template does not compile: "),
+        (QUESTION, 5, "chat_template is 5; it must be a template's source"),
+        (QUESTION, "{{ raise_exception('no') }}", "chat template: no"),
+        ("hello", None, "messages is 'hello'; it must be a conversation"),
+        ([[]], None, "messages: it must be a list of at least one message"),
+        (["hello"], None, "messages: it must be a list"),
+        ([{"content": "a"}], None, "messages: message 0 must be an object with a role"),
+        ([{"role": "user", "content": 5}], None, "messages: message 0 must have a content"),
+    ],
+)
+def test_a_bad_conversation_is_refused_by_name(llm, messages, template, message):
+    with pytest.raises(ValueError, match=message):
+        llm.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+
+# --- the face ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_options_show_to_editors_and_an_engine_takes_them_as_a_record(llm):
+    assert inspect.signature(LLM) == inspect.signature(EngineConfig).replace(return_annotation=inspect.Signature.empty)
+    made = LLM.from_engine_args(EngineArgs(DEMO, dtype="float32", device="cpu", max_num_seqs=4, block_size=16))
+    assert made.config.max_num_seqs == 4 and made.core.facts["block_size"] == 16
+    assert tokens(made.generate("To be", GREEDY, use_tqdm=False)) == tokens(
+        llm.generate("To be", GREEDY, use_tqdm=False)
+    )
+    with pytest.raises(TypeError, match="positional"):
+        LLM(DEMO, "float32")
+    with pytest.raises(TypeError, match="positional"):
+        EngineArgs(DEMO, "float32")
+
+
+def test_metrics_cache_and_calls_of_the_worker(make_llm):
+    llm = make_llm(block_size=16)
+    for _ in range(2):
+        llm.generate([[5] * 40], GREEDY, use_tqdm=False)
+    metrics = llm.get_metrics()
+    assert metrics["generation_tokens_total"] == 12 and metrics["prefix_cache_hits_total"] > 0
+    assert llm.reset_prefix_cache() is True
+    assert llm.generate([[5] * 40], GREEDY, use_tqdm=False)[0].metrics.num_cached_tokens == 0
+    assert llm.collective_rpc("block_bytes") == [llm.core.executor.worker.block_bytes()]
+    with pytest.raises(ValueError, match="the worker has no method 'nonsense'"):
+        llm.collective_rpc("nonsense")
+    assert llm.get_tokenizer().encode("To be") == llm.tokenizer.encode("To be")
+
+
+def test_a_closed_llm_has_let_go_of_its_memory_and_says_that_it_is_closed(make_llm):
+    with make_llm(num_gpu_blocks_override=16) as llm:
+        assert llm.generate("a", GREEDY, use_tqdm=False)
+        model = weakref.ref(llm.core.executor.worker.model)
+        llm.llm_engine.add_request("left", "a", GREEDY)
+    gc.collect()
+    assert model() is None
+    for call in (
+        lambda: llm.generate("a", GREEDY, use_tqdm=False),
+        lambda: llm.generate([], GREEDY),
+        lambda: llm.chat(QUESTION, GREEDY),
+        lambda: llm.beam_search("a", BeamSearchParams(2, 4)),
+        llm.get_tokenizer, llm.get_default_sampling_params, llm.get_metrics, llm.reset_prefix_cache,
+        lambda: llm.collective_rpc("block_bytes"),
+        lambda: llm.llm_engine.add_request("b", "a", GREEDY),
+        llm.llm_engine.step,
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="this engine is closed"):
+            call()
+    assert not llm.llm_engine.has_unfinished_requests()
+    llm.close()
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(llm, tmp_path):
+    for path in Path(DEMO).iterdir():
+        if path.is_file() and "token" not in path.name:
+            (tmp_path / path.name).symlink_to(path)
+    fields = {"model": str(tmp_path), "dtype": "float32", "device": "cpu"}
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        LLM(**fields)
+    bare, ids = LLM(**fields, skip_tokenizer_init=True), llm.tokenizer.encode("To be")
+    (output,) = bare.generate([{"prompt_token_ids": ids}], GREEDY, use_tqdm=False)
+    assert tokens([output]) == tokens(llm.generate([ids], GREEDY, use_tqdm=False)) and output.outputs[0].text == ""
+    (beams,) = bare.beam_search([ids], BeamSearchParams(2, 4))
+    assert [(len(beam.tokens), beam.text) for beam in beams.sequences] == [(len(ids) + 4, "")] * 2
+    end = tokens([output])[0][2]
+    (ended,) = bare.generate([ids], replace(GREEDY, stop_token_ids=[end]), use_tqdm=False)
+    assert ended.outputs[0].stop_reason == end
+    for call, message in (
+        (lambda: bare.generate("a", GREEDY), "a prompt that is text takes a tokenizer, and this engine has none"),
+        (lambda: bare.generate({"prompt": "a"}, GREEDY), "a prompt that is text"),
+        (lambda: bare.chat(QUESTION, GREEDY), "a conversation takes a tokenizer"),
+        (lambda: bare.chat(QUESTION, GREEDY, chat_template="a"), "a conversation takes a tokenizer"),
+        (lambda: bare.generate([ids], replace(GREEDY, stop="a")), r"stop is .'a',.; without a tokenizer"),
+        (lambda: bare.generate([ids], replace(GREEDY, bad_words=("a",))), r"bad_words is .'a',.; without a tokenizer"),
+        (bare.get_tokenizer, "this engine has no tokenizer .skip_tokenizer_init."),
+        (lambda: bare.tokenizer.decode([5]), "the text of tokens takes a tokenizer"),
+        (lambda: bare.tokenizer.longest_token, "a prompt that is text takes a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert bare.tokenizer.token(5) == "" and not bare.tokenizer.has_chat_template and not bare.core.has_work()
+
+
+# --- beam search ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("penalty", [1.0, -2.0])
+def test_beam_search_has_vllms_records(llm, penalty):
+    prompt = llm.tokenizer.encode(llm.tokenizer.render(QUESTION), add_special_tokens=False)
+    fields = {"max_tokens": 8, "length_penalty": penalty}
+    own = SamplingParams(use_beam_search=True, n=3, **fields)
+    params = BeamSearchParams(beam_width=3, **fields)
+    (wanted,) = llm.generate([prompt], own, use_tqdm=False)
+    found = llm.beam_search([prompt, {"prompt": "To be"}], params)
+    assert len(found) == 2 and [len(output.sequences) for output in found] == [3, 3]
+    kept = llm.beam_search([prompt], replace(params, include_stop_str_in_output=True))[0].sequences
+    eos = llm.core.model_config.eos_token_ids
+    assert any(beam.finish_reason == "stop" for beam in found[0].sequences)
+    for beam, whole, answer in zip(found[0].sequences, kept, wanted.outputs, strict=True):
+        ended = answer.finish_reason == "stop"
+        assert whole.tokens == prompt + answer.token_ids
+        assert beam.tokens == (whole.tokens[:-1] if ended else whole.tokens)
+        assert beam.text == llm.tokenizer.decode(beam.tokens, skip_special_tokens=False)
+        assert beam.text.startswith(llm.tokenizer.decode(prompt, skip_special_tokens=False))
+        assert (beam.finish_reason, beam.stop_reason in eos) == (answer.finish_reason, ended)
+        score = beam.cum_logprob / len(answer.token_ids) ** penalty
+        assert beam.cum_logprob == whole.cum_logprob and score == pytest.approx(answer.cumulative_logprob, rel=1e-12)
+
+
+def test_a_bad_beam_search_is_refused_by_name(llm):
+    for fields, message in (
+        ({"beam_width": 0}, "n is 0"),
+        ({"beam_width": None}, "beam_width is None"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": 0.5}, "temperature is 0.5; with use_beam_search it must be 0 or 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | fields))
+    with pytest.raises(ValueError, match=r"params is SamplingParams.*; it must be BeamSearchParams"):
+        llm.beam_search("a", GREEDY)
+    assert llm.beam_search([], BeamSearchParams(2, 4)) == []
+
+
+def test_a_beam_search_that_the_engine_gives_up_says_why(llm, monkeypatch):
+    monkeypatch.setattr(llm.core.executor.worker, "step", lambda plan: StepResult(plan.step, [], error="no luck"))
+    with pytest.raises(RuntimeError, match="no luck"):
+        llm.beam_search("a", BeamSearchParams(2, 4))
+    assert not llm.core.has_work()
+
+
+# --- the loop in the caller's hands -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine_of_mine():
+    engine = LLMEngine.from_engine_args(EngineArgs(DEMO, dtype="float32", device="cpu", block_size=16))
+    yield engine
+    engine.close()
+
+
+def run(engine: LLMEngine) -> dict[str, list]:
+    """All that `step` returns of each request."""
+    told: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            told.setdefault(output.request_id, []).append(output)
+    return told
+
+
+def test_an_engine_tells_all_that_a_request_has_so_far(llm, engine_of_mine):
+    engine = engine_of_mine
+    engine.add_request("a", "To be", GREEDY)
+    engine.add_request("b", {"prompt": "Enter"}, replace(GREEDY, max_tokens=3, n=2, temperature=0.9, seed=5))
+    assert engine.has_unfinished_requests() and engine.get_num_unfinished_requests() == 2
+    told = run(engine)
+    assert engine.step() == [] and engine.get_num_unfinished_requests() == 0
+    (wanted,) = llm.generate("To be", GREEDY, use_tqdm=False)
+    grown = [output.outputs[0].token_ids for output in told["a"]]
+    assert grown == [wanted.outputs[0].token_ids[: i + 1] for i in range(6)]
+    assert [output.finished for output in told["a"]] == [False] * 5 + [True]
+    assert told["a"][-1].outputs == wanted.outputs and told["a"][-1].prompt == "To be"
+    texts = [output.outputs[0].text for output in told["a"]]
+    assert all(wanted.outputs[0].text.startswith(text) for text in texts) and texts[0] != texts[-1]
+    assert [len(answer.token_ids) for answer in told["b"][-1].outputs] == [3, 3]
+    assert told["a"][0].metrics.finished_time is None and told["a"][-1].metrics.finished_time is not None
+
+
+def test_an_engine_ends_at_a_stop_string_and_lets_requests_go(llm, engine_of_mine):
+    engine, params = engine_of_mine, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    free = llm.generate("ROMEO:\n", replace(params, max_tokens=40), use_tqdm=False)[0].outputs[0].text
+    engine.add_request("stopped", "ROMEO:\n", replace(params, stop=free[12:17]))
+    for name in ("gone", "one of two", "two of two"):
+        engine.add_request(name, "ROMEO:\n", params)
+    with pytest.raises(ValueError, match="request id 'gone' is in use"):
+        engine.add_request("gone", "a", params)
+    told = engine.step() + engine.step()
+    assert {output.request_id for output in told} == {"stopped", "gone", "one of two", "two of two"}
+    engine.abort_request("gone")
+    engine.abort_request(["one of two", "two of two", "unknown"])
+    told = run(engine)
+    assert set(told) == {"stopped"}
+    last = told["stopped"][-1].outputs[0]
+    assert (last.text, last.finish_reason) == (free[: free.index(free[12:17])], "stop")
+    engine.step()
+    assert not engine.client.core.has_work() and engine.client.core.metrics()["num_requests_running"] == 0
+    engine.add_request("gone", "a", GREEDY)  # the name is free again
+    assert run(engine)["gone"][-1].finished
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((5, "a", GREEDY), "request_id is 5; it must be a string"),
+        (("a", 5, GREEDY), "a prompt is 5"),
+        (("a", "", GREEDY), "the prompt is empty"),
+        (("a", [10**6], GREEDY), "the prompt has token id 1000000"),
+        (("a", "a", None), "sampling_params is None; it must be SamplingParams"),
+        (("a", "a", GREEDY, 1), "priority is 1; it must be 0, because scheduling_policy is 'auto'"),
+        (("a", "a", GREEDY, "high"), "priority is 'high'; it must be a whole number"),
+    ],
+)
+def test_an_engine_refuses_by_name(engine_of_mine, args, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of_mine.add_request(*args)
+    assert not engine_of_mine.has_unfinished_requests() and not engine_of_mine.client.core.has_work()
+
+
+def test_an_engine_says_what_it_had_to_give_up(engine_of_mine, monkeypatch):
+    engine_of_mine.add_request("a", "a", GREEDY)
+    with monkeypatch.context() as patch:
+        worker = engine_of_mine.client.core.executor.worker
+        patch.setattr(worker, "step", lambda plan: StepResult(plan.step, [], error="no luck"))
+        (output,) = run(engine_of_mine)["a"]
+    assert output.finished and "no luck" in output.error and output.outputs[0].finish_reason == "error"
