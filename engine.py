@@ -18,12 +18,14 @@ from tqdm import tqdm
 from client import Stream
 from config import EngineConfig
 from core import EngineCore
-from outputs import Choices, CompletionOutput, RequestOutput
+from outputs import Choices, CompletionOutput, Logprob, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer, template_variables
 
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "EngineCore", "RequestOutput", "SamplingParams"]  # for scripts
+__all__ = [  # for scripts
+    "LLM", "CompletionOutput", "EngineConfig", "EngineCore", "Logprob", "RequestOutput", "SamplingParams",
+]  # fmt: skip
 
 
 class InprocClient:
@@ -218,7 +220,7 @@ class LLM:
                     request.fail(output.error or "")
                     del live[output.request_id]
                     continue
-                if request.metrics.first_token_time is None:
+                if request.metrics.first_token_time is None and (output.token_ids or output.finished):
                     prefilled += len(request.prompt_token_ids)
                 decoded += len(output.token_ids)
                 request.push(output, self.client.abort)

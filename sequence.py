@@ -188,7 +188,8 @@ class Request:
 
     __slots__ = (
         "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids", "stops",
+        "num_prompt", "num_scored", "params", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "stops",
     )  # fmt: skip
 
     def __init__(
@@ -210,11 +211,40 @@ class Request:
         self.arrival = 0.0
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
+        # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
+        self.num_scored = self.num_prompt if params.prompt_logprobs is None else 1
         self.groups: list[SequenceGroup] = []  # that have not finished
         self.held: list[SequenceGroup] = []  # of these, the ones that wait for the leader
         self.leader: SequenceGroup | None = None  # computes the prompt for all
         self.prompt_blocks: list[int] = []  # referred to as long as samples have yet to branch off the prompt
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
+
+    def limit(self, max_model_len: int) -> int:
+        """Tokens at which each of its answers ends. Where none is asked for, one is sampled and dropped."""
+        if self.params.max_tokens == 0:
+            return self.num_prompt + 1
+        return min(self.num_prompt + (self.params.max_tokens or max_model_len), max_model_len)
+
+    def seed_of(self, index: int, seed: int) -> int:
+        """The seed of one of its answers, where the engine's is `seed`."""
+        own = derived_seed(seed, self.request_id) if self.params.seed is None else self.params.seed
+        return derived_seed(own, str(index)) if index else own
+
+    @property
+    def score(self) -> tuple[int, int, int] | None:
+        """Which tokens of the prompt have yet to be scored; see `NewRow.score`."""
+        k = self.params.prompt_logprobs
+        return None if k is None or self.num_scored >= self.num_prompt else (k, self.num_scored, self.num_prompt)
+
+    def take_scores(self, computed: int, scores: list[Any]) -> list[Any]:
+        """Those of `scores` that are new, of a row that has scored tokens up to the one after `computed` tokens.
+
+        The others came from a row before, from which this one was preempted or another sample took over.
+        """
+        end = min(computed + 1, self.num_prompt)
+        assert end - len(scores) <= self.num_scored, "tokens between have not been scored"
+        begin, self.num_scored = self.num_scored, max(end, self.num_scored)
+        return scores[len(scores) - (end - begin) :] if begin < end else []
 
     def report(self, now: float) -> dict[str, Any]:
         """Where its time went until `now`, in JSON's types and seconds; its answers in order of their index."""
@@ -470,8 +500,8 @@ class DecodeBatch:
     follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
     step brings are kept as it brought them, until a sequence's are delivered.
 
-    Sequences that compute prompts, beams, and those whose log-probabilities rank answers are not among them. To join
-    and to leave take the time of one sequence.
+    Sequences that compute prompts, beams, and those whose log-probabilities are wanted are not among them. To join and
+    to leave take the time of one sequence.
 
     Args:
         width: sequences that it has at most.
