@@ -281,8 +281,9 @@ class Admission:
 
     def learn(self, group: SequenceGroup) -> None:
         """A group has all its tokens: admission knows a little more of how much outputs grow."""
-        used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self._allowance(group))
-        self.used_share += (used - self.used_share) / 16
+        if group.request.params.max_tokens != 0:  # who asks for no tokens tells nothing of it
+            used = min(1.0, (group.seqs[0].num_tokens - group.request.num_prompt) / self._allowance(group))
+            self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 
     def make_way(self, running: Ints[SequenceGroup]) -> list[SequenceGroup]:
@@ -395,6 +396,8 @@ class Admission:
         if self.fair is not None and not group.charged_prompt:
             self.fair.charge(group, len(group.seqs[0].tokens) - cached, self._allowance(group) * group.width)
         group.timeline.enter("running", self.now, cached_tokens=cached)
+        if request.score is not None and self.config.enable_prefix_caching:
+            group.timeline.note(prefix_cache="not read: prompt_logprobs")
         if request.prompt_blocks and not self._has_more_samples(request, group):
             self.space.pinned += request.prompt_blocks  # the last sample has branched off
             request.prompt_blocks = []
@@ -419,6 +422,8 @@ class Admission:
         num_logprobs = -1
         if group.beams is not None:
             num_logprobs = min(group.beams.num_candidates, self.vocab_size)
+        elif params.logprobs is not None:
+            num_logprobs = params.logprobs
         elif params.num_samples > params.n:
             num_logprobs = 0
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
@@ -434,6 +439,7 @@ class Admission:
                 min_p=params.min_p,
                 seed=group.seed,
                 num_logprobs=num_logprobs,
+                score=request.score,
                 name=group.name if self.config.sanitize_kv else "",
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,

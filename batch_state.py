@@ -54,8 +54,8 @@ class BatchState:
     plan changes (`Writes`). Each part has a fixed address, so that one CUDA graph serves every step of its shape.
 
     Some of it is on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
-    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs` is
-    needed on the host alone, and `adjusted` mirrors `kinds`.
+    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs` and
+    `scores` are needed on the host alone, and `adjusted` mirrors `kinds`.
 
     The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
     is allocated once requests come. On a CPU the system gives that memory as it is used.
@@ -110,6 +110,7 @@ class BatchState:
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted = np.zeros((3, slots), dtype=np.int32)
+        self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
         self.num_blocks = [0] * slots
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
         self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
@@ -117,9 +118,13 @@ class BatchState:
     def enter(self, plan: StepPlan) -> None:
         """Let sequences leave, enter and grow. Token counts change now; all else is noted, and `apply` brings it."""
         kinds = dict.fromkeys(plan.released, 0)
+        for slot in plan.released:
+            self.scores.pop(slot, None)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
+            if row.score is not None:
+                self.scores[slot] = (*row.score, length)
             self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, 0
             self._write("token_ids", slot, array("i", row.token_ids))
             for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
@@ -206,6 +211,7 @@ class BatchState:
     def forget(self) -> None:
         """Drop what was noted for a step that has failed. All sequences will enter anew."""
         self.writes.clear()
+        self.scores.clear()
         self.stop_bits.zero_()
         self.stops = [{} for _ in self.stops]
 

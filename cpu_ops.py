@@ -341,13 +341,15 @@ def sample(
     return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
 
 
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """See `reference.logprobs`."""
     x = logits.float().clamp(max=FLOAT_MAX)
     lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
     at = torch.cat((ids[:, None], _top(x, k)), dim=1) if k else ids[:, None]
-    values = x.gather(1, at) - lse
-    return values[:, 0], at[:, 1:], values[:, 1:]
+    chosen = x.gather(1, at)
+    ranks = 1 + (x > chosen[:, :1]).sum(dim=-1, dtype=torch.int32)
+    values = chosen - lse
+    return values[:, 0], ranks, at[:, 1:], values[:, 1:]
 
 
 def _top(x: torch.Tensor, k: int) -> torch.Tensor:

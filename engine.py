@@ -32,6 +32,7 @@ from outputs import (
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
+    Logprob,
     PoolingOutput,
     PoolingRequestOutput,
     RequestOutput,
@@ -45,7 +46,7 @@ from tokenizer import NoTokenizer, Tokenizer, chat_messages, open_tokenizer, tem
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
-    "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+    "Logprob", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
 ]  # fmt: skip
 
 
@@ -563,7 +564,7 @@ class LLM:
                     request.fail(output.error)
                     del live[output.request_id]
                     continue
-                if request.metrics.first_token_time is None:
+                if request.metrics.first_token_time is None and (output.token_ids or output.finished):
                     prefilled += len(request.prompt_token_ids)
                 decoded += len(output.token_ids)
                 request.push(output, self.client.abort)

@@ -73,7 +73,8 @@ class Journal:
         """Note what the oldest step in flight brought; the clock goes on to now, for the scheduler to time the step."""
         self.tick()
         logprobs = [[row, *dataclasses.astuple(logprobs)] for row, logprobs in result.logprobs.items()]
-        news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs}
+        scores = [[row, len(scores)] for row, scores in result.scores.items()]  # what they are decides nothing
+        news = {"tokens": result.token_ids, "stopped": result.stopped, "logprobs": logprobs, "scores": scores}
         if result.pooled:  # what was made of the prompts decides nothing, but that they are done
             news["pooled"] = list(result.pooled)
         self._note({"landed": result.step} | news)
@@ -130,8 +131,9 @@ def replay(lines: Sequence[str]) -> Scheduler:
                     raise ValueError(f"step {line['step']}: {name} is {decided}; the journal says {line[name]}")
         elif "landed" in line:
             logprobs = {row: Logprobs(*rest) for row, *rest in line["logprobs"]}
+            scores = {row: [Logprobs(0.0, [], [])] * count for row, count in line["scores"]}
             pooled = dict.fromkeys(line.get("pooled", ()), b"")
-            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, pooled=pooled)
+            result = StepResult(line["landed"], line["tokens"], line["stopped"], logprobs, scores, pooled)
             scheduler.update(scheduler.in_flight[0].plan, result)
         else:
             scheduler.start_over(*line["start_over"])

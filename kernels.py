@@ -149,8 +149,7 @@ def qk_norm_rope_store_kernel(
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
     """keys[b, h, i] = the key of head h at place i of block b: [num_blocks, KV, block_size, D], a view of a layer.
 
-    Each module decides how keys lie in a block. Here they lie in this order, because a tile of keys is loaded 128 bits
-    at a time along D.
+    Each module decides how keys lie in a block. Here a tile of keys is loaded 128 bits at a time along D.
     """
     return kv[:, 0]
 
@@ -168,8 +167,7 @@ def qk_norm_rope_store(
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
 
-    With `interleaved`, a pair is x[2i] and x[2i + 1] instead of x[i] and x[i + r/2], and the columns of `rotation` are
-    in that order.
+    With `interleaved`, a pair is x[2i] and x[2i + 1], not x[i] and x[i + r/2], and so are the columns of `rotation`.
 
     Args:
         qkv: [T, (H + 2 KV) D]. It may be overwritten: q may be a part of it.
@@ -1091,23 +1089,27 @@ def sample(
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def logprobs_kernel(
-    logits, ids, values, lse, keys,
+    logits, ids, values, ranks, lse, keys,
     V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
 
     One pass is enough, because the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 sort a row's
     groups of GROUP logits by their largest logit, and equal ones by their place, so a group is -key mod GROUPS.
-    values, lse [R] float32.
+    values, lse [R] float32; ranks [R] int32, 1 + the number of logits above x[id].
     """
     i_r = tl.program_id(0).to(tl.int64)
     p_logits = logits + i_r * V
+    x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
+    x = tl.where(x > FLOAT_MAX, FLOAT_MAX, x)
     peak = tl.full([], -FLOAT_MAX, tl.float32)
     b_sum = tl.zeros([BLOCK], tl.float32)
+    b_above = tl.zeros([BLOCK], tl.int32)
     for i_v in range(0, V, BLOCK):
         o_v = i_v + tl.arange(0, BLOCK)
         b_x = tl.load(p_logits + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
         b_x = tl.where(b_x > FLOAT_MAX, FLOAT_MAX, b_x)  # with +inf, x - peak would be NaN
+        b_above += (b_x > x).to(tl.int32)
         higher = tl.maximum(peak, tl.max(b_x, 0))
         fall = tl.maximum(peak - higher, -128.0)  # exp(-128) is 0 too, and fall * LOG2E stays finite
         b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
@@ -1118,21 +1120,21 @@ def logprobs_kernel(
             tl.store(keys + i_r * GROUPS + o_g, b_key.to(tl.int64) * GROUPS - o_g, mask=o_g < GROUPS)
     total = tl.sum(b_sum, 0)
     b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # without a finite logit: -inf and not NaN
-    x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
-    tl.store(values + i_r, tl.where(x > FLOAT_MAX, FLOAT_MAX, x) - b_lse)
+    tl.store(values + i_r, x - b_lse)
+    tl.store(ranks + i_r, 1 + tl.sum(b_above, 0))
     tl.store(lse + i_r, b_lse)
 
 
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
 
     Args:
         logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
 
     Returns:
-        values [R] float32, those of `ids`; top_ids [R, k] int64, the likeliest first, and among equals the lowest id
-        first; and top_values [R, k] float32, those of top_ids. All are rounded once from float32 x and lse, so an id
-        has one value. A row without a finite logit has -inf everywhere.
+        values [R] float32 and ranks [R] int32 of `ids`, 1 being the likeliest, and equals having the same; top_ids
+        [R, k] int64, the likeliest first, and among equals the lowest id first; and top_values [R, k] float32. Values
+        are rounded once from float32 x and lse, so an id has one. A row without a finite logit has -inf everywhere.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
@@ -1142,21 +1144,21 @@ def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Ten
     groups = triton.cdiv(vocab, group)
     values = torch.empty(rows, dtype=torch.float32, device=logits.device)
     lse = torch.empty_like(values)
+    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
     keys = torch.empty(rows, groups, dtype=torch.int64, device=logits.device) if k else None
 
-    logprobs_kernel[(rows,)](logits, ids, values, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
+    logprobs_kernel[(rows,)](logits, ids, values, ranks, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
     if keys is None:
-        return values, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
-    # The k likeliest lie in the first k groups, because each of these groups has a logit that comes before all logits
-    # of the other groups. They are rarely asked for, so torch finds them. It sorts keys and not logits: torch leaves
-    # open which of two equal logits comes first, and in bfloat16 equal ones are common.
+        return values, ranks, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
+    # The k likeliest lie in the first k groups: each of these has a logit that comes before all of the other groups'.
+    # torch sorts keys and not logits, because it leaves open which of two equal logits comes first.
     first = -keys.topk(min(k, groups)).values % groups
     at = (first[:, :, None] * group + torch.arange(group, device=logits.device)).flatten(1)
     x = logits.gather(1, at.clamp(max=vocab - 1)).float().clamp_(max=FLOAT_MAX.value)
     order = (x + 0.0).view(torch.int32)  # makes the two zeros one
     keys = (order ^ ((order >> 31) & 0x7FFFFFFF)).long().mul_(vocab).sub_(at).masked_fill_(at >= vocab, -(2**63))
     chosen = keys.topk(k).indices
-    return values, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
+    return values, ranks, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts"])
@@ -1222,8 +1224,7 @@ def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
     """state[at : at + n] = values[begin : begin + n] for each (at, begin, n) of writes [count, 3] int64.
 
     All tensors of the batch state are parts of `state` [N] int32, so one launch writes all of a plan's differences.
-    `staged` [6 count + V] int32 comes in one copy from the host: the writes, and then V values. No two writes may
-    overlap.
+    `staged` [6 count + V] int32 comes in one copy: the writes, and then V values. No two writes may overlap.
     """
     assert state.dtype == staged.dtype == torch.int32 and staged.is_contiguous()
 
@@ -1364,11 +1365,10 @@ def post_update(
 
     news = torch.empty(2, len(sampled), dtype=torch.int32, device=sampled.device)
 
+    kinds, counts = (None, None) if adjust is None else (adjust.kinds, adjust.token_counts)
     post_update_kernel[(triton.cdiv(rows, 128),)](
-        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news,
-        None if adjust is None else adjust.kinds, None if adjust is None else adjust.token_counts, rows,
-        len(sampled), token_ids.stride(0), stop_bits.stride(0),
-        0 if adjust is None else adjust.token_counts.stride(0), 128,
+        token_ids, num_known, num_computed, slots, query_starts, sample_index, sampled, stop_bits, news, kinds, counts,
+        rows, len(sampled), token_ids.stride(0), stop_bits.stride(0), 0 if counts is None else counts.stride(0), 128,
     )  # fmt: skip
     return news
 

@@ -221,7 +221,8 @@ class BlockSpaceManager:
         """Give a sequence blocks for all its tokens, if they can be had with `extra` and `kept` more left free.
 
         What has been computed before is shared by reference: blocks of the prefix cache, which may come back from host
-        memory, or `prompt_blocks`, in which another sample has computed their prompt, if these hold more.
+        memory, or `prompt_blocks`, in which another sample has computed their prompt, if these hold more. The prompt's
+        tokens that have yet to be scored are computed again, because the cache has no hidden states.
 
         Returns:
             How many of its tokens are computed already, and how many of the blocks were fetched from the host; None if
@@ -230,6 +231,8 @@ class BlockSpaceManager:
         device, size = self.device, self.block_size
         found, fetched = self._find(seq)
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
+        if seq.group.request.score is not None:
+            last = min(last, seq.group.request.num_scored - 1)
         cached = min(len(found) * size, last)
         if prompt_blocks and (shared := min(seq.group.request.num_prompt, last)) > cached:
             found, fetched, cached = prompt_blocks, {}, shared

@@ -159,7 +159,7 @@ def logprob_bytes(k: int, vocab_size: int) -> int:
     integer of the same order in two stages, and a key made of id and order. torch sorts the keys in two buffers.
     """
     groups = -(-vocab_size // 64)
-    return 32 * 64 * min(k, groups) + 64 * k + 8 * groups + 8
+    return 32 * 64 * min(k, groups) + 64 * k + 8 * groups + 12
 
 
 def logprob_rows(k: int, vocab_size: int) -> int:

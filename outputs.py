@@ -8,15 +8,25 @@ Stop strings are found here, where text is made: they end an answer before the e
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from plan import EngineOutput
+from plan import EngineOutput, Logprobs
 from sampling_params import PoolingParams, SamplingParams
 from tokenizer import Detokenizer, Tokenizer
+
+
+@dataclass
+class Logprob:
+    """Log-probability of a token, the model's own: before temperature, penalties and all else."""
+
+    logprob: float
+    rank: int  # 1 for the likeliest
+    decoded_token: str  # its text by itself
 
 
 @dataclass
@@ -28,7 +38,9 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
-    cumulative_logprob: float | None = None  # where `best_of` ranked; of a beam search the score
+    # Of all its tokens, where log-probabilities were asked for or `best_of` ranked; of a beam search the score
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None  # of each of its tokens, where asked for; see `logprobs_by_token`
 
 
 @dataclass
@@ -52,6 +64,20 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     error: str | None = None  # why the engine gave it up; answers that it cut have the finish_reason "error"
+    # Of each token of the prompt, where asked for; of the first None. If the engine gave up, some may be missing.
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def logprobs_by_token(token_id: int, found: Logprobs, text_of: Callable[[int], str]) -> dict[int, Logprob]:
+    """The log-probabilities at one place, by token: of the token that is there, and then of the likeliest.
+
+    The first has its rank, with equals counted once; each of the others has its place as its rank.
+    """
+    by_token = {token_id: Logprob(found.sampled, found.rank, text_of(token_id))}
+    for rank, (other, value) in enumerate(zip(found.ids, found.values, strict=True), 1):
+        if other != token_id:
+            by_token[other] = Logprob(value, rank, text_of(other))
+    return by_token
 
 
 class Vector:
@@ -167,14 +193,23 @@ class Generation:
         prompt_token_ids: of the prompt.
         params: how it stops and how its tokens become text.
         tokenizer: of the model.
+
+    Attributes:
+        token_ids: its tokens so far; a stop string cuts them to those that its text needs.
+        logprobs: of each of `token_ids`, as the engine sent it, where log-probabilities are asked for or answers are
+            ranked; else empty. Only `params.logprobs` says whether the client wants them.
+        num_new: how many of `token_ids`, the last ones, came with the latest push. They may have brought no text yet.
+        cumulative_logprob: the sum over `token_ids`, where there are `logprobs`; of a beam search the score.
     """
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
         self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self.num_new = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.cumulative_logprob: float | None = None
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
 
     @property
     def finished(self) -> bool:
@@ -189,7 +224,7 @@ class Generation:
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of a token, by which `best_of` ranks; of an answer without tokens minus infinity."""
-        if self.cumulative_logprob is None:
+        if self.cumulative_logprob is None or not self.token_ids:
             return -math.inf
         return self.cumulative_logprob / len(self.token_ids)
 
@@ -200,13 +235,20 @@ class Generation:
         if output.finish_reason == "stop" and not self.params.include_stop_str_in_output:
             shown = shown[:-1]  # the token that ended it is not text
         text = self.detokenizer.push(shown, output.finish_reason is not None)
+        before = len(self.token_ids)
         self.token_ids += output.token_ids
-        self.cumulative_logprob = output.cumulative_logprob
+        self.logprobs += output.logprobs or ()
+        if output.cumulative_logprob is not None:
+            self.cumulative_logprob = output.cumulative_logprob
         if self.detokenizer.stop_reason is not None:
             self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
             del self.token_ids[self.detokenizer.num_tokens :]
+            if self.logprobs:
+                del self.logprobs[self.detokenizer.num_tokens :]
+                self.cumulative_logprob = sum(found.sampled for found in self.logprobs)
         else:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.num_new = max(0, len(self.token_ids) - before)
         return text
 
 
@@ -219,6 +261,11 @@ class Choices:
         prompt_token_ids: its tokens.
         params: how many answers are drawn and returned.
         tokenizer: of the model.
+
+    Attributes:
+        drawn: the answers, those that the client does not get among them.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they have come, where asked for; else
+            None. All of them have come before the first token of any answer.
     """
 
     pooling: PoolingParams | None = None  # its tokens are sampled
@@ -232,6 +279,8 @@ class Choices:
         tokenizer: Tokenizer,
     ):
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
+        self.prompt_logprobs: list[Logprobs] | None = None if params.prompt_logprobs is None else []
+        self.tokenizer = tokenizer
         self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
         self.num_live = len(self.drawn)
         self.error: str | None = None
@@ -253,10 +302,14 @@ class Choices:
         `abort(request_id, index)` is called for what the engine need not go on with; an index of None means all of it.
         """
         generation, metrics = self.drawn[output.index], self.metrics
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += output.prompt_logprobs or ()
         if generation.finished:  # the engine sent this before it heard of the abort
             return None
         if metrics.first_token_time is None:
-            metrics.first_token_time, metrics.num_cached_tokens = time.monotonic(), output.num_cached_tokens
+            metrics.num_cached_tokens = output.num_cached_tokens
+            if output.token_ids:
+                metrics.first_token_time = time.monotonic()
         text = generation.push(output)
         self.num_live -= generation.finished
         assert self.finished or not output.finished, f"request {self.request_id} ended without all of its answers"
@@ -289,16 +342,19 @@ class Choices:
 
     def output(self) -> RequestOutput:
         """The answers so far, as `LLM.generate` returns them. What comes later does not change this record."""
-        outputs = [
-            CompletionOutput(i, g.text, list(g.token_ids), g.finish_reason, g.stop_reason, g.cumulative_logprob)
-            for i, g in enumerate(self.best())
-        ]
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            outputs,
-            self.finished,
-            replace(self.metrics),
-            self.error,
-        )
+        text_of = functools.cache(lambda token_id: self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+        def by_token(token_ids: list[int], logprobs: list[Logprobs]) -> list[dict[int, Logprob]]:
+            pairs = zip(token_ids, logprobs, strict=False)  # of a prompt that was given up some are missing
+            return [logprobs_by_token(token_id, found, text_of) for token_id, found in pairs]
+
+        outputs = []
+        for i, g in enumerate(self.best()):
+            logprobs = None if self.params.logprobs is None else by_token(g.token_ids, g.logprobs)
+            ending = g.finish_reason, g.stop_reason, g.cumulative_logprob
+            outputs.append(CompletionOutput(i, g.text, list(g.token_ids), *ending, logprobs))
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if self.prompt_logprobs is not None:
+            prompt_logprobs = [None, *by_token(self.prompt_token_ids[1:], self.prompt_logprobs)]
+        ids, state = self.prompt_token_ids, (self.finished, replace(self.metrics), self.error)
+        return RequestOutput(self.request_id, self.prompt, ids, outputs, *state, prompt_logprobs)

@@ -336,22 +336,23 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return folded.to(torch.float32) * torch.tensor(4.6566127342e-10, dtype=torch.float32, device=folded.device)
 
 
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
     """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
 
     Args:
         logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
 
     Returns:
-        values [R] float32, of `ids`; top_ids [R, k] int64, the likeliest first, the lowest id first among equals; and
-        their top_values [R, k] float32. All are rounded once from float32 x and lse, so an id has one value. A row
-        without a finite logit has -inf everywhere.
+        values [R] float32, of `ids`; their ranks [R] int32, 1 + the number of larger logits; top_ids [R, k] int64, the
+        likeliest first, the lowest id first among equals; and their top_values [R, k] float32. Values are rounded once
+        from float32 x and lse, so an id has one. A row without a finite logit has -inf everywhere.
     """
     x = logits.float().clamp(max=FLOAT_MAX)
     lse = x.logsumexp(-1, keepdim=True).clamp(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
     top_ids = x.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     values = x.gather(1, torch.cat((ids[:, None], top_ids), 1)) - lse
-    return values[:, 0], top_ids, values[:, 1:]
+    ranks = 1 + (x > x.gather(1, ids[:, None])).sum(-1, dtype=torch.int32)
+    return values[:, 0], ranks, top_ids, values[:, 1:]
 
 
 def pool(hidden: torch.Tensor, starts: torch.Tensor, kind: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
-    "top_k": (-1, 2**31 - 1), "max_tokens": (1, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
+    "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
     "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
 }  # fmt: skip
@@ -49,7 +49,7 @@ class SamplingParams:
         logit_bias: is added to the logits of these tokens; from -100 to 100, keys may be strings.
         allowed_token_ids: no other tokens are drawn; None allows all.
         seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
-        max_tokens: of output; None allows all that the context holds.
+        max_tokens: of output; None allows what the context holds; 0, with `prompt_logprobs`, only scores the prompt.
         n: answers to return.
         best_of: answers to draw, of which the `n` of the highest mean log-probability are returned; None draws `n`.
         use_beam_search: return the `n` best answers of a beam search, scored by log-probability / length^penalty.
@@ -63,7 +63,8 @@ class SamplingParams:
         ignore_eos: go on past the model's end-of-sequence tokens.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: put a space between adjacent special tokens that are kept.
-        logprobs: log-probabilities of each token of output and of this many likeliest tokens; None gives none.
+        logprobs: log-probabilities of each token of output and of this many likeliest tokens, as the model has them
+            before temperature, penalties and all else; None gives none.
         prompt_logprobs: the same of the prompt's tokens, but for the first.
         min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
         bad_words: texts that are not written: the last token of one is not drawn after the others of it.
@@ -118,6 +119,9 @@ class SamplingParams:
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
+        if self.max_tokens == 0 and (self.prompt_logprobs is None or self.use_beam_search):
+            but = "0 is only for prompt_logprobs, without use_beam_search"
+            raise ValueError(f"max_tokens is 0; it must be a whole number from 1 to {2**31 - 1}: {but}")
         for name in (
             "include_stop_str_in_output",
             "use_beam_search",
@@ -182,6 +186,16 @@ class SamplingParams:
             raise ValueError(f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {max_model_len}")
         return prompt_token_ids[-(max_model_len - 1 if keep == -1 else keep) :]
 
+    def check_logprobs(self, most: int) -> None:
+        """Check that no more than `most` likeliest tokens are asked for, which is the engine's `max_logprobs`.
+
+        Raises:
+            ValueError: names what was asked for, and the limit.
+        """
+        for name in ("logprobs", "prompt_logprobs"):
+            if (wanted := getattr(self, name) or 0) > most:
+                raise ValueError(f"{name} is {wanted}; it must be at most max_logprobs, {most}")
+
     @property
     def num_listed(self) -> int:
         """Token ids that are listed in it; they travel with each prompt."""
@@ -205,7 +219,7 @@ class SamplingParams:
                                 ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
                                 ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
                                 ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
-                                ("best_of", (None,), "left out")):  # fmt: skip
+                                ("best_of", (None,), "left out"), ("logprobs", (None,), "left out")):  # fmt: skip
             if getattr(self, name) not in off:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
 

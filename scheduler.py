@@ -41,17 +41,7 @@ from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
-from sequence import (
-    OUTPUT_WEIGHT,
-    DecodeBatch,
-    DecodeRows,
-    Request,
-    Sequence,
-    SequenceGroup,
-    Status,
-    WaitClock,
-    derived_seed,
-)
+from sequence import OUTPUT_WEIGHT, DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock
 
 COUNTERS = (
     "num_preemptions_total",
@@ -153,8 +143,8 @@ class Scheduler:
 
         Raises:
             ValueError: the prompt is empty, has a token outside of the vocabulary (or the sampling parameters do),
-                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; or a beam search
-                is too wide.
+                leaves no room for output within `max_model_len`, or could outgrow the whole KV pool; a beam search is
+                too wide; or more log-probabilities are asked for than `max_logprobs`.
         """
         params = request.params
         self._check_prompt(request)
@@ -168,14 +158,13 @@ class Scheduler:
         self.arrivals += 1
         request.arrival = now = self.clock()
         self.requests[request.request_id] = request
-        seed = params.seed if params.seed is not None else derived_seed(self.config.seed, request.request_id)
         rank = request.priority if self.config.scheduling_policy == "priority" else 0
         if self.admission.fair is not None:  # it has classes of its own
             self.admission.fair.arrive(request)
         for index in range(1 if params.use_beam_search else params.num_samples):
             group = SequenceGroup(request, index, self.waits)
             group.key, group.limit, group.width = (rank, self.arrivals, index), limit, width
-            group.seed = derived_seed(seed, str(index)) if index else seed
+            group.seed = request.seed_of(index, self.config.seed)
             if params.use_beam_search:
                 group.beams = BeamSearch(
                     width, limit - request.num_prompt, request.stop_ids, params.length_penalty, params.early_stopping
@@ -191,6 +180,7 @@ class Scheduler:
     def _check_prompt(self, request: Request) -> None:
         num_prompt = request.num_prompt
         request.params.check_vocabulary(self.vocab_size)
+        request.params.check_logprobs(self.config.max_logprobs)
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")
         if num_prompt == 0:
@@ -473,6 +463,9 @@ class Scheduler:
         beams: dict[str, list[tuple[Sequence, int, Logprobs]]] = {}
         pooled: list[EngineOutput] = []
         for i, (seq, _, computed) in enumerate(flight.others, num_decodes):
+            request = seq.group.request
+            if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
+                news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
             if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
                 continue
             if computed >= (seq.num_published + 1) * self.config.block_size:
@@ -494,7 +487,7 @@ class Scheduler:
                 self.decodes.join(seq)
         others = (group for group in self.others if group.status is Status.RUNNING)
         self.others = [group for group in others if group.seqs[0].batch is None]
-        self.counters["generation_tokens_total"] += len(news.outputs) + len(news.token_ids)
+        self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
@@ -507,7 +500,8 @@ class Scheduler:
     def _only_decodes(self, seq: Sequence) -> bool:
         """Whether a sequence that has sampled will do nothing else in the next step, nor have more to report."""
         group, params = seq.group, seq.group.request.params
-        return group.status is Status.RUNNING and seq.num_known < group.limit and params.num_samples == params.n
+        ranked = params.num_samples > params.n
+        return group.status is Status.RUNNING and seq.num_known < group.limit and not ranked and params.logprobs is None
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
         """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
@@ -534,14 +528,17 @@ class Scheduler:
         group, token = seq.group, seq.tokens[-1]
         request = group.request
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
-        if logprobs:
-            seq.logprob += logprobs.sampled
-            output.cumulative_logprob = seq.logprob
-        if stopped:
+        if request.params.max_tokens == 0:
+            output.token_ids, output.finish_reason = [], "length"
+            seq.tokens.pop()
+        elif stopped:
             output.finish_reason = "stop"
             output.stop_reason = token if token in request.params.stop_token_ids else None
         elif len(seq.tokens) >= group.limit:
             output.finish_reason = "length"
+        if logprobs and output.token_ids:
+            seq.logprob += logprobs.sampled
+            output.cumulative_logprob, output.logprobs = seq.logprob, [logprobs]
         if output.finish_reason:
             self.admission.learn(group)
             self._finish(group, output.finish_reason)
@@ -624,6 +621,8 @@ class Scheduler:
         if lost:
             self.admission.lose_pools(now)
             self.admission.start_turn()
+        elif any(seq.group.status is Status.SWAPPED for seq in seqs):  # with tokens that no step has computed
+            self.admission.drop_swapped(now)
         return outputs
 
     def _stop_running(self, now: float) -> None:

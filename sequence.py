@@ -189,7 +189,8 @@ class Request:
 
     __slots__ = (
         "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "params", "pooling", "priority", "prompt", "prompt_blocks", "request_id", "salt", "stop_ids",
+        "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_blocks", "request_id", "salt",
+        "stop_ids",
         "stops",
     )  # fmt: skip
 
@@ -213,6 +214,8 @@ class Request:
         self.arrival = 0.0
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
+        # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
+        self.num_scored = self.num_prompt if params.prompt_logprobs is None else 1
         self.groups: list[SequenceGroup] = []  # that have not finished
         self.held: list[SequenceGroup] = []  # of these, the ones that wait for the leader
         self.leader: SequenceGroup | None = None  # computes the prompt for all
@@ -220,18 +223,40 @@ class Request:
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
 
     def limit(self, max_model_len: int) -> int:
-        """Tokens at which its sequences end. Where the prompt is pooled, one token counts that never comes.
+        """Tokens at which its sequences end. Where there is no output, one token counts that never goes out.
 
         Raises:
             ValueError: the prompt is too long for `max_model_len`.
         """
-        num_prompt, most = self.num_prompt, max_model_len - (self.pooling is None)
+        silent = self.pooling is not None or self.params.max_tokens == 0
+        num_prompt, most = self.num_prompt, max_model_len - (not silent)
         if num_prompt > most:
-            fit = "leave room for output within" if self.pooling is None else "fit"
+            fit = "fit" if silent else "leave room for output within"
             raise ValueError(f"the prompt has {num_prompt} tokens; at most {most} {fit} the context of {max_model_len}")
-        if self.pooling is not None:
+        if silent:
             return num_prompt + 1
         return min(num_prompt + (self.params.max_tokens or max_model_len), max_model_len)
+
+    def seed_of(self, index: int, seed: int) -> int:
+        """The seed of one of its answers, where the engine's is `seed`."""
+        own = derived_seed(seed, self.request_id) if self.params.seed is None else self.params.seed
+        return derived_seed(own, str(index)) if index else own
+
+    @property
+    def score(self) -> tuple[int, int, int] | None:
+        """Which tokens of the prompt have yet to be scored; see `NewRow.score`."""
+        k = self.params.prompt_logprobs
+        return None if k is None or self.num_scored >= self.num_prompt else (k, self.num_scored, self.num_prompt)
+
+    def take_scores(self, computed: int, scores: list[Any]) -> list[Any]:
+        """Those of `scores` that are new, of a row that has scored tokens up to the one after `computed` tokens.
+
+        The others came from a row before, from which this one was preempted or another sample took over.
+        """
+        end = min(computed + 1, self.num_prompt)
+        assert end - len(scores) <= self.num_scored, "tokens between have not been scored"
+        begin, self.num_scored = self.num_scored, max(end, self.num_scored)
+        return scores[len(scores) - (end - begin) :] if begin < end else []
 
     def report(self, now: float) -> dict[str, Any]:
         """Where its time went until `now`, in JSON's types and seconds; its answers in order of their index."""
@@ -487,8 +512,8 @@ class DecodeBatch:
     follows. What a plan says of them are lists that stay the same until somebody joins or leaves. The tokens that a
     step brings are kept as it brought them, until a sequence's are delivered.
 
-    Sequences that compute prompts, beams, and those whose log-probabilities rank answers are not among them. To join
-    and to leave take the time of one sequence.
+    Sequences that compute prompts, beams, and those whose log-probabilities are wanted are not among them. To join and
+    to leave take the time of one sequence.
 
     Args:
         width: sequences that it has at most.

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -138,12 +138,16 @@ class Worker:
         """Run the plan's rows token by token, because torch's operators round differently for other numbers of rows."""
         result = StepResult(plan.step, [])
         for i, (slot, count) in enumerate(plan.rows):
+            scores: list[Logprobs] = []
             for _ in range(count):
                 part = self.run_rows(StepPlan(plan.step, rows=[(slot, 1)])).result()
+                scores += part.scores.get(0, [])
             result.token_ids += part.token_ids
             result.stopped += [i] * len(part.stopped)
             if part.logprobs:
                 result.logprobs[i] = part.logprobs[0]
+            if scores:
+                result.scores[i] = scores
         return Launched(result)
 
     def run_rows(self, plan: StepPlan) -> Launched:
@@ -158,7 +162,7 @@ class Worker:
             graph, news = self.graphs[shape]
             graph.replay()
         else:
-            logits, news = self.forward(shape, plan)
+            logits, news = self.forward(shape, plan, rows.scoring)
         self.mark("results")
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
         if self.config.pools:
@@ -176,13 +180,45 @@ class Worker:
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
         state, rows = self.state, np.fromiter(chain.from_iterable(plan.rows), np.int32).reshape(-1, 2)
+        scoring = self.scoring_of(plan.rows) if state.scores else None
         samples = state.advance(rows)
         assert samples.all() or not self.config.pools, "a prompt that is pooled runs whole"
         shape = self.shape_of(rows[:, 1], samples)
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
         asked = np.flatnonzero(samples & (wanted >= 0))
-        return Rows(plan.rows, shape, np.flatnonzero(samples), asked, wanted[asked].tolist())
+        return Rows(plan.rows, shape, np.flatnonzero(samples), asked, wanted[asked].tolist(), scoring)
+
+    def scoring_of(self, rows: list[tuple[int, int]]) -> Scoring | None:
+        """What of its known tokens a step with these `rows` scores, before their tokens count as computed."""
+        state, begin, scoring = self.state, 0, Scoring()
+        for i, (slot, count) in enumerate(rows):
+            if slot in state.scores:
+                k, first, end, known = state.scores[slot]
+                after = known - int(state.to_compute[slot]) + 1  # the token that follows the first of the row's
+                low, high = max(first, after), min(end, after + count)
+                if low < high:
+                    scoring.rows.append((i, high - low, k))
+                    places = np.arange(low, high)
+                    scoring.index.append(np.stack((begin + places - after, np.full_like(places, slot), places)))
+                if after + count >= end:
+                    del state.scores[slot]
+            begin += count
+        return scoring if scoring.rows else None
+
+    def score(self, hidden: torch.Tensor, scoring: Scoring) -> None:
+        """Log-probabilities of known tokens, from the `hidden` states [T, H] of the step's tokens.
+
+        They are made in parts of as many rows as the memory plan has logits for, and leave the device at once.
+        """
+        vocab, index = self.model.config.vocab_size, np.concatenate(scoring.index, axis=1)
+        k = min(max(k for _, _, k in scoring.rows), vocab)
+        size = min(self.config.max_num_seqs, logprob_rows(k, vocab))
+        for begin in range(0, index.shape[1], size):
+            at, slots, places = self.to_device(index[:, begin : begin + size])
+            ids = self.state.token_ids[slots, places].long()
+            found = map(self.to_host, self.ops.logprobs(self.model.logits(hidden[at]), ids, k))
+            scoring.columns.append(tuple(found))
 
     def logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, k: int
@@ -213,11 +249,13 @@ class Worker:
         assert (counts[:num_decodes] == 1).all(), "rows of one token come first"
         return StepShape(rows, tokens, 0 if one else num_decodes, int(samples.sum()), longest, adjusted)
 
-    def forward(self, shape: StepShape, plan: StepPlan | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, shape: StepShape, plan: StepPlan | None = None, scoring: Scoring | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
-        The `plan` is for the sanitizer.
+        The `plan` is for the sanitizer. What there is to score goes into `scoring`.
 
         Returns:
             logits [samples, vocab], and what `post_update` returns. Where prompts are pooled: twice what comes of it.
@@ -242,6 +280,9 @@ class Worker:
             self.mark("pool")
             vectors = self.vectors(hidden, starts)
             return vectors, vectors
+        if scoring:
+            self.mark("score")
+            self.score(hidden, scoring)
         if shape.samples < shape.tokens:  # the head is only for rows that sample
             hidden, sampling = hidden[state.last[: shape.samples]], state.sampling[: shape.samples]
         else:
@@ -288,6 +329,13 @@ class Worker:
         if self.device == "cpu":
             return tensor
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def to_logprobs(columns: list[tuple[torch.Tensor, ...]], counts: Iterable[int]) -> Iterator[Logprobs]:
+    """The records of the rows whose results of `ops.logprobs` are `columns`, in parts; each has `counts` likeliest."""
+    values, ranks, ids, tops = (torch.cat(parts).tolist() for parts in zip(*columns, strict=True))
+    for count, value, rank, row_ids, row_tops in zip(counts, values, ranks, ids, tops, strict=True):
+        yield Logprobs(value, row_ids[:count], row_tops[:count], rank)
 
 
 class DeviceClock:
@@ -345,6 +393,15 @@ def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.
 
 
 @dataclass(slots=True)
+class Scoring:
+    """Known tokens whose log-probabilities a step computes: each from the hidden state of the token before it."""
+
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # (row of the plan, its tokens, likeliest ids)
+    index: list[np.ndarray] = field(default_factory=list)  # of each row [3, N]: hidden states, slots, tokens' places
+    columns: list[tuple[torch.Tensor, ...]] = field(default_factory=list)  # of `ops.logprobs`, on the host
+
+
+@dataclass(slots=True)
 class Rows:
     """A step's rows, as the batch state holds them."""
 
@@ -353,6 +410,7 @@ class Rows:
     sampling: np.ndarray  # [R] rows that sample
     asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
     counts: list[int]  # [A] how many of the likeliest ids each of these wants
+    scoring: Scoring | None = None  # what is scored of their known tokens; None: nothing, as in every step of decodes
 
     @property
     def decode(self) -> bool:
@@ -399,10 +457,11 @@ class Launched:
                 tokens[rows.sampling] = result.token_ids
                 result.token_ids = tokens.tolist()
         if rows and self.columns:
-            columns = (torch.cat(parts).tolist() for parts in zip(*self.columns, strict=True))
-            found = zip(rows.counts, *columns, strict=True)
-            logprobs = [Logprobs(value, ids[:count], values[:count]) for count, value, ids, values in found]
-            result.logprobs = dict(zip(rows.asked.tolist(), logprobs, strict=True))
+            result.logprobs = dict(zip(rows.asked.tolist(), to_logprobs(self.columns, rows.counts), strict=True))
+        if rows and rows.scoring:
+            wanted = chain.from_iterable([k] * count for _, count, k in rows.scoring.rows)
+            scores = to_logprobs(rows.scoring.columns, wanted)
+            result.scores = {row: [*islice(scores, count)] for row, count, _ in rows.scoring.rows}
         if self.marks:
             lanes = {"worker": [begin for _, begin, _ in self.marks]}
             if self.clock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 from beam import BeamSearch
@@ -30,6 +30,14 @@ def next_logprobs(tokens: list[int]) -> list[float]:
     scores = [zlib.crc32(bytes([*tokens, token])) % 1009 / 300 for token in range(VOCAB)]
     total = math.log(sum(map(math.exp, scores)))
     return [score - total for score in scores]
+
+
+def known_logprobs(tokens: list[int], place: int, k: int) -> Logprobs:
+    """Of the token at `place` and the k likeliest, given the tokens before it."""
+    values, token = next_logprobs(tokens[:place]), tokens[place]
+    ids = sorted(range(VOCAB), key=lambda other: -values[other])[:k]
+    rank = 1 + sum(value > values[token] for value in values)
+    return Logprobs(values[token], ids, [values[other] for other in ids], rank)
 
 
 def expected(
@@ -102,7 +110,7 @@ class FakeWorker:
                 written.add((block, offset))
                 self.pool[block][offset] = row["tokens"][i]
             row["computed"] += count
-        sampled, stopped, logprobs = [], [], {}
+        sampled, stopped, logprobs, scores = [], [], {}, {}
         for i, (slot, count) in enumerate(plan.rows):
             row = self.slots[slot]
             sampled.append(-1)
@@ -110,17 +118,20 @@ class FakeWorker:
             for place in range(max(0, first), row["computed"]):
                 held = self.pool[row["table"][place // self.size]][place % self.size]
                 assert held == row["tokens"][place], "a block holds somebody else's tokens"
+            k, low, high = row["row"].score or (0, 0, 0)
+            places = range(max(low, row["computed"] - count + 1), min(high, row["computed"] + 1))
+            if places:
+                scores[i] = [known_logprobs(row["tokens"], place, k) for place in places]
             if row["computed"] == len(row["tokens"]):
                 tokens, wanted = row["tokens"], row["row"].num_logprobs
                 sampled[-1] = next_token(tokens, row["row"].seed)
+                if wanted > 0 and row["row"].temperature == 0:  # a beam
+                    sampled[-1] = known_logprobs([*tokens, 0], len(tokens), 1).ids[0]
                 if wanted >= 0:
-                    values = next_logprobs(tokens)
-                    ids = sorted(range(VOCAB), key=lambda token: -values[token])[:wanted]
-                    sampled[-1] = ids[0] if wanted else sampled[-1]
-                    logprobs[i] = Logprobs(values[sampled[-1]], ids, [values[token] for token in ids])
+                    logprobs[i] = known_logprobs([*tokens, sampled[-1]], len(tokens), wanted)
                 row["tokens"] = [*tokens, sampled[-1]]
                 stopped += [i] if row["row"].stops.get(sampled[-1] // 32, 0) >> sampled[-1] % 32 & 1 else []
-        return StepResult(plan.step, sampled, stopped, logprobs)
+        return StepResult(plan.step, sampled, stopped, logprobs, scores)
 
 
 class Engine:
@@ -149,6 +160,8 @@ class Engine:
         self.depth, self.flying = depth, deque()
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.logprobs: dict[tuple[str, int], float | None] = {}
+        self.token_logprobs: dict[tuple[str, int], list[Logprobs]] = defaultdict(list)
+        self.scores: dict[str, list[Logprobs]] = defaultdict(list)
         self.reasons: dict[str, str] = {}
         self.errors: dict[str, str] = {}
         self.finished: list[str] = []
@@ -187,6 +200,8 @@ class Engine:
         for output in self.scheduler.update(*self.flying.popleft()):
             self.answers[output.request_id][output.index] += output.token_ids
             self.logprobs[output.request_id, output.index] = output.cumulative_logprob
+            self.token_logprobs[output.request_id, output.index] += output.logprobs or ()
+            self.scores[output.request_id] += output.prompt_logprobs or ()
             assert output.request_id not in self.finished
             if output.finish_reason:
                 self.reasons[output.request_id] = output.finish_reason

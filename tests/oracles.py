@@ -170,6 +170,12 @@ def logprobs(x: torch.Tensor) -> torch.Tensor:
     return x - x.exp().sum(-1, keepdim=True).log()
 
 
+def ranks(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """1 + how many of a row's logits x [R, V] are larger than that of its id; [R] int32."""
+    counts = [1 + sum(value > row[i] for value in row) for row, i in zip(x.float().tolist(), ids.tolist(), strict=True)]
+    return torch.tensor(counts, dtype=torch.int32)
+
+
 def survivors(
     x: torch.Tensor, top_k: int, top_p: float, min_p: float, heat: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -185,11 +185,12 @@ def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
 def test_logprobs(device: str, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
     logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
     ids, untouched = torch.randint(0, vocab, (3,)), logits.clone()
-    values, top_ids, top_values = run("logprobs", device, logits, ids, k)
+    values, ranks, top_ids, top_values = run("logprobs", device, logits, ids, k)
     assert torch.equal(logits, untouched) and top_ids.shape == top_values.shape == (3, k)
+    assert torch.equal(ranks, oracles.ranks(logits, ids)) and ranks.dtype == torch.int32
     oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
     assert torch.equal(top_ids, logits.sort(dim=-1, descending=True, stable=True).indices[:, :k])
-    assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[1])
+    assert torch.equal(top_ids, reference.logprobs(logits, ids, k)[2])
     # An id has one value, whether it was asked for or is among the likeliest, and in any batch.
     for j in {0, k // 2, k - 1} if k else ():
         assert torch.equal(run("logprobs", device, logits, top_ids[:, j].clone(), 0)[0], top_values[:, j])
@@ -204,11 +205,11 @@ def test_logprobs_sums_each_logit_once(device: str, vocab: int) -> None:
         for place, more in ((0, 0.0), (0, 9.0), (vocab - 1, 9.0), (vocab - 1, 200.0)):
             logits = torch.full((2, vocab), level)
             logits[:, place] += more
-            values, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
+            values, ranks, top_ids, top_values = run("logprobs", device, logits, torch.tensor([place, vocab // 2]), 2)
             want = oracles.logprobs(logits)
             torch.testing.assert_close(values.double(), want[[0, 1], [place, vocab // 2]], atol=step, rtol=0)
             torch.testing.assert_close(top_values.double(), want.gather(1, top_ids), atol=step, rtol=0)
-            assert top_ids.tolist() == [[place, int(place == 0)]] * 2
+            assert top_ids.tolist() == [[place, int(place == 0)]] * 2 and ranks.tolist() == [1, 1 + (more > 0)]
 
 
 def test_logprobs_of_infinite_logits(device: str) -> None:
@@ -216,7 +217,8 @@ def test_logprobs_of_infinite_logits(device: str) -> None:
     logits[0], logits[1, 7], logits[2, 5], logits[2, 6] = -torch.inf, torch.inf, torch.nan, -torch.inf
     for ops in (reference, kernels):
         args = [x.to(device) for x in (logits, torch.tensor([4, 7, 6]))]
-        values, top_ids, top_values = (x.cpu() for x in ops.logprobs(*args, 2))
+        values, ranks, top_ids, top_values = (x.cpu() for x in ops.logprobs(*args, 2))
+        assert ranks[:2].tolist() == [1, 1]
         assert values[:2].tolist() == [-torch.inf, 0] and top_values[:2, 0].tolist() == [-torch.inf, 0]
         assert top_ids[0].tolist() == [0, 1] and top_ids[1, 0] == 7
         assert values[2].isnan() and top_values[2].isnan().all()  # a broken model is not hidden

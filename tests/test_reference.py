@@ -265,7 +265,8 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
 def test_logprobs(ops: ModuleType, vocab: int, k: int, kind: str, dtype: torch.dtype) -> None:
     logits, k = oracles.logits(3, vocab, kind).to(dtype), min(k, vocab)
     ids, before = torch.randint(0, vocab, (3,)), logits.clone()
-    values, top_ids, top_values = ops.logprobs(logits, ids, k)
+    values, ranks, top_ids, top_values = ops.logprobs(logits, ids, k)
+    assert torch.equal(ranks, oracles.ranks(logits, ids)) and ranks.dtype == torch.int32
     assert torch.equal(logits, before) and top_ids.shape == top_values.shape == (3, k)
     assert (values.dtype, top_ids.dtype, top_values.dtype) == (torch.float32, torch.int64, torch.float32)
     oracles.check_logprobs(logits, torch.cat((ids[:, None], top_ids), 1), torch.cat((values[:, None], top_values), 1))
