@@ -15,8 +15,10 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
-        "serving", "startup", "tokenizer"},
+        "batch", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "startup",
+        "tokenizer"},
+    "batch": {
+        "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "tokenizer"},
     "serving": {"config", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
     "protocol": {"config", "sampling_params", "tokenizer"},
     "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
@@ -62,9 +64,18 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
-TORCH_FREE = STDLIB_ONLY | {"client", "core", "data_parallel", "engine", "engine_process", "executor", "journal"}
+TORCH_FREE = STDLIB_ONLY | {
+    "batch",
+    "client",
+    "core",
+    "data_parallel",
+    "engine",
+    "engine_process",
+    "executor",
+    "journal",
+}
 TORCH_FREE |= {"outputs", "processes", "protocol", "replies", "ring", "server", "serving", "templates", "tokenizer"}
-TORCH_FREE |= {"tracing"}
+TORCH_FREE |= {"batch", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
