@@ -274,7 +274,8 @@ class Batch:
     def __init__(self, api: Api, answers: Answers, width: int, bar: tqdm[Any]):
         self.api, self.answers, self.width, self.bar = api, answers, width, bar
         self.begun = time.monotonic()
-        self.lines, self.held, self.room = Group(), 0, Event()  # those in flight, their bytes; and that one has ended
+        self.lines, self.room = Group(), Event()  # those in flight; and that one of them has ended
+        self.flying = self.held = 0  # how many they are, and how many bytes
         self.alone = Semaphore()
         self.counts: Counter[str] = Counter()
         self.ended = AsyncResult()
@@ -287,10 +288,10 @@ class Batch:
                 if line.number % LINES_AT_ONCE == 0:
                     gevent.sleep(0)
                 if self._to_run(line):
-                    while self.lines and not self._has_room(size):
+                    while self.flying and not self._has_room(size):
                         self.room.clear()
                         self.room.wait()
-                    self.held += size
+                    self.flying, self.held = self.flying + 1, self.held + size
                     self.lines.spawn(self._run, line, size).link_exception(self._broken)
         except OSError as error:
             self.ended.set_exception(OSError(f"the input cannot be read: {error.strerror}"))
@@ -304,7 +305,7 @@ class Batch:
 
     def _has_room(self, size: int) -> bool:
         most = self.api.config.max_body_bytes_in_flight
-        return max(len(self.lines), self.api.board.in_flight) < self.width and self.held + size <= most
+        return max(self.flying, self.api.board.in_flight) < self.width and self.held + size <= most
 
     def _to_run(self, line: Line) -> bool:
         """Whether a line is to be run. If not, it has an answer then: it had one before, or it is no request."""
@@ -329,7 +330,7 @@ class Batch:
         except Exception as error:  # one line's mistake, or ours, is nothing to the others
             answer = as_api_error(error)
         finally:
-            self.held -= size
+            self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
         self._write(line, name, answer, {})
 
@@ -433,11 +434,15 @@ def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
     """
     try:
         file = open(source, "rb")  # noqa: SIM115 (it stays open as long as the process lives)
-        if os.path.isdir(source) or (os.path.exists(target) and os.path.samefile(source, target)):
-            raise ValueError(f"the input is {source} and the output {target}; they must be two files")
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error.strerror}") from None
-    return file, Answers(target)
+    try:
+        if os.path.exists(target) and os.path.samefile(source, target):
+            raise ValueError(f"the input is {source} and the output {target}; they must be two files")
+        return file, Answers(target)
+    except ValueError:
+        file.close()
+        raise
 
 
 def main(argv: list[str]) -> None:
