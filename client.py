@@ -172,9 +172,10 @@ def to_frame(codec: Codec, message: Message) -> bytes:
 
 
 def read_frames(sock: socket.socket) -> Iterator[Any]:
-    """Yield the messages that arrive until the other end closes, or sends what is no message."""
+    """Yield the messages that arrive until the other end closes, or sends what is no message, or this end hangs up."""
     codec = Codec()
-    with sock.makefile("rb") as file, contextlib.suppress(ConnectionError, ValueError, KeyError):
+    # To gevent's sockets `shutdown` is a plain OSError for who reads, not the end of the file.
+    with sock.makefile("rb") as file, contextlib.suppress(OSError, ValueError, KeyError):
         while len(header := file.read(4)) == 4:
             yield codec.decode(file.read(struct.unpack("<I", header)[0]))
 

@@ -17,10 +17,10 @@ import time
 import traceback
 from collections import defaultdict
 
-from client import Connection, FrameServer
+from client import Connection, FrameServer, MPClient
 from config import EngineConfig, say
 from core import EngineCore
-from data_parallel import Lockstep
+from data_parallel import CoordinatorProcess, DPClient, Lockstep
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
@@ -220,6 +220,32 @@ class EngineProcess(Child):
         names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
         for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
             self.options[field] = self.facts[fact]
+
+
+def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
+    """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
+    coordinator = None
+    if config.data_parallel_size > 1:
+        coordinator = CoordinatorProcess(config.data_parallel_size, config.startup_timeout)
+        children.append(coordinator)
+        coordinator.wait()
+    engines = []
+    for rank in range(config.data_parallel_size):
+        engine = EngineProcess(
+            dataclasses.replace(config, data_parallel_rank=rank), coordinator.address if coordinator else None
+        )
+        engines.append(engine)
+        children.append(engine)
+    for engine in engines:
+        engine.wait()
+    return engines, coordinator
+
+
+def new_client(engines: list[EngineProcess], coordinator: CoordinatorProcess | None) -> MPClient | DPClient:
+    """A client of what `launch` has started, for the process that calls this."""
+    if coordinator:
+        return DPClient([engine.address for engine in engines], coordinator.address, engines[0].facts["block_size"])
+    return MPClient(engines[0].address)
 
 
 def visible_gpus() -> list[str] | None:

@@ -2,7 +2,7 @@
 
     create_app  the Flask app: paths, keys, bodies and errors
     Worker      gunicorn's worker, which speaks HTTP
-    main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it
+    main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it; or batch
 
 Text is made and taken apart in these processes, off the engine's loop: `serving.py` has the routes. A client's mistake
 is found before the first byte of the reply, and answered with 400.
@@ -33,14 +33,13 @@ from gunicorn.http import errors, wsgi
 from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
-from client import MPClient
+import batch
 from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
-from data_parallel import CoordinatorProcess, DPClient
-from engine_process import EngineProcess, check_gpus
+from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
 from protocol import PATHS, ApiError, openapi, parse_json
-from replies import Client, ClientGone, as_api_error
+from replies import ClientGone, as_api_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
 
@@ -243,8 +242,12 @@ class Worker(GeventWorker):
 def main(argv: list[str] | None = None) -> None:
     """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start.
 
-    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is.
+    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is. `server.py batch`
+    is another program; see `batch.main`.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["batch"]:
+        return batch.main(argv[1:])
     parser = parser_for(EngineConfig, ServerConfig)
     parser.add_argument(
         "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
@@ -278,12 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         facts = engines[0].facts
 
         def make_app() -> Flask:
-            if coordinator:
-                addresses = [engine.address for engine in engines]
-                client: Client = DPClient(addresses, coordinator.address, facts["block_size"])
-            else:
-                client = MPClient(engines[0].address)
-            return create_app(Api(client, tokenizer, facts, config, names, board))
+            return create_app(Api(new_client(engines, coordinator), tokenizer, facts, config, names, board))
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:
@@ -300,25 +298,6 @@ def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConf
     if policy == "auto":
         policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
     return dataclasses.replace(engine_config, scheduling_policy=policy)
-
-
-def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
-    """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
-    coordinator = None
-    if config.data_parallel_size > 1:
-        coordinator = CoordinatorProcess(config.data_parallel_size, config.startup_timeout)
-        children.append(coordinator)
-        coordinator.wait()
-    engines = []
-    for rank in range(config.data_parallel_size):
-        engine = EngineProcess(
-            dataclasses.replace(config, data_parallel_rank=rank), coordinator.address if coordinator else None
-        )
-        engines.append(engine)
-        children.append(engine)
-    for engine in engines:
-        engine.wait()
-    return engines, coordinator
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -15,7 +17,7 @@ from engine import SamplingParams
 from engine_process import EngineServer
 from plan import EngineCoreRequest, EngineOutput, Health, Reply
 from ring import STALL, Codec
-from served import eventually
+from served import ROOT, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=4)
@@ -226,3 +228,25 @@ def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypa
     eventually(lambda: client.trouble is None)
     client.close()
     address.close()
+
+
+def test_a_client_under_gevent_comes_back_after_it_hung_up():
+    """As it does when a message cannot be sent. To gevent's sockets that is an error of who reads meanwhile."""
+    code = """if True:
+        from gevent import monkey
+        monkey.patch_all()
+        import socket, time, client
+        address, listener = socket.socketpair()
+        server, lost = client.FrameServer(listener), []
+        connection = client.Connection(address, print, lost=lambda: lost.append(1))
+        assert connection.up.is_set()
+        connection._hang_up()
+        until = time.monotonic() + 20
+        while not (lost and connection.up.is_set()) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert lost and connection.up.is_set() and len(server.clients) == 2
+        connection.close()
+        time.sleep(0.1)
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

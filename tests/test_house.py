@@ -15,8 +15,10 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
-        "serving", "startup", "tokenizer"},
+        "batch", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "startup",
+        "tokenizer"},
+    "batch": {
+        "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "tokenizer"},
     "serving": {"config", "embeddings", "outputs", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
     "embeddings": set(),
     "protocol": {"config", "sampling_params", "tokenizer"},

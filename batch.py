@@ -1,0 +1,515 @@
+"""A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl --model PATH`.
+
+    Line        a line of the input: which route is asked what
+    Answers     the output: what an earlier run has left there, and the lines that are added
+    Batch       runs the lines, as many at a time as keep the engine full
+    main        the command line
+
+Both files have the format of OpenAI's batches. Between them and the engine process there is no HTTP: a line goes to
+`serving.Api`, as the body of a request does. A batch may end at any time, also by `kill -9`: when it is started again
+with the same files, it runs the lines that have no answer yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import os
+import signal
+import stat
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+import gevent
+import msgspec
+from gevent import monkey
+from gevent.event import AsyncResult, Event
+from gevent.lock import Semaphore
+from gevent.pool import Group
+from tqdm import tqdm
+
+from client import EngineDeadError
+from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say
+from engine_process import check_gpus, launch, new_client
+from executor import lead_or_follow
+from processes import LOOK, Board, Child
+from protocol import PATHS, RAW_FIELDS, ApiError, parse_json
+from replies import as_api_error
+from serving import Api, Caller, Events
+from tokenizer import Tokenizer
+
+LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
+ATTEMPTS = 3  # times that a line is run if the engine process ends meanwhile; the last time, no other such line runs
+LINES_AT_ONCE = 256  # that are read, perhaps only to be skipped, before others get their turn
+READ_AT_ONCE = 2**20  # bytes in which lines are counted
+FIRST_BYTES = b'{"id":"batch_req_'  # of each line of the output
+REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
+ROUTE_OF = {path: route for route, paths in PATHS.items() for path in paths}
+# Options of the server that mean nothing where there is no HTTP.
+HTTP_ONLY = (
+    "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "root_path",
+    "log_requests", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
+    "api_server_count",
+)  # fmt: skip
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Line:
+    """A line of the input.
+
+    Attributes:
+        number: of the line, from 1.
+        text: of the line, at most one byte more than is allowed.
+        id: what the line's answer is called. The same line in the same place always has the same.
+        custom_id: what the line is called by who wrote it; None until `read` has found it.
+        route: one of `protocol.ROUTES`.
+        body: of the request, not decoded yet.
+    """
+
+    number: int
+    text: bytes
+    id: str = field(init=False)
+    custom_id: str | None = None
+    route: str = ""
+    body: bytes = b""
+
+    def __post_init__(self) -> None:
+        text = b"%d %b" % (self.number, self.text)
+        self.id = "batch_req_" + hashlib.blake2b(text, digest_size=16).hexdigest()
+
+    def read(self, config: ServerConfig) -> None:
+        """Find out what the line asks for.
+
+        Raises:
+            ApiError: it is no request, and the message says why. `custom_id` is set if the line has one.
+        """
+        if len(self.text.rstrip(b"\r\n")) > config.max_body_bytes:
+            raise ApiError(413, f"the line is larger than {config.max_body_bytes} bytes (max_body_bytes)")
+        try:
+            fields = RAW_FIELDS.decode(self.text)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"the line is no JSON object: {error}", None, "invalid_json_line") from None
+        self.custom_id = text_of(fields, "custom_id")
+        method, url = text_of(fields, "method"), text_of(fields, "url")
+        if method != "POST":
+            raise ApiError(400, f"method is {method!r:.80}; it must be POST", "method", "invalid_method")
+        if url not in ROUTE_OF:
+            raise ApiError(400, f"url is {url!r:.80}; it must be one of {', '.join(ROUTE_OF)}", "url", "invalid_url")
+        if "body" not in fields:
+            raise ApiError(400, "body is missing", "body", "missing_required_parameter")
+        if not config.allow_unknown_fields and (unknown := [name for name in fields if name not in REQUIRED]):
+            message = f"the line has {unknown[0]!r:.80}; it must have {', '.join(REQUIRED)}, and nothing else"
+            raise ApiError(400, message, unknown[0][:80], "unknown_parameter")
+        self.route, self.body = ROUTE_OF[url], bytes(fields["body"])
+        self.text = b""  # the body is all that is needed now, and may be large
+
+
+def text_of(fields: dict[str, msgspec.Raw], name: str) -> str:
+    """A field of a line, which must be there and be a string that is not empty; else an `ApiError`."""
+    if name not in fields:
+        raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
+    try:
+        text = msgspec.json.decode(fields[name], type=str)
+    except ValueError:
+        text = ""
+    if not text:
+        raise ApiError(400, f"{name} is {bytes(fields[name])[:80]!r}; it must be a string, not empty", name)
+    return text
+
+
+def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
+    """The lines of a file that are not blank. Of one with more than `most` bytes, only one byte more is kept."""
+    for number in itertools.count(1):
+        text = part = file.readline(most + 1)
+        if not text:
+            return
+        while not part.endswith(b"\n") and (part := file.readline(READ_AT_ONCE)):
+            pass
+        if number == 1:
+            text = text.removeprefix(codecs.BOM_UTF8)
+        if text.strip():
+            yield Line(number, text)
+
+
+def count_lines(path: str) -> int | None:
+    """How many lines a file has, for a progress bar; None if it cannot be read twice."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return None
+    with open(path, "rb", buffering=0) as file:
+        return sum(part.count(b"\n") for part in iter(lambda: file.read(READ_AT_ONCE), b""))
+
+
+class Problem(msgspec.Struct):
+    """The error of a line of the output. It has the number of the input's line if that is no request."""
+
+    line: int | None = None
+
+
+class Answered(msgspec.Struct):
+    """What an earlier run tells by a line of the output."""
+
+    id: str
+    custom_id: str | None
+    error: Problem | None
+
+
+class Answers:
+    """The output file, which one batch at a time writes. A line that has not been written to its end is cut off.
+
+    Args:
+        path: of the file, which may be there from an earlier run.
+
+    Raises:
+        ValueError: it cannot be written, another batch is doing so, or it holds what no batch has written.
+
+    Attributes:
+        ids: the hash of each custom_id that has an answer or is being run, and whether this run has come across it.
+        reported: the `id` of each line of which the output says that it is no request.
+    """
+
+    def __init__(self, path: str):
+        self.path = path
+        self.ids: dict[bytes, bool] = {}
+        self.reported: set[str] = set()
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error.strerror}") from None
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
+            self._read()
+        except OSError as error:
+            os.close(self.fd)
+            busy = isinstance(error, BlockingIOError)
+            why = "another batch writes to it" if busy else f"it cannot be locked and read: {error.strerror}"
+            raise ValueError(f"{path} is not free: {why}") from None
+        except ValueError:
+            os.close(self.fd)
+            raise
+
+    def _read(self) -> None:
+        size = 0  # of the whole lines
+        with open(self.fd, "rb", closefd=False) as file:
+            for number, text in enumerate(file, 1):
+                whole = text.endswith(b"\n")
+                try:
+                    if not text.startswith(FIRST_BYTES if whole else FIRST_BYTES[: len(text)]):
+                        raise ValueError(f"it does not begin with {FIRST_BYTES.decode()}")
+                    if whole:
+                        self._note(msgspec.json.decode(text, type=Answered))
+                        size += len(text)
+                except ValueError as error:
+                    must = "the output must be a new file, or one that a batch has begun"
+                    raise ValueError(f"line {number} of {self.path} is no batch's: {error}; {must}") from None
+        os.ftruncate(self.fd, size)
+
+    def _note(self, answered: Answered) -> None:
+        if answered.custom_id is None or (answered.error and answered.error.line is not None):
+            self.reported.add(answered.id)
+        else:
+            self.ids[digest(answered.custom_id)] = False
+
+    def claim(self, custom_id: str) -> bool:
+        """Whether a line of this name is to be run; False if it has been answered by an earlier run.
+
+        Raises:
+            ApiError: this run has come across another line of that name.
+        """
+        key = digest(custom_id)
+        known = self.ids.get(key)
+        if known:
+            message = f"custom_id is {custom_id!r:.200}, and so is that of a line before; each must have its own"
+            raise ApiError(400, message, "custom_id", "duplicate_custom_id")
+        self.ids[key] = True
+        return known is None
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Append a line. What is written here stays if this process is killed.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        text = memoryview(msgspec.json.encode(answer) + b"\n")
+        assert text[: len(FIRST_BYTES)] == FIRST_BYTES
+        while text:
+            text = text[os.write(self.fd, text) :]
+
+
+def digest(custom_id: str) -> bytes:
+    """What is remembered of a custom_id, which may be long."""
+    return hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+class Batch:
+    """Runs the lines of a file. It is to be made and run where gevent has patched the standard library.
+
+    Args:
+        api: the routes.
+        answers: the output.
+        width: answers that the engine has in flight, at most, unless a single line asks for more.
+        bar: shows what has been done.
+
+    Attributes:
+        ended: gets a value when all lines have an answer, or the exception that ends the batch before.
+        counts: of lines: `answered` by this run, `refused` and `failed` of them, and `skipped` because they had been
+            answered before; and of `prefill` and `decode` tokens.
+    """
+
+    def __init__(self, api: Api, answers: Answers, width: int, bar: tqdm[Any]):
+        self.api, self.answers, self.width, self.bar = api, answers, width, bar
+        self.begun = time.monotonic()
+        self.lines, self.room = Group(), Event()  # those in flight; and that one of them has ended
+        self.flying = self.held = 0  # how many they are, and how many bytes
+        self.alone = Semaphore()
+        self.counts: Counter[str] = Counter()
+        self.ended = AsyncResult()
+
+    def run(self, file: BinaryIO) -> None:
+        """Run all lines that have no answer yet; then, or when an answer cannot be written, set `ended`."""
+        try:
+            for line in read_lines(file, self.api.config.max_body_bytes):
+                size = len(line.text)
+                if line.number % LINES_AT_ONCE == 0:
+                    gevent.sleep(0)
+                if self._to_run(line):
+                    while self.flying and not self._has_room(size):
+                        self.room.clear()
+                        self.room.wait()
+                    self.flying, self.held = self.flying + 1, self.held + size
+                    self.lines.spawn(self._run, line, size).link_exception(self._broken)
+        except OSError as error:
+            self.ended.set_exception(OSError(f"the input cannot be read: {error.strerror}"))
+            return
+        self.lines.join()
+        if not self.ended.ready():
+            self.ended.set()
+
+    def _broken(self, greenlet: gevent.Greenlet) -> None:
+        self.ended.set_exception(greenlet.exception)
+
+    def _has_room(self, size: int) -> bool:
+        most = self.api.config.max_body_bytes_in_flight
+        return max(self.flying, self.api.board.in_flight) < self.width and self.held + size <= most
+
+    def _to_run(self, line: Line) -> bool:
+        """Whether a line is to be run. If not, it has an answer then: it had one before, or it is no request."""
+        try:
+            line.read(self.api.config)
+            assert line.custom_id
+            if self.answers.claim(line.custom_id):
+                return True
+        except ApiError as error:
+            if line.id not in self.answers.reported:
+                self._write(line, uuid.uuid4().hex, error, {"line": line.number})
+                return False
+        self.counts["skipped"] += 1
+        self.bar.update()
+        return False
+
+    def _run(self, line: Line, size: int) -> None:
+        name = uuid.uuid4().hex
+        answer: dict[str, Any] | ApiError
+        try:
+            answer = self._answer(line, name)
+        except Exception as error:  # one line's mistake, or ours, is nothing to the others
+            answer = as_api_error(error)
+        finally:
+            self.flying, self.held = self.flying - 1, self.held - size
+            self.room.set()
+        self._write(line, name, answer, {})
+
+    def _answer(self, line: Line, name: str) -> dict[str, Any]:
+        """What the route answers. If the engine process ends meanwhile, the line is run again by its successor."""
+        fields = parse_json(line.body, self.api.config, self.api.facts["max_model_len"])
+        line.body = b""
+        if fields.get("stream") is True:
+            raise ApiError(400, "stream is true; in a batch it must be false", "stream")
+        for attempt in range(1, ATTEMPTS + 1):
+            # A line may be what ends the process. It should not end it for the others again and again.
+            with self.alone if attempt == ATTEMPTS else contextlib.nullcontext():
+                while self.api.client.trouble:
+                    gevent.sleep(LOOK / 10)
+                try:
+                    answer = self.api.answer(line.route, fields, Caller(name, "batch"))
+                except EngineDeadError as error:
+                    if attempt == ATTEMPTS:
+                        raise ApiError(503, f"{error}; it was so {ATTEMPTS} times when this line was run") from None
+                else:
+                    assert not isinstance(answer, Events)
+                    return answer
+        raise AssertionError("the last attempt returns or raises")
+
+    def _write(self, line: Line, name: str, answer: dict[str, Any] | ApiError, place: dict[str, int]) -> None:
+        """Write the answer to a line; `place` is where the line is if it is no request."""
+        if self.ended.ready():  # perhaps because an earlier answer could not be written
+            return
+        error, status = None, 200
+        if isinstance(answer, ApiError):
+            status, body = answer.status, answer.body()
+            mistake = body["error"]
+            code = mistake["code"] or mistake["type"]
+            error = {"code": code, "message": mistake["message"], "param": mistake["param"]} | place
+        else:
+            body = answer
+        response = {"status_code": status, "request_id": name, "body": body}
+        try:
+            self.answers.write({"id": line.id, "custom_id": line.custom_id, "response": response, "error": error})
+        except OSError as failure:
+            self.ended.set_exception(OSError(f"{self.answers.path} cannot be written: {failure.strerror}"))
+            return
+        self.counts["answered"] += 1
+        self.counts["refused"] += 400 <= status < 500
+        self.counts["failed"] += status >= 500
+        self._show(body.get("usage") or {})
+
+    def _show(self, usage: dict[str, Any]) -> None:
+        """Advance the bar by a line that took so many tokens. Routes name them by OpenAI's words or by Anthropic's."""
+        self.counts["prefill"] += usage.get("prompt_tokens") or usage.get("input_tokens") or 0
+        self.counts["decode"] += usage.get("completion_tokens") or usage.get("output_tokens") or 0
+        seconds = time.monotonic() - self.begun
+        rates = (f"{name} {self.counts[name] / seconds:,.0f} tok/s" for name in ("prefill", "decode"))
+        self.bar.set_postfix_str(", ".join(rates), refresh=False)
+        self.bar.update()
+
+    def summary(self) -> str:
+        """What has been done, in a line."""
+        answered, refused, failed, skipped = (self.counts[n] for n in ("answered", "refused", "failed", "skipped"))
+        earlier = f"; {skipped} had an answer from an earlier run" if skipped else ""
+        return f"{answered} lines answered, of them {refused} refused and {failed} failed{earlier}"
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def read_flags(argv: list[str]) -> tuple[str, str, EngineConfig, ServerConfig]:
+    """The input, the output, and the options.
+
+    Raises:
+        ValueError: an option is out of range, or means nothing here.
+        SystemExit: after `--help`, or where the options cannot be parsed.
+    """
+    usage = "server.py batch -i IN.jsonl -o OUT.jsonl [--model PATH] [option ...]"
+    parser = argparse.ArgumentParser(
+        "server.py batch", usage, "Answer a file of requests, in the format of OpenAI's batches.", allow_abbrev=False,
+        epilog="Other options are the server's, as far as they concern the engine and what a request may hold: "
+        "`server.py --help` lists them. A batch that has been cut short goes on when it is started again.",
+    )  # fmt: skip
+    parser.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="a request on each line")
+    parser.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="gets an answer on each line")
+    files, rest = parser.parse_known_args(argv)
+    options = parser_for(EngineConfig, ServerConfig)
+    options.prog, options.usage = parser.prog, usage
+    flags = options.parse_args(rest)
+    engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+    for option in dataclasses.fields(config):
+        if option.name in HTTP_ONLY and getattr(config, option.name) != option.default:
+            raise ValueError(f"--{option.name.replace('_', '-')} is given; a batch has no HTTP that it could concern")
+    if engine_config.scheduling_policy == "auto":
+        engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")
+    # Lines wait for their turn here, so that none is ever refused because of others.
+    return files.input_file, files.output_file, engine_config, dataclasses.replace(config, max_queue=sys.maxsize)
+
+
+def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
+    """The input and the output.
+
+    Raises:
+        ValueError: the input cannot be read, or it is the output; see also `Answers`.
+    """
+    try:
+        file = open(source, "rb")  # noqa: SIM115 (it stays open as long as the process lives)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror}") from None
+    try:
+        if os.path.exists(target) and os.path.samefile(source, target):
+            raise ValueError(f"the input is {source} and the output {target}; they must be two files")
+        return file, Answers(target)
+    except ValueError:
+        file.close()
+        raise
+
+
+def main(argv: list[str]) -> None:
+    """Answer a file of requests. Exit code 0 means that each line has an answer, though it may be a refusal.
+
+    It is 2, after one line that says why, where the batch cannot start, 1 where it cannot go on, and 128 plus the
+    signal's number after Ctrl-C or SIGTERM.
+    """
+    try:
+        source, target, engine_config, config = read_flags(argv)
+        check_gpus(engine_config)
+        model_config = ModelConfig.from_folder(engine_config.model)
+        if engine_config.distributed_executor_backend == "torchrun":
+            engine_config = lead_or_follow(engine_config, model_config)
+        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
+        file, answers = open_files(source, target)
+    except ValueError as error:
+        say(f"server.py batch: error: {error}")
+        sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
+    names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    children: list[Child] = []
+    try:
+        engines, coordinator = launch(engine_config, children)
+        # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
+        monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
+        client, facts = new_client(engines, coordinator), engines[0].facts
+        width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
+        pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
+        with tqdm(total=count_lines(source), desc="Batch", unit="line", mininterval=pause) as bar:
+            batch = Batch(Api(client, tokenizer, facts, config, names, Board()), answers, width, bar)
+            try:
+                run_to_end(batch, file, children)
+            except OSError as error:
+                bar.close()
+                say(f"server.py batch: error: {error}; {batch.summary()}")
+                sys.exit(1)
+            except SystemExit:
+                bar.close()
+                say(f"batch: stopped; {batch.summary()}; the same command goes on from here")
+                raise
+            finally:
+                client.close()
+        say(f"batch: {batch.summary()}")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    finally:
+        for child in children:
+            child.stop()
+
+
+def run_to_end(batch: Batch, file: BinaryIO, children: list[Child]) -> None:
+    """Run the batch and look after the engines, until all is done or nothing can be.
+
+    Raises:
+        OSError: an answer cannot be written, the input cannot be read, or an engine cannot be started any more.
+        SystemExit: after Ctrl-C or SIGTERM. The lines that run are dropped.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        gevent.signal_handler(number, batch.ended.set_exception, SystemExit(128 + number))
+    runner = gevent.spawn(batch.run, file)
+    try:
+        while not batch.ended.ready():
+            for child in children:
+                child.check()
+            batch.ended.wait(LOOK)
+        batch.ended.get()
+    finally:
+        runner.kill()
+        batch.lines.kill()

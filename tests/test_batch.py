@@ -1,0 +1,432 @@
+"""Batches: the format, errors line by line, and going on after any end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gevent
+import pytest
+from tqdm import tqdm
+
+from batch import ATTEMPTS, Answers, Batch, main, open_files, read_flags, read_lines
+from client import EngineDeadError, Stream
+from config import ServerConfig
+from plan import EngineCoreRequest
+from processes import Board
+from protocol import PATHS
+from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
+from served import ROOT, eventually
+from serving import Api
+from test_survival import alive, command
+
+
+def line(custom_id: Any, url: Any = COMPLETIONS, body: Any = None, **more: Any) -> dict[str, Any]:
+    body = {"prompt": f"To be {custom_id}", "max_tokens": 4} if body is None else body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body} | more
+
+
+class Files:
+    """The input and the output of a batch in a folder, and a scripted engine to run it."""
+
+    def __init__(self, folder: Path):
+        self.source, self.target = folder / "in.jsonl", folder / "out.jsonl"
+
+    def ask(self, *lines: Any) -> None:
+        texts = [each if isinstance(each, bytes) else json.dumps(each).encode() for each in lines]
+        self.source.write_bytes(b"".join(text + b"\n" for text in texts))
+
+    def run(self, engine: ScriptedClient, width: int = 8, **config: Any) -> Batch:
+        file, answers = open_files(str(self.source), str(self.target))
+        api = Api(engine, TOKENIZER, FACTS, ServerConfig(max_queue=2**40, **config), ["manta"], Board())
+        batch = Batch(api, answers, width, tqdm(disable=True))
+        with file:
+            batch.run(file)
+        os.close(answers.fd)
+        batch.ended.get()
+        return batch
+
+    def told(self) -> list[dict[str, Any]]:
+        text = self.target.read_bytes()
+        assert not text or text.endswith(b"\n")
+        return [json.loads(each) for each in text.splitlines()]
+
+    def by_id(self) -> dict[str, dict[str, Any]]:
+        told = self.told()
+        found = {each["custom_id"]: each for each in told}
+        assert len(found) == len(told), "a line was answered twice"
+        return found
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path)
+
+
+class Mortal(ScriptedClient):
+    """An engine whose process ends whenever it is given a prompt with `word`, `deaths` times in all."""
+
+    def __init__(self, word: str, deaths: int):
+        super().__init__()
+        self.word, self.deaths, self.beside = word, deaths, []
+
+    def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
+        if self.word in TOKENIZER.decode(request.prompt_token_ids) and self.deaths:
+            self.deaths -= 1
+            self.beside.append(len(self.open))
+            stream.put(EngineDeadError("the engine process has ended"))
+            return stream
+        return super().add(request, stream)
+
+
+def test_an_answer_has_openais_form(files, engine):
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
+    files.ask(line("a"), line("b", CHAT, chat), line("c", PATHS["tokenize"][0], {"prompt": "To be"}))
+    batch = files.run(engine)
+    found = files.by_id()
+    for custom_id, told in found.items():
+        assert list(told) == ["id", "custom_id", "response", "error"]
+        assert told["id"].startswith("batch_req_") and told["error"] is None
+        assert list(told["response"]) == ["status_code", "request_id", "body"]
+        assert told["response"]["status_code"] == 200
+        if custom_id != "c":
+            assert told["response"]["body"]["id"].endswith(told["response"]["request_id"])
+    assert len({told["id"] for told in found.values()}) == 3
+    body = {custom_id: told["response"]["body"] for custom_id, told in found.items()}
+    assert body["a"]["object"] == "text_completion" and TEXT.startswith(body["a"]["choices"][0]["text"])
+    assert body["b"]["object"] == "chat.completion" and TEXT.startswith(body["b"]["choices"][0]["message"]["content"])
+    assert body["c"]["tokens"] == TOKENIZER.encode("To be")
+    usages = [body[id]["usage"] for id in "ab"]
+    assert batch.counts["prefill"] == sum(usage["prompt_tokens"] for usage in usages)
+    assert batch.counts["decode"] == 8
+    assert batch.summary() == "3 lines answered, of them 0 refused and 0 failed"
+
+
+BAD = {
+    b"{": ("invalid_json_line", None),
+    b"[1]": ("invalid_json_line", None),
+    b"[" * 100_000: ("invalid_json_line", None),
+    b'{"custom_id": "x", "custom_id': ("invalid_json_line", None),
+    b"\xff\xfe": ("invalid_json_line", None),
+    json.dumps({"method": "POST", "url": COMPLETIONS, "body": {}}).encode(): ("missing_required_parameter", None),
+    json.dumps(line("")).encode(): ("invalid_request_error", None),
+    json.dumps(line(7)).encode(): ("invalid_request_error", None),
+    json.dumps(line(None)).encode(): ("invalid_request_error", None),
+    json.dumps(line("get", method="GET")).encode(): ("invalid_method", "get"),
+    json.dumps(line("url", "/v1/nothing")).encode(): ("invalid_url", "url"),
+    json.dumps(line("full", "http://x" + CHAT)).encode(): ("invalid_url", "full"),
+    json.dumps({"custom_id": "no", "method": "POST", "url": CHAT}).encode(): ("missing_required_parameter", "no"),
+    json.dumps(line("more", colour=1)).encode(): ("unknown_parameter", "more"),
+    b'{"custom_id": "' + b"x" * 70_000 + b'"}': ("invalid_request_error", None),
+}
+
+
+def test_what_is_no_request_is_reported_and_ends_nothing(files, engine):
+    files.ask(*BAD, line("good"))
+    for _ in range(2):  # the second time, all is there already
+        files.run(engine, max_body_bytes=200_000)
+        told = files.told()
+        assert len(told) == len(BAD) + 1
+    for number, (each, (code, custom_id)) in enumerate(zip(told, BAD.values(), strict=False), 1):
+        if number < len(BAD):
+            assert each["custom_id"] == custom_id
+            assert each["error"]["code"] == code and each["error"]["line"] == number
+            assert each["response"]["status_code"] == 400
+            assert each["response"]["body"]["error"]["message"] == each["error"]["message"]
+    assert told[-1]["custom_id"] == "good" and told[-1]["error"] is None
+    assert len(engine.added) == 1
+
+
+def test_a_line_that_is_too_large_is_not_read_to_its_end(files, engine):
+    exact = line("exact", body={"prompt": "x", "max_tokens": 1, "user": ""})
+    exact["body"]["user"] = "u" * (2048 - len(json.dumps(exact)))
+    assert len(json.dumps(exact)) == 2048
+    files.ask(line("huge", body={"prompt": "x" * 2**20}), exact, line("after"))
+    files.run(engine, max_body_bytes=2048)
+    told = files.told()
+    assert [each["response"]["status_code"] for each in told] == [413, 200, 200]
+    assert "max_body_bytes" in told[0]["error"]["message"] and told[0]["error"]["line"] == 1
+    with open(files.source, "rb") as file:
+        assert [len(each.text) for each in read_lines(file, 2048)][:2] == [2049, 2049]
+
+
+def test_a_refused_request_is_an_answer(files, engine):
+    bodies = {
+        "field": {"prompt": "x", "temperature": -1},
+        "stream": {"prompt": "x", "stream": True},
+        "list": [1],
+        "empty": {},
+        "model": {"prompt": "x", "model": "other"},
+        "deep": {"prompt": "x", "metadata": json.loads("[" * 50 + "]" * 50)},
+    }
+    files.ask(
+        *(line(name, body=body) for name, body in bodies.items()), line("off", body={"prompt": "x", "stream": False})
+    )
+    batch = files.run(engine)
+    found = files.by_id()
+    status = {name: each["response"]["status_code"] for name, each in found.items()}
+    assert status == {name: 400 for name in bodies} | {"model": 404, "off": 200}
+    assert found["stream"]["error"]["param"] == "stream"
+    assert found["model"]["error"]["code"] == "model_not_found"
+    error = found["field"]["response"]["body"]["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == "temperature"
+    assert "line" not in found["field"]["error"]
+    assert batch.counts["refused"] == 6 and batch.counts["failed"] == 0
+    assert "7 lines answered, of them 6 refused" in batch.summary()
+    assert files.run(engine).counts["skipped"] == 7
+
+
+def test_an_engines_fault_is_the_lines_alone(files, engine):
+    files.ask(line("a"), line("b"))
+    engine.script = [BROKEN]
+    batch = files.run(engine)
+    assert [each["response"]["status_code"] for each in files.told()] == [503, 503]
+    assert batch.counts["failed"] == 2
+
+
+def test_a_custom_id_is_run_once(files, engine):
+    files.ask(line("a"), line("b"), line("a"), line("a", CHAT), line("c"))
+    for _ in range(2):
+        files.run(engine)
+        told = files.told()
+        assert len(told) == 5
+    twice = [each for each in told if each["error"]]
+    assert [(each["custom_id"], each["error"]["code"], each["error"]["line"]) for each in twice] == [
+        ("a", "duplicate_custom_id", 3), ("a", "duplicate_custom_id", 4)]  # fmt: skip
+    assert len(engine.added) == 3
+
+
+def test_a_run_goes_on_where_another_was_cut_short(files, engine):
+    """At whatever byte the output ends, the next run leaves it as if nothing had happened."""
+    lines = [line(str(i)) for i in range(6)]
+    files.ask(*lines, b"{", line("3"))
+    files.run(engine)
+    whole = files.target.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == 10]
+    first, second = ends[0], ends[1]
+    for end in (0, 1, 5, first - 1, first, first + 1, second - 1, len(whole) - 1, len(whole)):
+        files.target.write_bytes(whole[:end])
+        engine.added.clear()
+        batch = files.run(engine)
+        told = files.told()
+        assert len(told) == 8 and len({each["id"] for each in told}) == 8
+        assert batch.counts["skipped"] == whole[:end].count(b"\n")
+        assert files.target.read_bytes().startswith(whole[:end].rpartition(b"\n")[0])
+        skipped = sum(
+            each["error"] is None for each in map(json.loads, whole[:end].splitlines()[: batch.counts["skipped"]])
+        )
+        assert len(engine.added) == 6 - skipped
+
+
+def test_a_line_that_was_mended_is_run(files, engine):
+    files.ask(line("a"), line("b", "/v1/nothing"))
+    files.run(engine)
+    files.ask(line("a"), line("b"), line("c"))
+    files.run(engine)
+    assert sorted(each["custom_id"] for each in files.told()) == ["a", "b", "b", "c"]
+    assert len(engine.added) == 3
+
+
+@pytest.mark.parametrize("text", [b"my notes", b"my notes\n", b'{"id": "batch_req_1"}\n', b'{"id":"batch_req_1"}\n'])
+def test_a_file_of_something_else_is_left_alone(files, engine, text):
+    files.ask(line("a"))
+    files.target.write_bytes(text)
+    with pytest.raises(ValueError, match=r"line 1 of .*out.jsonl is no batch's"):
+        files.run(engine)
+    assert files.target.read_bytes() == text
+
+
+def test_two_batches_do_not_share_an_output(files, engine):
+    files.ask(line("a"))
+    first = Answers(str(files.target))
+    with pytest.raises(ValueError, match="another batch writes to it"):
+        Answers(str(files.target))
+    os.close(first.fd)
+    files.run(engine)
+    assert len(files.told()) == 1
+
+
+def test_the_input_is_not_the_output(files, tmp_path):
+    files.ask(line("a"))
+    (tmp_path / "link").symlink_to(files.source)
+    before = files.source.read_bytes()
+    for target in (files.source, tmp_path / "link"):
+        with pytest.raises(ValueError, match="two files"):
+            open_files(str(files.source), str(target))
+    for source, target in ((tmp_path / "none", files.target), (files.source, tmp_path / "none" / "x")):
+        with pytest.raises(ValueError, match="cannot be"):
+            open_files(str(source), str(target))
+    assert files.source.read_bytes() == before
+
+
+def test_lines_in_flight_are_bounded(files, engine, monkeypatch):
+    """By their number, by their answers, and by the bytes of their bodies; one alone may have more than these."""
+    api_answer, flying, most = Api.answer, [], []
+
+    def answer(self: Api, route: str, fields: dict[str, Any], caller: Any) -> Any:
+        flying.append(caller)
+        most.append(len(flying))
+        gevent.sleep(0.001)
+        with self.board.counted(fields.get("n", 1)):
+            gevent.sleep(0.001)
+            flying.remove(caller)
+            return api_answer(self, route, fields, caller)
+
+    monkeypatch.setattr(Api, "answer", answer)
+    for width, lines, expected in (
+        (4, [line(str(i)) for i in range(20)], 4),
+        (4, [line(str(i), body={"prompt": "x", "user": "u" * 1000}) for i in range(20)], 2),
+        (4, [line(str(i), body={"prompt": "x", "user": "u" * 1800}) for i in range(5)], 1),
+    ):
+        files.target.unlink(missing_ok=True)
+        files.ask(*lines)
+        most.clear()
+        files.run(engine, width, max_body_bytes=2048, max_body_bytes_in_flight=2600)
+        assert max(most) == expected and len(files.by_id()) == len(lines)
+
+
+def test_blank_lines_and_foreign_line_ends_are_nothing(files, engine):
+    first = b"\xef\xbb\xbf" + json.dumps(line("a")).encode() + b"\r"
+    files.ask(first, b"", b"  ", line("b"))
+    files.source.write_bytes(files.source.read_bytes()[:-1])  # the last line has no end
+    files.run(engine)
+    assert list(files.by_id()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("deaths", range(ATTEMPTS + 1))
+def test_a_line_whose_engine_ends_is_run_again(files, deaths):
+    """But not for ever: the line may be the reason."""
+    engine = Mortal("poison", deaths)
+    files.ask(line("a"), line("poison"), line("b"))
+    batch = files.run(engine)
+    status = {name: each["response"]["status_code"] for name, each in files.by_id().items()}
+    assert status == {"a": 200, "b": 200, "poison": 503 if deaths == ATTEMPTS else 200}
+    assert batch.counts["failed"] == (deaths == ATTEMPTS)
+
+
+def test_lines_wait_for_a_new_engine(files, engine):
+    engine.trouble = "the engine process has ended"
+    files.ask(line("a"))
+    gevent.spawn_later(0.05, setattr, engine, "trouble", None)
+    files.run(engine)
+    assert files.by_id()["a"]["response"]["status_code"] == 200
+
+
+def test_a_full_disk_ends_the_batch(files, engine, monkeypatch):
+    """What is there of the line that did not fit is cut off by the next run."""
+    files.ask(*(line(str(i)) for i in range(5)))
+    write, room = os.write, [700]
+
+    def full(fd: int, data: memoryview) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        size = write(fd, data[: room[0]])
+        room[0] -= size
+        return size
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batch.os.write", full)
+        with pytest.raises(OSError, match=r"out.jsonl cannot be written: No space left"):
+            files.run(engine, 1)
+    assert files.target.stat().st_size == 700
+    files.run(engine)
+    assert sorted(files.by_id()) == list("01234")
+
+
+def test_options_are_the_engines_and_those_of_requests(capsys):
+    files = ["-i", "a", "-o", "b"]
+    source, target, engine_config, config = read_flags([*files, "--max-num-seqs", "7", "--max-prompts", "3"])
+    assert (source, target, engine_config.max_num_seqs, config.max_prompts) == ("a", "b", 7, 3)
+    assert engine_config.scheduling_policy == "fcfs"
+    for flags in (["--port", "1"], ["--api-key", "k"], ["--log-requests"]):
+        with pytest.raises(ValueError, match=f"{flags[0]} is given"):
+            read_flags([*files, *flags])
+    for argv, code in ((["--help"], 0), (["-i", "a"], 2), ([*files, "--max-nums", "1"], 2), ([*files, "c"], 2)):
+        with pytest.raises(SystemExit) as ended:
+            read_flags(argv)
+        assert ended.value.code == code
+        told = capsys.readouterr()
+        assert 0 < len((told.out + told.err).splitlines()) < 20
+    with pytest.raises(SystemExit) as ended:
+        main([*files, "--model", "/nowhere"])
+    assert ended.value.code == 2 and "server.py batch: error: there is no folder" in capsys.readouterr().err
+
+
+# --- in processes -----------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`server.py batch` on the demo."""
+
+    def __init__(self, files: Files, log: Path, *flags: str):
+        fixed = ("--device", "cpu", "--dtype", "float32", "--max-num-seqs", "4", "-i", str(files.source))
+        command = [sys.executable, "server.py", "batch", *fixed, "-o", str(files.target), *flags]
+        self.log = log
+        with open(log, "w") as file:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file, start_new_session=True)
+
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@contextlib.contextmanager
+def running(files: Files, log: Path, answers: int) -> Iterator[Process]:
+    """A batch, from when it has written so many answers."""
+    batch = Process(files, log)
+
+    def written() -> bool:
+        assert batch.process.poll() is None, log.read_text()
+        return files.target.exists() and files.target.read_bytes().count(b"\n") >= answers
+
+    try:
+        eventually(written, 60)
+        yield batch
+    finally:
+        batch.process.kill()
+        batch.process.wait()
+
+
+def test_a_batch_survives_whatever_ends(files, tmp_path):
+    """SIGKILL, then SIGTERM, then the death of its engine: each line is answered in the end, and once."""
+    long = {"prompt": "Enter GHOST", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+    files.ask(*(line(str(i), body=long) for i in range(120)))
+    with running(files, tmp_path / "first", 3) as batch:
+        engines = batch.children()
+        refused = Process(files, tmp_path / "second").process
+        assert refused.wait(20) == 2
+        assert "another batch writes to it" in (tmp_path / "second").read_text()
+        batch.process.kill()
+        batch.process.wait()
+        eventually(lambda: not any(map(alive, engines)))
+    done = files.target.read_bytes().count(b"\n")
+    assert done < 120
+    with running(files, tmp_path / "third", done + 3) as batch:
+        engines = batch.children()
+        batch.process.send_signal(signal.SIGTERM)
+        assert batch.process.wait(20) == 128 + signal.SIGTERM
+        eventually(lambda: not any(map(alive, engines)))
+    said = batch.log.read_text()
+    assert f"; {done} had an answer from an earlier run; the same command goes on from here" in said
+    assert "Traceback" not in said and "Error" not in said
+    done = len(files.by_id())
+    assert done < 120
+    with running(files, tmp_path / "fourth", done + 3) as batch:
+        engine = next(pid for pid in batch.children() if "engine_process.py" in command(pid))
+        os.kill(engine, signal.SIGKILL)
+        assert batch.process.wait(120) == 0
+    said = batch.log.read_text()
+    assert "the engine process has ended" in said and "Traceback" not in said
+    assert f"{120 - done} lines answered, of them 0 refused and 0 failed; {done} had" in said
+    found = files.by_id()
+    assert len(found) == 120 and all(each["response"]["status_code"] == 200 for each in found.values())
+    texts = {each["response"]["body"]["choices"][0]["text"] for each in found.values()}
+    assert len(texts) == 1  # whichever engine it was
