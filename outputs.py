@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plan import EngineOutput
+from plan import EngineOutput, Logprobs
 from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 
@@ -60,11 +60,15 @@ class Generation:
         prompt_token_ids: of the prompt.
         params: how it stops and how its tokens become text.
         tokenizer: of the model.
+
+    Attributes:
+        logprobs: of each of `token_ids`, where asked for.
     """
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams, tokenizer: Tokenizer):
         self.params, self.detokenizer = params, Detokenizer(tokenizer, prompt_token_ids, params)
         self.token_ids: list[int] = []
+        self.logprobs: list[Logprobs] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.cumulative_logprob: float | None = None
@@ -82,7 +86,7 @@ class Generation:
     @property
     def mean_logprob(self) -> float:
         """The mean log-probability of a token, by which `best_of` ranks; of an answer without tokens minus infinity."""
-        if self.cumulative_logprob is None:
+        if self.cumulative_logprob is None or not self.token_ids:
             return -math.inf
         return self.cumulative_logprob / len(self.token_ids)
 
@@ -94,10 +98,12 @@ class Generation:
             shown = shown[:-1]  # the token that ended it is not text
         text = self.detokenizer.push(shown, output.finish_reason is not None)
         self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
         self.cumulative_logprob = output.cumulative_logprob
         if self.detokenizer.stop_reason is not None:
             self.finish_reason, self.stop_reason = "stop", self.detokenizer.stop_reason
             del self.token_ids[self.detokenizer.num_tokens :]
+            del self.logprobs[self.detokenizer.num_tokens :]
         else:
             self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         return text
@@ -112,6 +118,9 @@ class Choices:
         prompt_token_ids: its tokens.
         params: how many answers are drawn and returned.
         tokenizer: of the model.
+
+    Attributes:
+        prompt_logprobs: where asked for, of the prompt's tokens so far, from the second on.
     """
 
     def __init__(
@@ -124,6 +133,7 @@ class Choices:
     ):
         self.request_id, self.prompt, self.prompt_token_ids, self.params = request_id, prompt, prompt_token_ids, params
         self.drawn = [Generation(prompt_token_ids, params, tokenizer) for _ in range(params.num_samples)]
+        self.prompt_logprobs: list[Logprobs] = []
         self.num_live = len(self.drawn)
         self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
@@ -144,6 +154,7 @@ class Choices:
         `abort(request_id, index)` is called for what the engine need not go on with; an index of None means all of it.
         """
         generation, metrics = self.drawn[output.index], self.metrics
+        self.prompt_logprobs += output.prompt_logprobs or []
         if generation.finished:  # the engine sent this before it heard of the abort
             return None
         if metrics.first_token_time is None:

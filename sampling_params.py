@@ -14,7 +14,7 @@ MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
-    "top_k": (-1, 2**31 - 1), "max_tokens": (1, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
+    "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
     "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
 }  # fmt: skip
@@ -48,7 +48,7 @@ class SamplingParams:
         logit_bias: is added to the logits of these tokens; from -100 to 100, keys may be strings.
         allowed_token_ids: no other tokens are drawn; None allows all.
         seed: makes the tokens a function of the prompt alone; None takes the engine's seed and the request's id.
-        max_tokens: of output; None allows all that the context holds.
+        max_tokens: of output; None allows all that the context holds, and 0, with `prompt_logprobs`, scores the prompt.
         n: answers to return.
         best_of: answers to draw, of which the `n` of the highest mean log-probability are returned; None draws `n`.
         use_beam_search: return the `n` best answers of a beam search, scored by log-probability / length^penalty.
@@ -113,6 +113,8 @@ class SamplingParams:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
                 raise ValueError(f"{name} is {value!r}; it must be a number from {low} to {high}")
             object.__setattr__(self, name, float(value))
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens is 0; it must be at least 1, but for scoring a prompt with prompt_logprobs")
         for name, high in (("top_p", 1), ("repetition_penalty", 100)):
             if getattr(self, name) == 0:
                 raise ValueError(f"{name} is 0; it must be above 0 and at most {high}")
@@ -190,7 +192,8 @@ class SamplingParams:
                                 ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
                                 ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
                                 ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
-                                ("best_of", (None,), "left out")):  # fmt: skip
+                                ("best_of", (None,), "left out"), ("logprobs", (None,), "left out"),
+                                ("prompt_logprobs", (None,), "left out")):  # fmt: skip
             if getattr(self, name) not in off:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
 
