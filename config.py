@@ -284,6 +284,9 @@ class ServerConfig:
     max_listed_tokens: int = option(
         2**22, "prompts times token ids in stop_token_ids, allowed_token_ids and logit_bias of one request", 1
     )
+    max_prompt_logprobs: int = option(
+        2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
+    )
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)

@@ -49,6 +49,7 @@ class EngineCore:
             "architecture": self.model_config.architecture,
             "default_sampling": self.default_sampling,
             "scheduling_policy": config.scheduling_policy,
+            "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
             **facts(config, self.model_config),
         }

@@ -8,7 +8,6 @@ Stop strings are found here, where text is made: they end an answer before the e
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -342,11 +341,10 @@ class Choices:
 
     def output(self) -> RequestOutput:
         """The answers so far, as `LLM.generate` returns them. What comes later does not change this record."""
-        text_of = functools.cache(lambda token_id: self.tokenizer.decode([token_id], skip_special_tokens=False))
 
         def by_token(token_ids: list[int], logprobs: list[Logprobs]) -> list[dict[int, Logprob]]:
             pairs = zip(token_ids, logprobs, strict=False)  # of a prompt that was given up some are missing
-            return [logprobs_by_token(token_id, found, text_of) for token_id, found in pairs]
+            return [logprobs_by_token(token_id, found, self.tokenizer.token_text) for token_id, found in pairs]
 
         outputs = []
         for i, g in enumerate(self.best()):

@@ -110,11 +110,11 @@ def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     return stops
 
 
-def in_parts(items: list[Any]) -> Iterator[list[Any]]:
-    """A list in parts, between which an API process serves its other clients."""
-    for start in range(0, len(items), LIST_PART):
-        yield items[start : start + LIST_PART]
-        if len(items) > LIST_PART:
+def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
+    """A list in parts of `size` items, between which an API process serves its other clients."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+        if len(items) > size:
             time.sleep(0)
 
 
@@ -231,6 +231,7 @@ def shown(**schema: Any) -> Any:
 Name = Annotated[str, Meta(max_length=1024)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 IDS = {"type": "array", "items": ID}
 PROMPT = shown(anyOf=[
@@ -280,18 +281,18 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "suffix": ("",),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"),
     "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (),
     # vLLM's
-    "min_tokens": (0,), "prompt_logprobs": (), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
+    "min_tokens": (0,), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
     "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
     "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
-    "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,), "return_token_offsets": (False,),
+    "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
     "routed_experts_prompt_start": (0,),
@@ -351,6 +352,15 @@ FIELDS = (
     Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
     Field("max_completion_tokens", Output),
     Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
+    Field("logprobs", Count, None, (COMPLETIONS,), about="Of each token, and of this many likeliest ones."),
+    Field("logprobs", bool, False, (CHAT,), about="Whether each token comes with its log-probability."),
+    Field("top_logprobs", Count, None, (CHAT,), about="How many likeliest tokens each has with it; needs logprobs."),
+    Field("prompt_logprobs", Count, about=ABOUT["prompt_logprobs"]),
+    Field("echo", bool, False, about="Begin with the prompt; in a chat with the message that the answer goes on with."),
+    Field("return_token_ids", bool, False, about="Give the token ids of prompt and answer, too."),
+    Field(
+        "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
+    ),
     Field("cache_salt", Name, "", about="Cached prefixes are shared only among requests of equal salt."),
     Field("priority", Int32, 0, GENERATE + POOL, about="The lowest goes first, under the policy `priority`."),
     *(Field(name, sampling_type(name, HINTS[name]), None, GENERATE, CHECKS.get(name), ABOUT[name]) for name in PARAMS),

@@ -13,7 +13,7 @@ import logging
 import queue
 import socket
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import gevent
@@ -21,14 +21,16 @@ import msgspec
 
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
+from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
 from outputs import Choices, Generation, Vector
-from plan import EngineCoreRequest
-from protocol import CHAT, ApiError, without_folders
+from plan import EngineCoreRequest, EngineOutput
+from protocol import CHAT, ApiError, in_parts, without_folders
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
+NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
 class ClientGone(Exception):
@@ -72,26 +74,44 @@ class Run:
         self.created = int(time.time())
         self.owner, self.route, self.fields = owner, route, fields
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
-        self.n = params[0].n
+        self.n, self.top, self.tokenizer = params[0].n, params[0].logprobs, tokenizer
+        self.name = namer(tokenizer, fields["return_tokens_as_token_ids"])
+        self.scores = self.top is not None or fields["prompt_logprobs"] is not None
         self.requests = [
             Choices(f"{self.id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
+        echoes = fields["echo"] and route != CHAT
+        self.prompts = [Prompt(asked, tokenizer) for asked in self.requests] if echoes else []
+        self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
 
     def news(self, client: Client, sock: socket.socket | None, timeout: float) -> News:
-        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`."""
+        """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
+
+        A request for no tokens and no log-probabilities asks nothing of the engine.
+        """
+        if self.requests[0].params.max_tokens == 0 and not self.scores:
+            yield from self._echoes(client)
+            return
         for i, index, new in run_requests(self.requests, self.fields, self.owner, client, sock, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
         kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []
+        content: dict[str, Any]
         for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
-            content: dict[str, Any] = {"text": generation.text}
             if self.route == CHAT:
-                content = {"message": {"role": "assistant", "content": generation.text, "refusal": None}}
-            choices.append({"index": i, **content, **ending(generation)})
-        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+                text = self._continued() + generation.text
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                of_prompt = {}  # a chat has one prompt, and tells of it beside the choices
+            else:
+                content = {"text": self._echo(i) + generation.text}
+                of_prompt = self._of_prompt(i)
+            of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
+            choices.append({"index": i, **content, **ending(generation), **of_tokens, **of_prompt})
+        beside = self._of_prompt(0) if self.route == CHAT else {}
+        return {**self._head(kind), "choices": choices, "usage": self._usage(), **beside}
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream. Once it has begun, an error can only be an event."""
@@ -99,6 +119,10 @@ class Run:
             if self.route == CHAT:
                 for i in range(len(self.requests) * self.n):
                     delta = {"role": "assistant", "content": ""}
+                    choice = {"index": i, "delta": delta, "logprobs": None, "finish_reason": None}
+                    yield self._event([choice], self._of_prompt(0) if i == 0 else {})
+                for i in range(self.n if self._continued() else 0):
+                    delta = {"content": self._continued()}
                     yield self._event([{"index": i, "delta": delta, "logprobs": None, "finish_reason": None}])
             for i, new in news:
                 for choice in self._choices(i, new):
@@ -114,21 +138,80 @@ class Run:
     def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
         """The choices to send for new text: in a chat, an ending comes in an event of its own."""
         generation = self.requests[i // self.n].drawn[i % self.n]
+        if not new and not generation.finished:
+            return
+        if first := i not in self.begun:
+            self.begun[i] = self._tokens(i, generation)
+        of_tokens = self._of_tokens(i, self.begun[i], first)
         if self.route != CHAT:
-            if new or generation.finished:
-                yield {"index": i, "text": new, **ending(generation)}
+            text, of_prompt = (self._echo(i) + new, self._of_prompt(i)) if first else (new, {})
+            yield {"index": i, "text": text, **ending(generation), **of_tokens, **of_prompt}
             return
         if new:
-            yield {"index": i, "delta": {"content": new}, "logprobs": None, "finish_reason": None}
+            yield {"index": i, "delta": {"content": new}, "logprobs": None, "finish_reason": None, **of_tokens}
+            of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told
         if generation.finished:
-            yield {"index": i, "delta": {}, **ending(generation)}
+            yield {"index": i, "delta": {}, **ending(generation), **of_tokens}
 
-    def _event(self, choices: list[dict[str, Any]]) -> bytes:
-        event = self._head("chat.completion.chunk" if self.route == CHAT else "text_completion") | {"choices": choices}
+    def _echoes(self, client: Client) -> News:
+        """The news of answers that nobody has to draw, because they have no tokens."""
+        for i, asked in enumerate(self.requests):
+            for index in range(len(asked.drawn)):
+                ended = EngineOutput(asked.request_id, [], "length", index=index)
+                ended.finished = index == len(asked.drawn) - 1
+                asked.push(ended, client.abort)
+                yield i * self.n + index, ""
+
+    def _echo(self, i: int) -> str:
+        """The prompt's text, with which the i-th choice of a completion begins, if it does."""
+        return self.prompts[i // self.n].text if self.prompts else ""
+
+    def _continued(self) -> str:
+        """The text of the message that a chat's answer goes on with, where it is echoed."""
+        if not self.fields["echo"]:
+            return ""
+        last = self.fields["messages"][-1]
+        return last["content"] if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
+
+    def _tokens(self, i: int, generation: Generation) -> Tokens | None:
+        """What tells of the tokens of the i-th choice; None where nothing of them is told."""
+        if self.top is None and not self.fields["return_token_ids"]:
+            return None
+        ids = self.requests[i // self.n].prompt_token_ids
+        return Tokens(generation, ids, self.tokenizer, len(self._echo(i)) if self.route != CHAT else 0)
+
+    def _of_tokens(self, i: int, tokens: Tokens | None, first: bool) -> dict[str, Any]:
+        """What a choice tells of its tokens that have not been told; the `first` time of an echoed prompt's, too."""
+        if tokens is None:
+            return {}
+        told: dict[str, Any] = {}
+        new = tokens.take()
+        if self.fields["return_token_ids"]:
+            told["token_ids"] = [token.id for token in new]
+        if self.top is not None and self.route == CHAT:
+            told["logprobs"] = chat_logprobs(new, self.top, self.name, self.tokenizer.bytes_of)
+        elif self.top is not None:
+            prompt: Iterable[Token] = self.prompts[i // self.n].tokens() if self.prompts and first else ()
+            told["logprobs"] = completion_logprobs(itertools.chain(prompt, new), self.top, self.name)
+        return told
+
+    def _of_prompt(self, i: int) -> dict[str, Any]:
+        """What the i-th choice tells of its prompt, beside an echo."""
+        asked = self.requests[i // self.n]
+        told: dict[str, Any] = {}
+        if (top := self.fields["prompt_logprobs"]) is not None:
+            told["prompt_logprobs"] = prompt_table(asked, top, self.tokenizer)
+        if self.fields["return_token_ids"]:
+            told["prompt_token_ids"] = asked.prompt_token_ids
+        return told
+
+    def _event(self, choices: list[dict[str, Any]], beside: dict[str, Any] | None = None) -> bytes:
+        event = self._head("chat.completion.chunk" if self.route == CHAT else "text_completion")
+        event |= {"choices": choices, **(beside or {})}
         if self.options["include_usage"]:
             counted = not choices or self.options["continuous_usage_stats"]
             event["usage"] = self._usage() if counted else None
-        return sse(event)
+        return sse(event, long=bool(self.prompts) and self.top is not None)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
@@ -209,6 +292,23 @@ def ending(generation: Generation) -> dict[str, Any]:
     return {"logprobs": None, "finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
 
 
-def sse(event: dict[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+def sse(event: dict[str, Any], long: bool = False) -> bytes:
+    """A server-sent event. One that may be `long` is encoded in parts, which takes short ones longer."""
+    return b"data: " + (json_of(event) if long else msgspec.json.encode(event)) + b"\n\n"
+
+
+def json_of(value: Any, nested: int = NESTED) -> bytes:
+    """A reply as JSON. One with long lists is encoded in parts, between which others are served.
+
+    Args:
+        value: the reply.
+        nested: how many lists and objects within each other are looked through for long lists.
+    """
+    if isinstance(value, list) and len(value) > TOKENS_AT_ONCE:
+        return b"[%b]" % b",".join(msgspec.json.encode(part)[1:-1] for part in in_parts(value, TOKENS_AT_ONCE))
+    if not nested or not isinstance(value, list | dict):
+        return msgspec.json.encode(value)
+    if isinstance(value, list):
+        return b"[%b]" % b",".join(json_of(item, nested - 1) for item in value)
+    items = (b"%b:%b" % (msgspec.json.encode(name), json_of(item, nested - 1)) for name, item in value.items())
+    return b"{%b}" % b",".join(items)

@@ -39,7 +39,7 @@ from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
 from protocol import PATHS, ApiError, openapi, parse_json
-from replies import ClientGone, as_api_error
+from replies import ClientGone, as_api_error, json_of
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
 
@@ -89,7 +89,7 @@ def api_error(error: Exception) -> ApiError:
 
 def reply(content: dict[str, Any], status: int = 200) -> Response:
     """A JSON response."""
-    return Response(msgspec.json.encode(content), status, content_type="application/json")
+    return Response(json_of(content), status, content_type="application/json")
 
 
 def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:

@@ -79,7 +79,7 @@ class Api:
     Args:
         client: of the engine, or of several.
         tokenizer: of the model.
-        facts: `max_model_len` and `vocab_size`, as the engine reports them.
+        facts: `max_model_len`, `vocab_size` and more, as the engine reports them.
         config: the caps and keys.
         names: of the model, the first is what replies say.
         board: shared with the other API processes.
@@ -329,7 +329,7 @@ class Api:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
         self._need_task("generate")
         self._check_priority(fields)
-        params = self._params(fields, [len(ids) for _, ids in prompts], default_max_tokens)
+        params = self._params(route, fields, [len(ids) for _, ids in prompts], default_max_tokens)
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
@@ -357,7 +357,9 @@ class Api:
         caller.release()
         return self.board.counted(answers)
 
-    def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
+    def _params(
+        self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None
+    ) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
         What the request does not say is as the model's generation_config.json says. `default` is how many tokens of
@@ -365,29 +367,62 @@ class Api:
         """
         limit = self.facts["max_model_len"]
         field = "max_tokens" if fields["max_completion_tokens"] is None else "max_completion_tokens"
-        if (asked := fields[field]) == 0:
-            raise ApiError(400, f"{field} is 0; it must be at least 1, or -1 for what is left", field)
+        scores = self._scores(route, fields, lengths)
+        echoes = route == COMPLETIONS and fields["echo"]
+        if (asked := fields[field]) == 0 and not echoes and fields["prompt_logprobs"] is None:
+            message = f"{field} is 0; it must be at least 1, or -1 for what is left, but for echo and prompt_logprobs"
+            raise ApiError(400, message, field)
+        if asked == 0:  # the record has none without prompt_logprobs
+            scores = {"prompt_logprobs": 0} | scores
         defaults = self.facts["default_sampling"]
         most = min(default or limit, defaults.get("max_tokens", limit))  # where the request does not say
         if asked == -1:  # all that is left
             asked, most = None, limit
         for length in lengths:
-            if length >= limit:
+            if length + (asked != 0) > limit:
                 raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
             if asked and length + asked > limit:
                 message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
                 raise too_long(limit, message, "max_tokens")
-        left = [min(asked or most, limit - length) for length in lengths]
+        left = [min(most if asked is None else asked, limit - length) for length in lengths]
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
         if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
             given = {**defaults, **given}
         try:
-            params = SamplingParams(**given | {"max_tokens": left[0]})
+            params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
         self._check_samples(params, len(left), sum(left), fields["stream"])
         return [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
+
+    def _scores(self, route: str, fields: dict[str, Any], lengths: list[int]) -> dict[str, int]:
+        """How many log-probabilities the engine is asked for, as arguments of `SamplingParams`."""
+        cap = self.facts["max_logprobs"]
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            if (count := fields.get(name)) is not None and count > cap:
+                raise ApiError(400, f"{name} is {count}; it must be from 0 to {cap} (max_logprobs)", name)
+        top, of_prompt, found = fields["logprobs"], fields["prompt_logprobs"], {}
+        if route == CHAT:
+            if fields["top_logprobs"] and not top:
+                message = f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true"
+                raise ApiError(400, message, "top_logprobs")
+            top = fields["top_logprobs"] or 0 if top else None
+        if of_prompt is not None and fields["stream"]:
+            raise ApiError(400, f"prompt_logprobs is {of_prompt}; it is not for stream: true", "prompt_logprobs")
+        echoed = top if fields["echo"] and route == COMPLETIONS else None
+        told = sum(
+            (1 + count) * sum(lengths) * (fields["n"] or 1) for count in (of_prompt, echoed) if count is not None
+        )
+        if told > (most := self.config.max_prompt_logprobs):
+            name = "prompt_logprobs" if echoed is None else "logprobs"
+            message = f"prompts' tokens times {name} times n are {told}; at most {most} (max_prompt_logprobs)"
+            raise ApiError(400, message, name)
+        if top is not None:
+            found["logprobs"] = top
+        if of_prompt is not None or echoed is not None:
+            found["prompt_logprobs"] = max(of_prompt or 0, echoed or 0)
+        return found
 
     def _check_samples(self, params: SamplingParams, prompts: int, tokens: int, stream: bool) -> None:
         """Whether so many answers to so many prompts, of so many tokens where each has one answer, are allowed."""

@@ -23,6 +23,7 @@ from jinja2 import Template
 from templates import TemplateEnvironment, compile_template, run_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
+SPACE = "\u2581"  # how they spell a space
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
@@ -74,6 +75,7 @@ class Tokenizer:
         # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them.
         self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
         self.token_bytes = functools.cache(self._token_bytes)
+        self.token_text = functools.cache(self._token_text)
         config = _read_object(Path(folder) / "tokenizer_config.json")
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
@@ -121,6 +123,17 @@ class Tokenizer:
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
         return token.encode(errors="replace")
+
+    def _token_text(self, id: int) -> str:
+        """What a token adds to a text, in which bytes that are no character by themselves are U+FFFD."""
+        text = self.decode([id], skip_special_tokens=False)
+        opens_word = not self._byte_level and self.token(id).startswith(SPACE)  # decoders drop it at a text's beginning
+        return " " + text if opens_word and not text.startswith(" ") else text
+
+    def bytes_of(self, id: int) -> bytes:
+        """What a token adds to a text, in UTF-8, which may be a part of a character."""
+        text = self.token_text(id)
+        return self.token_bytes(id) if "\ufffd" in text else text.encode()
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -191,10 +204,14 @@ class NoTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
         self._templates, self._byte_level = {}, False
-        self.joins_bytes, self.token_bytes = True, functools.cache(self._token_bytes)
+        self.joins_bytes = True
+        self.token_bytes, self.token_text = functools.cache(self._token_bytes), functools.cache(self._token_text)
 
     def _token_bytes(self, id: int) -> bytes:
         return b""  # so a `Detokenizer` makes no text of any token
+
+    def _token_text(self, id: int) -> str:
+        return ""
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(f"{what} takes a tokenizer, and this engine has none (skip_tokenizer_init)")
@@ -278,6 +295,11 @@ class Detokenizer:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
 
+    @property
+    def within_character(self) -> bool:
+        """Whether the latest tokens end in a part of a character, which is not in the text yet."""
+        return bool(self._utf8.getstate()[0])
+
     def _is_silent(self, token_id: int) -> bool:
         special = self._params.skip_special_tokens and token_id in self._tokenizer.special_ids
         return special or not self._tokenizer.token_bytes(token_id)
@@ -292,7 +314,7 @@ class Detokenizer:
             self._send(text)
             return
         self._window.append(token_id)
-        if self._utf8.getstate()[0]:  # in the middle of a character
+        if self.within_character:
             return
         if text := self._unsent(self._decode()):
             self._send(text)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
+import random
 from array import array
 from typing import Any
 
@@ -12,7 +15,7 @@ from werkzeug.test import TestResponse
 
 from client import EngineDeadError, Stream
 from config import DEMO, ServerConfig
-from plan import EngineCoreRequest, EngineOutput
+from plan import EngineCoreRequest, EngineOutput, Logprobs
 from processes import Board
 from sampling_params import PoolingParams, SamplingParams
 from server import create_app
@@ -21,6 +24,7 @@ from tokenizer import Tokenizer
 
 FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
+    "max_logprobs": 20,
     "default_sampling": {}, "task": "generate",
 }  # fmt: skip
 TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and again
@@ -31,7 +35,10 @@ MISSING = object()
 
 
 class ScriptedClient:
-    """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says."""
+    """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says.
+
+    Log-probabilities are those of `made_up`: of token i of an answer at place i, of a prompt's at place -i.
+    """
 
     def __init__(self) -> None:
         self.trouble: str | None = None
@@ -54,11 +61,29 @@ class ScriptedClient:
         self.added.append((request.prompt_token_ids, params, request.salt))
         self.clients.append(request.client)
         self.open.add(id)
-        for item in self.answer(params) if self.script is None else self.script:
+        for item in self.score(request.prompt_token_ids, params) if self.script is None else self.script:
             stream.put(dataclasses.replace(item, request_id=id) if isinstance(item, EngineOutput) else item)
         return stream
 
-    def answer(self, params: SamplingParams) -> list[EngineOutput | Exception]:
+    def score(self, prompt: list[int], params: SamplingParams) -> list[EngineOutput | Exception]:
+        """The answer with its log-probabilities; before it come those of the prompt, 3 tokens at a time."""
+        news = [told([], "length", i) for i in range(params.num_samples)] if params.max_tokens == 0 else []
+        news, places = news or self.answer(params), [0] * params.num_samples
+        news[-1].finished = True
+        if params.logprobs is not None:
+            for output in news:
+                place = places[output.index]
+                output.logprobs = [made_up(id, i, params.logprobs) for i, id in enumerate(output.token_ids, place)]
+                places[output.index] += len(output.token_ids)
+        if params.prompt_logprobs is not None:
+            scores = [made_up(prompt[i], -i, params.prompt_logprobs) for i in range(1, len(prompt))]
+            last = len(scores) // 3 * 3  # these come with the first token
+            parts = [scores[i : i + 3] for i in range(0, last, 3)]
+            news[0].prompt_logprobs = scores[last:]
+            news = [dataclasses.replace(told([]), prompt_logprobs=part) for part in parts] + news
+        return list(news)
+
+    def answer(self, params: SamplingParams) -> list[Any]:
         limit, samples = params.max_tokens or 1, params.num_samples
         tokens = TOKENIZER.encode(TEXT) * (limit + samples)
         if params.use_beam_search:
@@ -88,6 +113,19 @@ class ScriptedClient:
 def vector_of(ids: list[int]) -> bytes:
     """What the scripted engine makes of a prompt."""
     return array("f", [len(ids), ids[0], -0.5]).tobytes()
+
+
+@functools.cache
+def made_up(id: int, place: int, top: int) -> Logprobs:
+    """Log-probabilities of a token at a place, and of some `top` others; it may be one of these."""
+    random_ = random.Random(f"{id} {place}")
+    ids = random_.sample([i for i in range(1024) if i != id], 20)
+    values = sorted((-10 * random_.random() for _ in ids), reverse=True)
+    values[-3:] = [-math.inf] * 3
+    rank = random_.choice([1, 2, 4, 18, 25])
+    if rank <= 20:
+        ids[rank - 1] = id
+    return Logprobs(values[rank - 1] if rank <= 20 else -math.inf, ids[:top], values[:top], rank)
 
 
 def told(

@@ -22,7 +22,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "serving": {"config", "embeddings", "outputs", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
     "embeddings": set(),
     "protocol": {"config", "sampling_params", "tokenizer"},
-    "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
+    "replies": {
+        "client", "data_parallel", "logprobs", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
+    "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"templates"},
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},

@@ -47,10 +47,10 @@ BAD = {  # field: values that are refused on both generating routes
     "beam_width": [2, 0, 1.0, True, 1025],
     "length_penalty": [2.0, "1", True, 11, -10.5],
     "early_stopping": [True, 1, 0, "always"],
-    "logprobs": [1, 5, True, 0],
-    "top_logprobs": [1],
-    "prompt_logprobs": [0, 1],
-    "echo": [True],
+    "prompt_logprobs": [-1, 21, 2**31, 1.0, True, "1"],
+    "echo": [1, "yes"],
+    "return_token_ids": [1],
+    "return_tokens_as_token_ids": ["false"],
     "suffix": ["x"],
     "presence_penalty": [-2.1, 2.1, "1", True],
     "frequency_penalty": [-2.5, 3, [1]],
@@ -111,6 +111,11 @@ CASES = [
         for name in ("messages", "tokenize", "self", "a b", "", "1", "x" * 9999 + "-")
     ),
     (CHAT, "chat_template_kwargs", 5),
+    *((COMPLETIONS, "logprobs", value) for value in (-1, 21, 2**31, 1.0, True, False, "1", [1])),
+    *((CHAT, "logprobs", value) for value in (0, 1, 5, "true")),
+    *((CHAT, "top_logprobs", value) for value in (-1, 1, 21, 2**31, True, "1")),  # 1 needs logprobs
+    (COMPLETIONS, "top_logprobs", 1),
+    *((CHAT, "max_tokens", value) for value in (0,)),
     *((CHAT, "continue_final_message", value) for value in (1, "yes")),
 ]
 

@@ -1,0 +1,217 @@
+"""Log-probabilities and token ids in replies: which go out with which part of a text, and the shapes that they have.
+
+    Tokens              one answer's tokens, which are told when their text goes out
+    Prompt              a prompt's text and tokens, where a reply gives them back
+    completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
+
+A long prompt has as many log-probabilities as a hundred answers, so all this is made in parts, between which an API
+process serves its other clients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from outputs import Choices, Generation, logprobs_by_token
+from plan import Logprobs
+from protocol import in_parts
+from sampling_params import SamplingParams
+from tokenizer import Detokenizer, Tokenizer
+
+TOKENS_AT_ONCE = 256  # whose log-probabilities are written between others being served; with 20 of each 3 ms
+LOWEST = -9999.0  # is what OpenAI says for minus infinity, which JSON cannot
+
+
+class Token(NamedTuple):
+    """A token as it is told.
+
+    Attributes:
+        id: of the token.
+        found: its log-probabilities; None for the first of a prompt.
+        offset: characters of the choice's text that come before the token's own.
+    """
+
+    id: int
+    found: Logprobs | None
+    offset: int
+
+
+class Tokens:
+    """One answer's tokens, of which `take` returns those whose text has gone out since the last time.
+
+    Text is held back where it may begin a stop string, and a token may be a part of a character. So the tokens are
+    turned into text a second time, without stop strings, which tells where the text of each begins and ends.
+
+    Args:
+        generation: the answer.
+        prompt_token_ids: before it.
+        tokenizer: of the model.
+        offset: characters of the choice's text that come before the answer's: the prompt's, where it is echoed.
+    """
+
+    def __init__(self, generation: Generation, prompt_token_ids: list[int], tokenizer: Tokenizer, offset: int = 0):
+        self._generation, self._offset = generation, offset
+        params = dataclasses.replace(generation.params, stop=())
+        self._detokenizer = Detokenizer(tokenizer, prompt_token_ids, params)
+        self._length = 0  # of the text of the tokens so far
+        self._starts: list[int] = []  # where in it each token begins,
+        self._ends: list[int] = []  # and how long it is when nothing of the token is missing
+        self._told = 0
+
+    def take(self) -> list[Token]:
+        """The tokens whose text is out and that have not been taken; of an answer that is complete, all the others.
+
+        The tokens of a stop string that is not shown begin where the text ends.
+        """
+        generation = self._generation
+        for part in in_parts(generation.token_ids[len(self._starts) :], TOKENS_AT_ONCE):
+            for id in part:
+                self._starts.append(self._length)
+                self._length += len(added_text(self._detokenizer, id))
+                self._ends.append(self._length + self._detokenizer.within_character)
+        first, shown = self._told, len(generation.text)
+        if generation.finished:
+            self._told = len(self._starts)
+        while self._told < len(self._ends) and self._ends[self._told] <= shown:
+            self._told += 1
+        offsets = [self._offset + min(start, shown) for start in self._starts[first : self._told]]
+        ids = generation.token_ids[first : self._told]
+        scored = generation.params.logprobs is not None
+        found = generation.logprobs[first : self._told] if scored else itertools.repeat(None, len(ids))
+        return list(map(Token._make, zip(ids, found, offsets, strict=True)))
+
+
+class Prompt:
+    """A prompt's text and tokens, where a reply gives them back.
+
+    Args:
+        asked: the request.
+        tokenizer: of the model.
+
+    """
+
+    def __init__(self, asked: Choices, tokenizer: Tokenizer):
+        self._asked, self._tokenizer = asked, tokenizer
+
+    @property
+    def text(self) -> str:
+        """As the client sent it, or what its token ids stand for, special tokens among them.
+
+        If the token ids end within a character, that belongs to the answer.
+        """
+        return self._places[0] if self._asked.prompt is None else self._asked.prompt
+
+    @functools.cached_property
+    def _places(self) -> tuple[str, list[int]]:
+        """The text of the token ids, and where in it each begins."""
+        prompt, tokenizer = self._asked.prompt, self._tokenizer
+        # A special token is written out in the text, or has been put around it. Its spelling there tells which.
+        detokenizer = Detokenizer(tokenizer, (), SamplingParams(skip_special_tokens=prompt is not None))
+        length, starts, texts = 0, [], []
+        for part in in_parts(self._asked.prompt_token_ids, TOKENS_AT_ONCE):
+            for id in part:
+                starts.append(length)
+                text = added_text(detokenizer, id)
+                if prompt is not None and id in tokenizer.special_ids:
+                    spelled = tokenizer.token(id)
+                    text = spelled if prompt.startswith(spelled, length) else ""
+                texts.append(text)
+                length += len(text)
+        return "".join(texts), starts
+
+    def tokens(self) -> Iterator[Token]:
+        """Each token; the engine must have told the log-probabilities of all but the first."""
+        asked, end = self._asked, len(self.text)
+        scores = asked.prompt_logprobs
+        assert scores is not None and len(scores) == len(asked.prompt_token_ids) - 1, "a prompt is not all scored"
+        for i, (id, start) in enumerate(zip(asked.prompt_token_ids, self._places[1], strict=True)):
+            yield Token(id, scores[i - 1] if i else None, min(start, end))
+
+
+def added_text(detokenizer: Detokenizer, id: int) -> str:
+    """The text that one more token gives, which the detokenizer does not keep: adding to a long text copies it."""
+    text = detokenizer.push([id], False)
+    detokenizer.text = ""
+    return text
+
+
+def namer(tokenizer: Tokenizer, as_ids: bool) -> Callable[[int], str]:
+    """How tokens are called in a reply: by their text, in which a part of a character is U+FFFD, or as `token_id:N`."""
+    return "token_id:{}".format if as_ids else tokenizer.token_text
+
+
+def served(items: Iterable[Token]) -> Iterator[Token]:
+    """The same items; between some of them others are served."""
+    for part in in_parts(list(items), TOKENS_AT_ONCE):
+        yield from part
+
+
+def finite(value: float) -> float:
+    """A log-probability as JSON can hold it."""
+    return LOWEST if value == -math.inf else value
+
+
+def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int], str]) -> dict[str, list[Any]]:
+    """The `logprobs` of a completion: lists that have an entry for each token.
+
+    Args:
+        tokens: of the prompt, of the answer, or of both.
+        top: how many of the likeliest tokens there are with each; the token itself comes in addition.
+        name: of a token. If several have the same, the likeliest of them counts.
+    """
+    offsets: list[int] = []
+    values: list[float | None] = []
+    names: list[str] = []
+    likeliest: list[dict[str, float] | None] = []
+    for id, found, offset in served(tokens):
+        names.append(name(id))
+        offsets.append(offset)
+        if found is None:
+            values.append(None)
+            likeliest.append(None)
+            continue
+        value = finite(found.sampled)
+        table: dict[str, float] = {}
+        for other, its in zip(found.ids[:top], found.values[:top], strict=True):
+            table.setdefault(name(other), finite(its))
+        table[names[-1]] = max(value, table.get(names[-1], value))
+        values.append(value)
+        likeliest.append(table)
+    return {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": likeliest}
+
+
+def chat_logprobs(
+    tokens: Iterable[Token], top: int, name: Callable[[int], str], token_bytes: Callable[[int], bytes]
+) -> dict[str, Any]:
+    """The `logprobs` of a chat's choice: an object for each token, with the `top` likeliest ones at its place."""
+
+    def entry(id: int, value: float) -> dict[str, Any]:
+        return {"token": name(id), "logprob": finite(value), "bytes": list(token_bytes(id))}
+
+    content = []
+    for id, found, _ in served(tokens):
+        assert found is not None, "an answer's token without a log-probability"
+        likeliest = list(map(entry, found.ids[:top], found.values[:top]))
+        content.append({**entry(id, found.sampled), "top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
+
+
+def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each token an object by token id, of itself and the `top` likeliest at its place.
+
+    The first token has none.
+    """
+
+    assert asked.prompt_logprobs is not None
+    tables: list[dict[str, dict[str, Any]] | None] = [None]
+    for part in in_parts(list(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)), TOKENS_AT_ONCE):
+        for id, found in part:
+            found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
+            by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
+            tables.append({str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token})
+    return tables
