@@ -23,11 +23,12 @@ from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from outputs import Choices, Generation
 from plan import EngineCoreRequest
-from protocol import CHAT, ApiError, without_folders
+from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient
+ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 
 
@@ -51,7 +52,7 @@ class Run:
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
         owner: whose request it is.
-        route: COMPLETIONS or CHAT, whose shapes the reply has.
+        route: whose shapes the reply has; those of RESPONSES and MESSAGES are in `responses.py`.
         fields: of the request.
         prompts: (text or None, token ids) of each.
         params: one for each prompt.
@@ -68,7 +69,7 @@ class Run:
         params: list[SamplingParams],
         tokenizer: Tokenizer,
     ):
-        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + name
+        self.id = ID_PREFIXES[route] + name
         self.created = int(time.time())
         self.owner, self.route, self.fields = owner, route, fields
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}

@@ -15,10 +15,12 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
-        "serving", "startup", "tokenizer"},
-    "serving": {"config", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
+        "bodies", "client", "config", "data_parallel", "engine_process", "executor", "processes", "protocol", "replies",
+        "responses", "serving", "startup", "tokenizer"},
+    "serving": {"config", "processes", "protocol", "replies", "responses", "sampling_params", "tokenizer"},
+    "bodies": {"config", "protocol"},
     "protocol": {"config", "sampling_params", "tokenizer"},
+    "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {"client", "data_parallel", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"templates"},
     "templates": set(),
@@ -64,7 +66,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "beam", "sequence", "admission", "scheduler"}
 TORCH_FREE = STDLIB_ONLY | {"client", "core", "data_parallel", "engine", "engine_process", "executor", "journal"}
 TORCH_FREE |= {"outputs", "processes", "protocol", "replies", "ring", "server", "serving", "templates", "tokenizer"}
-TORCH_FREE |= {"tracing"}
+TORCH_FREE |= {"bodies", "responses", "tracing"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
