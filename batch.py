@@ -38,12 +38,13 @@ from gevent.lock import Semaphore
 from gevent.pool import Group
 from tqdm import tqdm
 
+from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
 from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from processes import LOOK, Board, Child
-from protocol import PATHS, RAW_FIELDS, ApiError, parse_json
+from protocol import PATHS, ApiError
 from replies import as_api_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer

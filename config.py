@@ -278,6 +278,7 @@ class ServerConfig:
     root_path: str = option("", "path before all routes, where a proxy in front of this server does not cut it off")
     log_requests: bool = option(False, "log a line for each request, without its prompt")
     max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
+    max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)

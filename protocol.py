@@ -23,15 +23,11 @@ from msgspec import Meta
 
 from config import VERSION, ServerConfig
 from sampling_params import RANGES, PoolingParams, SamplingParams
-from tokenizer import chat_messages, template_variables
+from tokenizer import chat_messages, joined_turns, response_items, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
-JSON_PART, LIST_PART = 2**16, 2**14  # bytes of JSON, and items of a list, between which others are served
-MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are decoded at once, in some 30 ms
-SPACES = b" \t\r\n"
-NO_STRUCTURE = bytes(set(range(256)) - set(b'",[{'))
-RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+LIST_PART = 2**14  # items of a list between which others are served
 PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
 FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
@@ -172,6 +168,74 @@ def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
     return found
 
 
+def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = joined_turns(value)
+    for message in value:
+        known_keys(message, ("role", "content"), config)
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            known_keys(block, TEXT_BLOCK, config)
+    return found
+
+
+def system_text(value: Any, config: ServerConfig) -> str:
+    return turns([{"role": "system", "content": value}], config)[0]["content"]
+
+
+def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = response_items(value)
+    for item in value if isinstance(value, list) else ():
+        known_keys(item, ITEM, config)
+        for part in item["content"] if isinstance(item["content"], list) else ():
+            known_keys(part, ITEM_PART, config)
+    return found
+
+
+def settings(**known: Any) -> Check:
+    """A check for an object of these settings: each is null, a type, or one of a list of values."""
+
+    def check(value: Any, config: ServerConfig) -> dict[str, Any]:
+        known_keys(value, tuple(known), config)
+        for name, allowed in known.items():
+            if (given := value.get(name)) is None:
+                continue
+            if isinstance(allowed, type):
+                if not isinstance(given, allowed) or isinstance(given, bool):
+                    raise ValueError(f"{name} must be {'a string' if allowed is str else 'a whole number'}")
+            elif given not in allowed:
+                words = " or ".join(map(json.dumps, allowed)) or "null"
+                raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
+        return {name: value.get(name) for name in known}
+
+    return check
+
+
+reasoning = settings(effort=str, summary=[], generate_summary=[], mode=[], context=[])
+output_config = settings(effort=str, format=[])
+text_format = settings(format=[{"type": "text"}], verbosity=str)
+
+
+def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
+    found = settings(type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=[])(value, config)
+    budget = {} if found["budget_tokens"] is None else {"thinking_budget": found["budget_tokens"]}
+    if found["type"] is None:
+        raise ValueError("it must have a type")
+    return {} if found["type"] == "adaptive" else {"enable_thinking": found["type"] == "enabled", **budget}
+
+
+def labels(value: Any, config: ServerConfig) -> dict[str, str]:
+    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
+    if len(value) > 16 or not fits:
+        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
+    return value
+
+
+def included(value: Any, config: ServerConfig) -> list[str]:
+    if unknown := [part for part in value if part not in NEVER_THERE]:
+        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
+        raise Refusal(message, "unsupported_parameter")
+    return value
+
+
 def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
     return template_variables(value)
 
@@ -190,15 +254,20 @@ def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
 
 COMPLETIONS, CHAT, TOKENIZE, DETOKENIZE = "completions", "chat", "tokenize", "detokenize"
 EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK = "embeddings", "pooling", "classify", "score", "rerank"
+RESPONSES, MESSAGES, COUNT_TOKENS = "responses", "messages", "count_tokens"
 GENERATE, POOL = (COMPLETIONS, CHAT), (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK)
+ANSWER = (RESPONSES, MESSAGES)  # with one message, in a shape of their own
+TURNS = (MESSAGES, COUNT_TOKENS)  # Anthropic's
 PATHS = {  # the first is the one in the schema, the others are those of other servers
     COMPLETIONS: ("/v1/completions",), CHAT: ("/v1/chat/completions",), TOKENIZE: ("/tokenize",),
-    DETOKENIZE: ("/detokenize",), EMBEDDINGS: ("/v1/embeddings",), POOLING: ("/pooling",), CLASSIFY: ("/classify",),
-    SCORE: ("/score", "/v1/score"), RERANK: ("/rerank", "/v1/rerank", "/v2/rerank"),
+    DETOKENIZE: ("/detokenize",), RESPONSES: ("/v1/responses",), MESSAGES: ("/v1/messages",),
+    COUNT_TOKENS: ("/v1/messages/count_tokens",), EMBEDDINGS: ("/v1/embeddings",), POOLING: ("/pooling",),
+    CLASSIFY: ("/classify",), SCORE: ("/score", "/v1/score"), RERANK: ("/rerank", "/v1/rerank", "/v2/rerank"),
 }  # fmt: skip
 ROUTES = tuple(PATHS)
 NEEDED: dict[str, tuple[str, ...]] = {  # fields without which a request says nothing
-    COMPLETIONS: ("prompt",), CHAT: ("messages",), DETOKENIZE: ("tokens",), EMBEDDINGS: ("input",),
+    COMPLETIONS: ("prompt",), CHAT: ("messages",), DETOKENIZE: ("tokens",), RESPONSES: ("input",),
+    MESSAGES: ("messages", "max_tokens"), COUNT_TOKENS: ("messages",), EMBEDDINGS: ("input",),
     POOLING: ("input",), CLASSIFY: ("input",), SCORE: ("text_1", "text_2"), RERANK: ("query", "documents"),
 }  # fmt: skip
 
@@ -232,6 +301,7 @@ Name = Annotated[str, Meta(max_length=1024)]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 IDS = {"type": "array", "items": ID}
 PROMPT = shown(anyOf=[
@@ -247,11 +317,22 @@ STRING = {"type": "string", "minLength": 1}
 TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
 DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
-MESSAGES = shown(type="array", minItems=1, items={
+SYSTEM = shown(anyOf=[{"type": "string"}, {"type": "array", "items": TEXT}])
+CONVERSATION = shown(type="array", minItems=1, items={
     "type": "object", "required": ["role", "content"], "properties": {
         "role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT}]},
     },
 })  # fmt: skip
+PART = {
+    "type": "object", "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}},
+}  # fmt: skip
+INPUT = shown(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": {
+    "type": "object", "required": ["role", "content"], "properties": {
+        "type": {"const": "message"}, "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
+    },
+}}])  # fmt: skip
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -275,8 +356,18 @@ def attributes_of(record: type) -> dict[str, str]:
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
 OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
+SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
 TEXT_PART = ("type", "text", "cache_control", "prompt_cache_breakpoint")  # the last two are about caches elsewhere
+TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
+ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
+ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
+# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
+NEVER_THERE = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -310,12 +401,47 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},), "format": ("",),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
+# What only answers to GENERATE tell of their tokens.
+OF_TOKENS = {
+    "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}  # fmt: skip
+ONE_ANSWER = {name: (False,) if name == "use_beam_search" else (1,) for name in SEVERAL}  # for ANSWER
+# What only these routes' own clients may send, as in NOT_YET.
+NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
+    RESPONSES: {
+        "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
+        "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
+        "access_programs": (), **OF_TOKENS, **ONE_ANSWER,
+    },
+    MESSAGES: {
+        "tool_choice": ({"type": "auto"}, {"type": "none"}), "container": (), "mcp_servers": ([],),
+        "context_management": (), "output_format": (), "speed": ("standard",), **OF_TOKENS, **ONE_ANSWER,
+    },
+    COUNT_TOKENS: {
+        "tool_choice": ({"type": "auto"}, {"type": "none"}), "mcp_servers": ([],), "context_management": (),
+        "output_format": (), "speed": ("standard",),
+    },
+}  # fmt: skip
 # What other servers call by another name than this one.
 ELSEWHERE = {
     "max_new_tokens": "max_tokens", "max_output_tokens": "max_tokens", "n_predict": "max_tokens",
     "num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "stop_sequences": "stop", "n_cmpl": "n",
     "num_beams": "beam_width", "extra_key": "cache_salt", "enable_thinking": "chat_template_kwargs.enable_thinking",
     "request_id": "the header X-Request-Id", "rid": "the header X-Request-Id",
+}  # fmt: skip
+# The same, for the routes that call it otherwise than the others.
+ELSEWHERE_THERE = {
+    RESPONSES: {
+        **{name: "max_output_tokens" for name, here in ELSEWHERE.items() if here == "max_tokens"},
+        "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+        "system": "instructions", "response_format": "text.format", "reasoning_effort": "reasoning.effort",
+    },
+    MESSAGES: {
+        "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
+        "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
+    },
+    COUNT_TOKENS: {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
 }  # fmt: skip
 # What cannot change the answer, whatever its value, which nobody looks at.
 HARMLESS = (
@@ -327,10 +453,29 @@ HARMLESS = (
     "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent", "dry_base", "dry_allowed_length",
     "dry_penalty_last_n", "dry_sequence_breakers",
 )  # fmt: skip
+NAMES = ("user", "prompt_cache_key", "safety_identifier")  # that a response repeats
+ECHOED = ("metadata", "store", "parallel_tool_calls", *NAMES)
+CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # Anthropic's
+
+
+def routes_of(name: str) -> tuple[str, ...]:
+    """The routes that know a field of `SamplingParams`, or of `HARMLESS`."""
+    if name in HARMLESS:
+        return tuple(route for route in ROUTES if route != RESPONSES or name not in ECHOED)
+    if name in SEVERAL:
+        return GENERATE
+    return (*GENERATE, RESPONSES) if name == "stop" else GENERATE + ANSWER
+
+
 FIELDS = (
     Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
     Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
-    Field("messages", MESSAGES, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
+    Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
+    Field("messages", CONVERSATION, None, TURNS, turns, "The last may be an answer's beginning."),
+    Field("system", SYSTEM, None, TURNS, system_text, "Comes before the messages."),
+    Field("input", INPUT, None, (RESPONSES,), input_items, "A text, or messages."),
+    Field("instructions", str, None, (RESPONSES,), about="Come first; not a part of the stored conversation."),
+    Field("previous_response_id", Name, None, (RESPONSES,), about="The stored response whose conversation goes on."),
     Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
     Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), prompts, "A text, or token ids, or a list of such."),
     Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], None, (EMBEDDINGS, POOLING), about="Of the vector."),
@@ -346,9 +491,12 @@ FIELDS = (
     Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)),
     Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
-    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE), template_kwargs),
+    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), template_kwargs),
     Field("reasoning_effort", Name, None, (CHAT,), about="Is a variable of the chat template."),
-    Field("stream", bool, False, about="Server-sent events, as the answer grows."),
+    Field("reasoning", dict[str, Any], {}, (RESPONSES,), reasoning),
+    Field("thinking", dict[str, Any], {}, TURNS, thinking, "For the chat template."),
+    Field("output_config", dict[str, Any], {}, TURNS, output_config),
+    Field("stream", bool, False, GENERATE + ANSWER, about="Server-sent events, as the answer grows."),
     Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
     Field("max_completion_tokens", Output),
     Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
@@ -361,10 +509,23 @@ FIELDS = (
     Field(
         "return_tokens_as_token_ids", bool, False, about="Write `token_id:N` for a token beside its log-probability."
     ),
-    Field("cache_salt", Name, "", about="Cached prefixes are shared only among requests of equal salt."),
-    Field("priority", Int32, 0, GENERATE + POOL, about="The lowest goes first, under the policy `priority`."),
-    *(Field(name, sampling_type(name, HINTS[name]), None, GENERATE, CHECKS.get(name), ABOUT[name]) for name in PARAMS),
-    *(Field(name, Any, None, ROUTES, about="Is accepted and changes nothing.") for name in HARMLESS),
+    Field("max_tokens", Tokens, None, (MESSAGES,), about="Of output."),
+    Field("max_output_tokens", Tokens, None, (RESPONSES,), about="The default is what is left of the context."),
+    Field("stop_sequences", list[str], None, (MESSAGES,), stop_strings),
+    Field("cache_salt", Name, "", GENERATE + ANSWER, about="Requests of equal salt share cached prefixes."),
+    Field("priority", Int32, 0, GENERATE + ANSWER + POOL, about="The lowest goes first, under the policy `priority`."),
+    *(
+        Field(name, sampling_type(name, HINTS[name]), None, routes_of(name), CHECKS.get(name), ABOUT[name])
+        for name in PARAMS
+    ),
+    Field("text", dict[str, Any], {}, (RESPONSES,), text_format),
+    Field("include", list[str], [], (RESPONSES,), included),
+    Field("store", bool, None, (RESPONSES,), about="Keep the response, to be read or to go on from."),
+    Field("metadata", dict[str, Any], {}, (RESPONSES,), labels, "Is a part of the reply."),
+    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Is a part of the reply."),
+    *(Field(name, Name, None, (RESPONSES,), about="Is a part of the reply.") for name in NAMES),
+    *(Field(name, Any, None, routes_of(name), about="Is accepted and changes nothing.") for name in HARMLESS),
+    *(Field(name, Any, None, TURNS, about="Is accepted and changes nothing.") for name in CACHES),
 )
 KNOWN = {route: {field.name: field for field in FIELDS if route in field.routes} for route in ROUTES}
 REQUESTS = {
@@ -379,110 +540,14 @@ REFUSED: dict[str, dict[str, Check]] = {
     route: {name: only(*NOT_YET[name]) for name in NOT_YET} | {name: called(here) for name, here in ELSEWHERE.items()}
     for route in GENERATE
 } | {TOKENIZE: {name: only(*NOT_YET[name]) for name in ("tools", "chat_template", "documents")}}
+REFUSED |= {
+    route: {name: only(*same) for name, same in (NOT_YET | own).items()}
+    | {name: called(here) for name, here in (ELSEWHERE | ELSEWHERE_THERE[route]).items()}
+    for route, own in NOT_YET_THERE.items()
+}
 
 
-# --- reading a body ---------------------------------------------------------------------------------------------------
-
-
-def count_values(data: bytes | bytearray) -> tuple[int, int]:
-    """How many lists and objects a JSON text holds, and how many commas, outside of its strings."""
-    lists = commas = inside = 0
-    cut = b""
-    for start in range(0, len(data), JSON_PART):
-        part = (cut + data[start : start + JSON_PART]).replace(b"\\\\", b"").replace(b'\\"', b"")
-        cut = b"\\" if part.endswith(b"\\") else b""  # its other half is in the next part
-        between = part.translate(None, NO_STRUCTURE).split(b'"')
-        outside = b"".join(between[inside::2])
-        inside = (inside + len(between) - 1) % 2
-        lists += outside.count(b"[") + outside.count(b"{")
-        commas += outside.count(b",")
-        time.sleep(0)
-    return lists, commas
-
-
-def decode_ids(text: bytes) -> list[Any]:
-    """The numbers of a JSON list that holds no strings and no lists."""
-    ids: list[Any] = []
-    begin, last = 1, len(text) - 1
-    while begin < last:
-        end = text.find(b",", begin + JSON_PART)
-        end = last if end < 0 else end
-        ids += msgspec.json.decode(b"[%b]" % text[begin:end])
-        begin = end + 1
-        time.sleep(0)
-    return ids
-
-
-def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
-    """The token ids of one prompt or of several, each from its part of the JSON text; None if there is something else.
-
-    Raises:
-        ApiError: a prompt has more tokens than `longest`.
-    """
-    if not text.startswith(b"[") or b'"' in text or b"{" in text:
-        return None
-    prompts, several = [], text[1:].lstrip(SPACES).startswith(b"[")
-    begin = 1 if several else 0
-    while (end := text.find(b"]", begin) + 1) and (part := text[begin:end].lstrip(SPACES + b",")) != b"]":
-        if not part.startswith(b"["):
-            return None
-        if (count := part.count(b",") + 1) > longest:
-            raise too_long(longest, f"the prompt has {count}", "prompt")
-        prompts.append(decode_ids(part))
-        begin = end
-    return prompts if several else prompts[0]
-
-
-def decode_json(data: bytes | bytearray, longest: int) -> tuple[Any, dict[str, Any]]:
-    """What a JSON text holds, and apart from that very many token ids of prompts, which are decoded a part at a time.
-
-    Nobody else is served while `msgspec` decodes a text. So a large one is looked through first, by parts, too.
-
-    Raises:
-        ValueError: it is no JSON.
-        ApiError: it has more values than can soon be decoded, or a prompt more tokens than `longest`.
-    """
-    if len(data) <= JSON_PART:
-        return msgspec.json.decode(data), {}  # refuses NaN, 1e999 and lone surrogates
-    lists, commas = count_values(data)
-    if lists > MAX_LISTS:
-        raise ApiError(400, f"the body has {lists} lists and objects; at most {MAX_LISTS} are allowed")
-    if commas <= MAX_VALUES:
-        return msgspec.json.decode(data), {}
-    fields = RAW_FIELDS.decode(data)
-    time.sleep(0)
-    name = "input" if "input" in fields else "prompt"
-    text = bytes(fields.pop(name, b""))
-    prompts = decode_prompts(text, longest)
-    if prompts is None or (commas := commas - text.count(b",")) > MAX_VALUES:
-        raise ApiError(
-            400, f"the body has {commas} values beside the prompts' token ids; at most {MAX_VALUES} are allowed"
-        )
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items()}, {name: prompts}
-
-
-def parse_json(data: bytes | bytearray, config: ServerConfig, longest_prompt: int = 2**31) -> dict[str, Any]:
-    """The JSON object that a request's body holds.
-
-    Raises:
-        ApiError: it is none, or it is nested too deep, or has too many values, or too many tokens in a prompt.
-    """
-    too_deep = ApiError(400, f"the body is nested deeper than {config.max_json_depth} (max_json_depth)")
-    try:
-        body, prompts = decode_json(data, longest_prompt)
-    except RecursionError:
-        raise too_deep from None
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body is {reprlib.repr(body)}; it must be a JSON object")
-    level: list[Any] = [body]
-    for _ in range(config.max_json_depth):
-        inner = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [item for items in inner for item in items if isinstance(item, (dict, list))]
-    if level:
-        raise too_deep
-    return body | prompts
+# --- reading fields ---------------------------------------------------------------------------------------------------
 
 
 def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
@@ -500,7 +565,8 @@ def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[
         elif name in refused:
             run_check(refused[name], name, value, config)
         else:
-            refuse_unknown(name, known.keys() | refused.keys(), config)
+            elsewhere = ELSEWHERE.keys() | ELSEWHERE_THERE.get(route, {}).keys()
+            refuse_unknown(name, known.keys() | (refused.keys() - elsewhere), config)
     for needed in NEEDED.get(route, ()):
         if needed not in given:
             raise ApiError(400, f"{needed} is missing", needed, "missing_required_parameter")
@@ -512,11 +578,16 @@ def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[
         field = known[found[1]]
         must = f"it must be {in_words(msgspec.json.schema(field.type))}"
         raise ApiError(400, f"{field.name} is {reprlib.repr(given[field.name])}: {must}", field.name) from None
-    values = {name: field.default for name, field in known.items()}
+    values = defaults(route)
     for name in given:
         check, value = known[name].check, getattr(request, name)
         values[name] = value if check is None else run_check(check, name, value, config)
     return values
+
+
+def defaults(route: str) -> dict[str, Any]:
+    """The fields of a request to `route` that gives none."""
+    return {name: field.default for name, field in KNOWN[route].items()}
 
 
 def run_check(check: Check, name: str, value: Any, config: ServerConfig) -> Any:
@@ -554,7 +625,7 @@ def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
     """
     if not config.allow_unknown_fields:
         name = name[:64]  # it may be as long as the body
-        near = difflib.get_close_matches(name, known - {*ELSEWHERE, *HARMLESS}, 1)
+        near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
         hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
         raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
 
@@ -571,7 +642,12 @@ GETS = {
     "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
     "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
     "/explain/{id}": "Where the time of a request went.", "/openapi.json": "This document.",
+    "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
 }  # fmt: skip
+BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
+    ("delete", "/v1/responses/{id}"): "Forget a stored response.",
+    ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
+}
 
 
 class Mistake(msgspec.Struct):
@@ -601,12 +677,13 @@ def openapi() -> dict[str, Any]:
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
         paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": replies}}
         components[REQUESTS[route].__name__]["required"] = list(NEEDED.get(route, ()))
-    for path, summary in GETS.items():
+    for (method, path), summary in BODILESS.items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
             for n in re.findall(r"{(\w+)}", path)
         ]
-        paths[path] = {"get": {"summary": summary, "parameters": places, "responses": replies}}
+        operation = {"summary": summary, "parameters": places, "responses": replies}
+        paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "paths": paths,
         "components": {"schemas": components},

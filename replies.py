@@ -24,11 +24,12 @@ from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
-from protocol import CHAT, ApiError, in_parts, without_folders
+from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, in_parts, without_folders
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient
+ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
@@ -53,7 +54,7 @@ class Run:
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
         owner: whose request it is.
-        route: COMPLETIONS or CHAT, whose shapes the reply has.
+        route: whose shapes the reply has; those of RESPONSES and MESSAGES are in `responses.py`.
         fields: of the request.
         prompts: (text or None, token ids) of each.
         params: one for each prompt.
@@ -70,7 +71,7 @@ class Run:
         params: list[SamplingParams],
         tokenizer: Tokenizer,
     ):
-        self.id = ("chatcmpl-" if route == CHAT else "cmpl-") + name
+        self.id = ID_PREFIXES[route] + name
         self.created = int(time.time())
         self.owner, self.route, self.fields = owner, route, fields
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}

@@ -34,12 +34,14 @@ from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 import batch
+from bodies import parse_json
 from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from processes import Board, Child, Gunicorn, listen
-from protocol import PATHS, ApiError, openapi, parse_json
+from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError, openapi
 from replies import ClientGone, as_api_error, json_of
+from responses import message_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
 
@@ -141,6 +143,14 @@ def create_app(api: Api) -> Flask:
         ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id, g.client))),
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
+    for method, rule, name, view in (
+        ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
+        ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
+        ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.cancel_response(id, g.client))),
+        ("GET", "/v1/responses/<id>/input_items", "input_items",
+         lambda id: reply(api.input_items(id, g.client, request.args))),
+    ):  # fmt: skip
+        app.add_url_rule(rule, name, view, methods=[method])
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
 
@@ -187,7 +197,8 @@ def create_app(api: Api) -> Flask:
         if isinstance(error, HTTPException):
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
-        response = reply(answer.body(), answer.status)
+        anthropic = request.path.rstrip("/").endswith((*PATHS[MESSAGES], *PATHS[COUNT_TOKENS]))
+        response = reply(message_error(answer) if anthropic else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 

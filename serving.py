@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import reprlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,11 +30,14 @@ from protocol import (
     CHAT,
     CLASSIFY,
     COMPLETIONS,
+    COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
+    MESSAGES,
     PARAMS,
     POOLING,
     RERANK,
+    RESPONSES,
     SCORE,
     TOKENIZE,
     ApiError,
@@ -43,8 +47,9 @@ from protocol import (
     without_folders,
 )
 from replies import Client, Run, run_requests
+from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
-from tokenizer import LONG_TEXT, Tokenizer
+from tokenizer import LONG_TEXT, Tokenizer, item_messages
 
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
@@ -96,11 +101,12 @@ class Api:
     ):
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
         self.board, self.threads = board, ThreadPool(TEXT_THREADS)
-        self.started = int(time.time())
+        self.started, self.store = int(time.time()), Store(config)
         self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
             COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize,
             EMBEDDINGS: self.embeddings, POOLING: self.pool, CLASSIFY: self.classify, SCORE: self.score,
             RERANK: self.rerank,
+            RESPONSES: self.responses, MESSAGES: self.messages, COUNT_TOKENS: self.count_tokens,
         }  # fmt: skip
 
     def answer(self, route: str, body: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -122,11 +128,39 @@ class Api:
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation."""
-        if (effort := fields["reasoning_effort"]) is not None:
-            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-            fields["chat_template_kwargs"] = named | fields["chat_template_kwargs"]
-        prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
-        return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None)
+        return self._generate(CHAT, fields, caller, [self._conversation(fields)], default_max_tokens=None)
+
+    def responses(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """The next message of a conversation, in the shapes of OpenAI's Responses API."""
+        if fields["store"] is None:
+            fields["store"] = not self.store.closed
+        elif fields["store"] and self.store.closed:
+            raise ApiError(400, f"store is true; {self.store.closed}", "store")
+        owner, previous, items = self._owner(caller.client), fields["previous_response_id"], fields.pop("input")
+        for i, item in enumerate(items):
+            item["id"] = item["id"] or f"msg_{caller.name}_{i}"
+        if previous is not None:
+            items = self.store.conversation(owner, previous) + items
+        keep = self.store.keeper(owner, items) if fields["store"] else lambda response: None
+        messages = item_messages(items)
+        if fields["instructions"] is not None:
+            messages = [{"role": "system", "content": fields["instructions"]}, *messages]
+        effort = {"reasoning_effort": fields["reasoning"].get("effort"), "max_tokens": fields["max_output_tokens"]}
+        chat = as_chat(fields, messages, **effort)
+        with renamed(messages="input", prompt="input", max_tokens="max_output_tokens"):
+            shape = functools.partial(Responses, fields, keep)
+            return self._generate(RESPONSES, chat, caller, [self._conversation(chat)], None, shape)
+
+    def messages(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
+        """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
+        chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
+        with renamed(prompt="messages"):
+            return self._generate(MESSAGES, chat, caller, [self._conversation(chat)], None, Messages)
+
+    def count_tokens(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
+        """How many tokens the prompt of such a request has."""
+        with renamed(prompt="messages"):
+            return {"input_tokens": len(self._conversation(self._turns(fields))[1])}
 
     def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
@@ -280,6 +314,25 @@ class Api:
                 lines.append(f"manta_{name}{label} {metrics[name]}")
         return "\n".join(lines) + "\n"
 
+    def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """A stored response of this client's; an `ApiError` if there is none."""
+        refuse_query(query)
+        return self.store.response(self._owner(client), id)
+
+    def input_items(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """A page of the items that such a response was made from."""
+        return self.store.page(self._owner(client), id, query)
+
+    def delete_response(self, id: str, client: str) -> dict[str, Any]:
+        """Forget such a response."""
+        return self.store.delete(self._owner(client), id)
+
+    def cancel_response(self, id: str, client: str) -> dict[str, Any]:
+        """Refuses, as no response is made in the background, and only such can be cancelled."""
+        status = self.store.response(self._owner(client), id)["status"]
+        message = f"the response is {status}, but not in the background; to cancel it, close the connection"
+        raise ApiError(400, message, "response_id")
+
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
         mine = client if self.config.api_key else None  # another key's requests are as good as unknown
@@ -297,6 +350,27 @@ class Api:
             message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
+
+    def _owner(self, client: str) -> str:
+        """Whose a response of this client's is: without API keys, all clients are one."""
+        return client if self.config.api_key else ""
+
+    def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """A request for Anthropic's Messages API as one for chat completions."""
+        messages, system = fields["messages"], fields["system"]
+        messages = messages if system is None else [{"role": "system", "content": system}, *messages]
+        return as_chat(
+            fields, messages, reasoning_effort=fields["output_config"].get("effort"),
+            chat_template_kwargs=fields["thinking"] | fields["chat_template_kwargs"],
+            continue_final_message=messages[-1]["role"] == "assistant",
+        )  # fmt: skip
+
+    def _conversation(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
+        """The prompt for a conversation, and its tokens."""
+        if (effort := fields["reasoning_effort"]) is not None:
+            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+            fields["chat_template_kwargs"] = named | fields["chat_template_kwargs"]
+        return self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
 
     def _render(self, fields: dict[str, Any]) -> str:
         go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
@@ -323,7 +397,13 @@ class Api:
         return prompt, ids
 
     def _generate(
-        self, route: str, fields: dict[str, Any], caller: Caller, prompts: list[Any], default_max_tokens: int | None
+        self,
+        route: str,
+        fields: dict[str, Any],
+        caller: Caller,
+        prompts: list[Any],
+        default_max_tokens: int | None,
+        shape: Callable[..., Run] = Run,
     ) -> dict[str, Any] | Events:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
@@ -333,7 +413,7 @@ class Api:
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = Run(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
@@ -403,7 +483,7 @@ class Api:
             if (count := fields.get(name)) is not None and count > cap:
                 raise ApiError(400, f"{name} is {count}; it must be from 0 to {cap} (max_logprobs)", name)
         top, of_prompt, found = fields["logprobs"], fields["prompt_logprobs"], {}
-        if route == CHAT:
+        if route != COMPLETIONS:  # the others have the fields of a chat
             if fields["top_logprobs"] and not top:
                 message = f"top_logprobs is {fields['top_logprobs']}; it needs logprobs: true"
                 raise ApiError(400, message, "top_logprobs")

@@ -464,6 +464,72 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
     return parsed
 
 
+ITEM_ROLES = ("user", "assistant", "system", "developer")
+ITEM_TEXTS = ("input_text", "output_text", "text")  # the kinds of a part that is text
+
+
+def response_items(value: Any) -> list[dict[str, Any]]:
+    """The items of a request to OpenAI's Responses API as that API stores them: messages whose content is parts.
+
+    Raises:
+        ValueError: says which item is wrong, and how.
+    """
+    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        raise ValueError("it must be a string or a list of at least one item")
+    return [_item(item, i) for i, item in enumerate(items)]
+
+
+def _item(item: Any, i: int) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise ValueError(f"item {i} must be an object")
+    if (kind := item.get("type")) not in (None, "message"):
+        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes only messages yet")
+    if (role := item.get("role")) not in ITEM_ROLES:
+        raise ValueError(f"item {i} has the role {reprlib.repr(role)}; it must be one of {', '.join(ITEM_ROLES)}")
+    parts = item.get("content")
+    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
+    if not isinstance(parts, list):
+        raise ValueError(f"item {i} must have a content, which is a string or a list of parts")
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in ITEM_TEXTS or not isinstance(part.get("text"), str):
+            kinds = ", ".join(ITEM_TEXTS)
+            raise ValueError(f"item {i} has {reprlib.repr(part)}; a part must have a text and one of the types {kinds}")
+    if not isinstance(id := item.get("id") or "", str):
+        raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
+    own = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+    content = [own | {"text": part["text"]} for part in parts]
+    return {"id": id, "type": "message", "role": role, "status": "completed", "content": content}
+
+
+def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`."""
+    return [
+        {
+            "role": "system" if item["role"] == "developer" else item["role"],
+            "content": "\n".join(part["text"] for part in item["content"]),
+        }
+        for item in items
+    ]
+
+
+def joined_turns(value: Any) -> list[dict[str, Any]]:
+    """Messages as Anthropic's clients send them: those of one role that follow each other are one turn.
+
+    Raises:
+        ValueError: says which message is wrong, and how.
+    """
+    turns: list[dict[str, Any]] = []
+    for i, message in enumerate(chat_messages(value)):
+        if (role := message["role"]) not in ("user", "assistant", "system") or value[i].get("content") is None:
+            raise ValueError(f"message {i} must have the role user, assistant or system, and a content")
+        if turns and turns[-1]["role"] == role:
+            turns[-1]["content"] += "\n" + message["content"]
+        else:
+            turns.append({"role": role, "content": message["content"]})
+    return turns
+
+
 RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function of its name has as parameters
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",

@@ -18,13 +18,14 @@ from flask.testing import FlaskClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-import protocol
+import bodies
 import serving as serving_routes
+from bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
 from config import EngineConfig, ServerConfig
 from engine_process import INBOX_TIME, EngineServer
 from plan import Abort
 from processes import Board
-from protocol import JSON_PART, MAX_LISTS, MAX_VALUES, ApiError, count_values, parse_json, read_fields
+from protocol import ApiError, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import serving
 from server import create_app
@@ -48,7 +49,7 @@ def counted(value: Any) -> tuple[int, int]:
 def test_values_are_counted_outside_of_strings(value: Any, part: int, spaced: bool) -> None:
     text = json.dumps(value, indent=1 if spaced else None, ensure_ascii=spaced).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(protocol, "JSON_PART", part)
+        patch.setattr(bodies, "JSON_PART", part)
         assert count_values(text) == counted(value)
 
 

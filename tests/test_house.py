@@ -15,13 +15,18 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "startup",
-        "tokenizer"},
+        "batch", "bodies", "config", "engine_process", "executor", "processes", "protocol", "replies", "responses",
+        "serving", "startup", "tokenizer"},
     "batch": {
-        "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving", "tokenizer"},
-    "serving": {"config", "embeddings", "outputs", "processes", "protocol", "replies", "sampling_params", "tokenizer"},
+        "bodies", "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving",
+        "tokenizer"},
+    "serving": {
+        "config", "embeddings", "outputs", "processes", "protocol", "replies", "responses", "sampling_params",
+        "tokenizer"},
     "embeddings": set(),
+    "bodies": {"config", "protocol"},
     "protocol": {"config", "sampling_params", "tokenizer"},
+    "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
         "client", "data_parallel", "logprobs", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
-from protocol import ELSEWHERE, FIELDS, GENERATE, HARMLESS, KNOWN, NOT_YET, PARAMS, PATHS
+from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NOT_YET, PARAMS, PATHS, ROUTES
 from sampling_params import SamplingParams
 from scripted import (
     BODIES,
@@ -235,7 +236,7 @@ def test_what_changes_logits_reaches_the_engine(
 
 
 def test_the_table_has_one_row_for_each_field() -> None:
-    for route in GENERATE:
+    for route in ROUTES:
         names = [field.name for field in FIELDS if route in field.routes]
         assert len(names) == len(set(names))
 
@@ -335,6 +336,9 @@ def test_the_schema_is_that_of_the_structs_that_validate(http_client: FlaskClien
     top_p = schemas["CompletionsRequest"]["properties"]["top_p"]
     assert {"type": "number", "minimum": 0, "maximum": 1} in top_p["anyOf"] and "probabilities" in top_p["description"]
     rules = {
-        rule.rule.replace("<path:", "{").replace(">", "}") for rule in http_client.application.url_map.iter_rules()
+        (re.sub(r"<(?:path:)?(\w+)>", r"{\1}", rule.rule), method.lower())
+        for rule in http_client.application.url_map.iter_rules()
+        for method in rule.methods - {"HEAD", "OPTIONS"}
     }
-    assert rules == set(schema["paths"]) | {path for paths in PATHS.values() for path in paths}
+    others = {(path, "post") for _, *paths in PATHS.values() for path in paths}
+    assert rules == {(path, method) for path, methods in schema["paths"].items() for method in methods} | others

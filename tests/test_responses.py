@@ -1,0 +1,533 @@
+"""OpenAI's Responses API and Anthropic's Messages API: their shapes, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
+from pydantic import TypeAdapter
+from werkzeug.test import TestResponse
+
+from config import ServerConfig
+from protocol import KNOWN, MESSAGES, RESPONSES
+from responses import Store
+from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
+from test_protocol import BAD, BAD_MESSAGES, IMAGE
+
+ASK, TALK, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+HI = [{"role": "user", "content": "Hi"}]
+BODIES = {
+    ASK: {"input": "Hi", "max_output_tokens": 9},
+    TALK: {"messages": HI, "max_tokens": 9},
+    COUNT: {"messages": HI},
+}
+EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+LATEST = TypeAdapter(ResponseItemList)
+TOKENS = TOKENIZER.encode(TEXT)
+ROOM = FACTS | {"max_model_len": 256}
+
+
+def post(http_client: FlaskClient, route: str, key: str = "", **fields: Any) -> TestResponse:
+    body = {name: value for name, value in (BODIES[route] | fields).items() if value is not MISSING}
+    return http_client.post(route, json=body, headers={"X-Api-Key": key} if key else {})
+
+
+def ask(http_client: FlaskClient, key: str = "", **fields: Any) -> dict[str, Any]:
+    """A response that is complete, after a look at its form."""
+    response = post(http_client, ASK, key, **fields)
+    assert response.status_code == 200, response.text
+    Response.model_validate(response.json)
+    return response.json
+
+
+def typed_events(response: TestResponse) -> list[dict[str, Any]]:
+    """The events of a stream whose events have types, after a look at its framing."""
+    assert response.status_code == 200 and response.mimetype == "text/event-stream", response.text
+    frames = response.data.decode().split("\n\n")
+    assert frames.pop() == ""
+    lines = [frame.split("\n") for frame in frames]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in lines]
+    assert [kind for kind, _ in lines] == ["event: " + event["type"] for event in found]
+    response.close()
+    return found
+
+
+def error_of(response: TestResponse, status: int, kind: str) -> str:
+    """The message of an error as Anthropic spells it."""
+    assert response.status_code == status and response.mimetype == "application/json", response.text
+    assert set(response.json) == {"type", "error"} and response.json["type"] == "error"
+    assert set(response.json["error"]) == {"type", "message"} and response.json["error"]["type"] == kind
+    return response.json["error"]["message"]
+
+
+def prompt_of(*messages: tuple[str, str], **fields: Any) -> list[int]:
+    text = TOKENIZER.render([{"role": role, "content": content} for role, content in messages], **fields)
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_response_repeats_what_was_asked(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    own = {
+        "instructions": "Be brief.", "metadata": {"a": "b"}, "user": "me", "parallel_tool_calls": False, "store": True,
+        "prompt_cache_key": "key", "safety_identifier": "who", "temperature": 0.5, "top_p": 0.25,
+    }  # fmt: skip
+    same = {
+        "tools": [], "tool_choice": "auto", "include": ["reasoning.encrypted_content"], "truncation": "disabled",
+        "text": {"format": {"type": "text"}, "verbosity": "low"}, "background": False, "service_tier": "auto",
+        "stream_options": {"include_obfuscation": False}, "top_logprobs": 0, "reasoning": {"effort": "low"},
+        "unknown": None,
+    }  # fmt: skip
+    response = ask(http_client, **own, **same, seed=5, top_k=7, cache_salt="salt")
+    assert {name: response[name] for name in own} == own and response["object"] == "response"
+    assert (
+        response["reasoning"]["effort"] == "low" and response["model"] == "manta" and response["max_output_tokens"] == 9
+    )
+    (ids, params, salt), *rest = engine.added
+    assert ids == prompt_of(("system", "Be brief."), ("user", "Hi")) and salt == "salt" and not rest
+    assert (params.temperature, params.top_p, params.top_k, params.seed, params.max_tokens) == (0.5, 0.25, 7, 5, 9)
+    usage = response["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"], usage["total_tokens"]) == (len(ids), 9, len(ids) + 9)
+    assert usage["input_tokens_details"]["cached_tokens"] == 2
+
+
+def test_what_a_response_leaves_out_is_as_the_models_generation_config_says(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, FACTS | {"default_sampling": {"temperature": 0.6, "top_p": 0.95, "max_tokens": 7}})
+    response = ask(http_client, max_output_tokens=None)
+    assert (response["temperature"], response["top_p"], response["max_output_tokens"]) == (0.6, 0.95, None)
+    message = post(http_client, TALK, top_p=0.5)
+    assert [params.max_tokens for _, params, _ in engine.added] == [7, 9] and message.status_code == 200
+    assert [(params.temperature, params.top_p) for _, params, _ in engine.added] == [(0.6, 0.95), (0.6, 0.5)]
+
+
+def test_a_response_has_ended_by_itself_or_at_its_limit(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    cut = ask(http_client)
+    assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert cut["completed_at"] is None and cut["output"][0]["status"] == "incomplete"
+    engine.script = [told(TOKENS[:5]), told([7], "stop")]
+    engine.script[-1].finished = True
+    done = ask(http_client)
+    assert (done["status"], done["incomplete_details"], done["error"]) == ("completed", None, None)
+    assert done["completed_at"] >= done["created_at"] and done["output"][0]["status"] == "completed"
+    assert done["output"][0]["content"][0]["text"] == TOKENIZER.decode(TOKENS[:5])
+
+
+PART = {"type": "input_text", "text": "x"}
+EARLIER = {
+    "id": "msg_5", "type": "message", "status": "completed", "role": "assistant", "phase": None,
+    "content": [{"type": "output_text", "text": "Yes.", "annotations": [], "logprobs": []}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "messages"),
+    [
+        ("", [("user", "")]),
+        (HI, [("user", "Hi")]),
+        ([{"type": "message", "role": "developer", "content": [PART]}], [("system", "x")]),
+        (
+            [{"role": "user", "content": [PART | {"text": "a"}, {"type": "text", "text": "b"}]}, EARLIER],
+            [("user", "a\nb"), ("assistant", "Yes.")],
+        ),
+    ],
+)  # fmt: skip
+def test_input_is_a_conversation(
+    http_client: FlaskClient, engine: ScriptedClient, given: Any, messages: list[tuple[str, str]]
+) -> None:
+    ask(http_client, input=given)
+    assert engine.added[0][0] == prompt_of(*messages)
+
+
+ORDER = ["created", "in_progress", "output_item.added", "content_part.added"]
+ORDER_OF_END = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+
+
+def test_the_events_of_a_response_come_to_the_whole(http_client: FlaskClient) -> None:
+    whole, found = ask(http_client), typed_events(post(http_client, ASK, stream=True))
+    for i, event in enumerate(found):
+        EVENTS.validate_python(event)
+        assert event["sequence_number"] == i
+    deltas = [event["delta"] for event in found if event["type"] == "response.output_text.delta"]
+    assert [event["type"] for event in found] == [
+        "response." + kind for kind in (*ORDER, *["output_text.delta"] * len(deltas), *ORDER_OF_END)
+    ]
+    text, last = whole["output"][0]["content"][0]["text"], found[-1]["response"]
+    assert text == "".join(deltas) == found[-4]["text"] == found[-3]["part"]["text"] and len(deltas) > 3
+    assert found[-2]["item"] == last["output"][0]
+    assert {event["item_id"] for event in found if "item_id" in event} == {last["output"][0]["id"]}
+    assert not found[0]["response"]["output"] and found[0]["response"]["status"] == "in_progress"
+    for name in set(whole) - {"id", "created_at", "output"}:
+        assert last[name] == whole[name], name
+    assert last["output"][0] == whole["output"][0] | {"id": last["output"][0]["id"]}
+    for response in (whole, last):
+        assert http_client.get(f"{ASK}/{response['id']}").json == response
+
+
+def test_a_stream_that_fails_says_so_in_its_last_event(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    engine.script = [told(TOKENS[:3]), BROKEN]
+    *_, last = map(EVENTS.validate_python, typed_events(post(http_client, ASK, stream=True)))
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert (last.response.error.code, last.response.error.message) == ("server_error", "worker died")
+    assert last.response.output[0].content[0].text == TOKENIZER.decode(TOKENS[:3])
+    assert http_client.get(f"{ASK}/{last.response.id}").json["status"] == "failed"
+    error = refusal(post(http_client, ASK, previous_response_id=last.response.id))
+    assert error["param"] == "previous_response_id" and "failed" in error["message"]
+    engine.script = [BROKEN]
+    for stream in (False, True):  # before the first byte it is no event
+        refusal(post(http_client, ASK, stream=stream), 503)
+        assert error_of(post(http_client, TALK, stream=stream), 503, "overloaded_error") == "worker died"
+    engine.script = [told(TOKENS[:3]), BROKEN]
+    assert typed_events(post(http_client, TALK, stream=True))[-1] == {
+        "type": "error", "error": {"type": "overloaded_error", "message": "worker died"}
+    }  # fmt: skip
+
+
+def test_a_response_goes_on_from_the_one_before(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, ROOM)
+    first = ask(http_client, input="Hi", instructions="Be brief.")
+    said = first["output"][0]["content"][0]["text"]
+    again = ask(http_client, input="More", previous_response_id=first["id"], instructions="Be long.")
+    assert again["previous_response_id"] == first["id"]
+    ask(http_client, input=[{"role": "user", "content": "Less"}], previous_response_id=again["id"])
+    talk = [("user", "Hi"), ("assistant", said), ("user", "More"), ("assistant", said), ("user", "Less")]
+    assert [ids for ids, _, _ in engine.added] == [
+        prompt_of(("system", "Be brief."), *talk[:1]), prompt_of(("system", "Be long."), *talk[:3]), prompt_of(*talk)
+    ]  # fmt: skip
+    http_client.delete(f"{ASK}/{first['id']}")
+    assert ask(http_client, previous_response_id=again["id"])["status"] == "incomplete"  # holds all before it
+    for id in (first["id"], "resp_5", "", "x" * 1024):
+        error = refusal(post(http_client, ASK, previous_response_id=id))
+        assert (error["param"], error["code"]) == ("previous_response_id", "previous_response_not_found")
+
+
+def test_items_come_by_pages(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, ROOM)
+    first = ask(http_client, input=[HI[0], EARLIER | {"id": "mine"}])
+    id = ask(http_client, input="More", previous_response_id=first["id"])["id"]
+
+    def page(**query: Any) -> tuple[list[str], bool]:
+        found = http_client.get(f"{ASK}/{id}/input_items", query_string=query)
+        assert found.status_code == 200, found.text
+        LATEST.validate_python(found.json)
+        ids = [item["id"] for item in found.json["data"]]
+        assert [found.json["first_id"], found.json["last_id"]] == ([ids[0], ids[-1]] if ids else ["", ""])
+        return ids, found.json["has_more"]
+
+    items, more = page(order="asc")
+    assert len(set(items)) == 4 and items[1:3] == ["mine", first["output"][0]["id"]] and not more
+    assert page() == (items[::-1], False)
+    assert page(limit=1, order="asc") == (items[:1], True)
+    assert page(limit=2, order="asc", after="mine") == (items[2:], False)
+    assert page(after=items[0]) == ([], False)
+    for query, name in (
+        ({"limit": 0}, "limit"), ({"limit": 101}, "limit"), ({"limit": "x"}, "limit"), ({"order": "up"}, "order"),
+        ({"after": "nobody"}, "after"), ({"include": "x"}, "include"),
+    ):  # fmt: skip
+        assert refusal(http_client.get(f"{ASK}/{id}/input_items", query_string=query))["param"] == name
+    assert refusal(http_client.get(f"{ASK}/{id}?stream=true"))["param"] == "stream"
+
+
+def test_a_response_can_be_forgotten_but_not_cancelled(http_client: FlaskClient) -> None:
+    id = ask(http_client)["id"]
+    assert "not in the background" in refusal(http_client.post(f"{ASK}/{id}/cancel"))["message"]
+    assert http_client.delete(f"{ASK}/{id}").json == {"id": id, "object": "response", "deleted": True}
+    for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        refusal(http_client.open(f"{ASK}/{id}{end}", method=method), 404)
+    assert refusal(http_client.put(f"{ASK}/{id}"), 405)
+
+
+def test_a_response_in_progress_is_known(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    def begin() -> tuple[TestResponse, str]:
+        stream = post(http_client, ASK, stream=True)
+        head = next(stream.iter_encoded()).decode()
+        return stream, json.loads(head.partition("data: ")[2])["response"]["id"]
+
+    stream, id = begin()
+    assert http_client.get(f"{ASK}/{id}").json["status"] == "in_progress"
+    assert "in_progress" in refusal(post(http_client, ASK, previous_response_id=id))["message"]
+    stream.close()  # the client has gone
+    del stream
+    assert http_client.get(f"{ASK}/{id}").json["status"] == "cancelled" and not engine.open
+    stream, id = begin()
+    assert http_client.delete(f"{ASK}/{id}").status_code == 200
+    assert b"response.incomplete" in b"".join(stream.iter_encoded())
+    refusal(http_client.get(f"{ASK}/{id}"), 404)  # its end did not bring it back
+
+
+def test_the_store_is_bounded() -> None:
+    def fill(store: Store, *ids: str, size: int = 10) -> list[str]:
+        for id in ids:
+            store.keeper("me", ["x" * size])({"id": id, "status": "completed", "output": []})
+        return [id for _, id in store.entries]
+
+    store = Store(ServerConfig(max_stored_responses=3))
+    assert fill(store, "a", "b", "c", "d") == ["b", "c", "d"]
+    assert store.conversation("me", "b") == ["x" * 10]  # which makes it the latest
+    assert fill(store, "e") == ["d", "b", "e"]
+    assert store.size == sum(len(part) for entry in store.entries.values() for part in entry)
+    store = Store(ServerConfig(max_stored_response_bytes=2000))
+    assert fill(store, *"abcde", size=600) == ["c", "d", "e"]
+    assert fill(store, "large", size=5000) == ["large"] and store.size > 5000
+    assert fill(store, "f") == ["f"] and store.size < 100
+    store.delete("me", "f")
+    assert store.size == 0 and not store.entries
+
+
+@pytest.mark.parametrize("config", [{"max_stored_responses": 0}, {"api_server_count": 2}])
+def test_a_server_that_keeps_nothing_says_so(engine: ScriptedClient, config: dict[str, int]) -> None:
+    http_client, (flag,) = client_of(engine, **config), config
+    response = ask(http_client)
+    assert response["store"] is False and ask(http_client, store=False)["store"] is False
+    url = f"{ASK}/{response['id']}"
+    for refused in (
+        post(http_client, ASK, store=True), post(http_client, ASK, previous_response_id=response["id"]),
+        http_client.get(url), http_client.delete(url), http_client.post(url + "/cancel"),
+        http_client.get(url + "/input_items"),
+    ):  # fmt: skip
+        assert flag in refusal(refused)["message"]
+    kept = client_of(engine)
+    refusal(kept.get(f"{ASK}/{ask(kept, store=False)['id']}"), 404)
+
+
+def test_a_response_is_its_keys_own(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, api_key=("red", "blue"))
+    id = ask(http_client, "red")["id"]
+    for method, end in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+        refusal(http_client.open(f"{ASK}/{id}{end}", method=method), 401)
+        refusal(http_client.open(f"{ASK}/{id}{end}", method=method, headers={"X-Api-Key": "blue"}), 404)
+    assert refusal(post(http_client, ASK, "blue", previous_response_id=id))["code"] == "previous_response_not_found"
+    assert http_client.get(f"{ASK}/{id}", headers={"X-Api-Key": "red"}).json["id"] == id
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_message(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    cut = post(http_client, TALK, top_k=7, metadata={"user_id": "me"}, service_tier="auto", cache_control=None).json
+    ids, params, _ = engine.added[0]
+    assert ids == prompt_of(("user", "Hi")) and (params.max_tokens, params.top_k) == (9, 7)
+    assert cut.pop("id").startswith("msg_") and cut == {
+        "type": "message", "role": "assistant", "model": "manta", "stop_reason": "max_tokens", "stop_sequence": None,
+        "content": [{"type": "text", "text": TOKENIZER.decode(TOKENS[:9])}],
+        "usage": {
+            "input_tokens": len(ids) - 2, "cache_read_input_tokens": 2, "cache_creation_input_tokens": 0,
+            "output_tokens": 9,
+        },
+    }  # fmt: skip
+    assert post(http_client, COUNT).json == {"input_tokens": len(ids)} and len(engine.added) == 1
+    found = post(http_client, TALK, stop_sequences=["rld", "z"], max_tokens=30).json
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "rld")
+    assert found["content"][0]["text"] == TEXT.partition("rld")[0]
+    engine.script = [told(TOKENS[:5]), told([7], "stop")]
+    engine.script[-1].finished = True
+    ended = post(http_client, TALK).json
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("end_turn", None)
+
+
+@pytest.mark.parametrize("more", [{}, {"stop_sequences": ["rld"], "max_tokens": 30}])
+def test_the_events_of_a_message_come_to_the_whole(http_client: FlaskClient, more: dict[str, Any]) -> None:
+    whole, found = post(http_client, TALK, **more).json, typed_events(post(http_client, TALK, stream=True, **more))
+    kinds = [event["type"] for event in found]
+    deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
+    assert kinds == [
+        "message_start", "content_block_start", "ping", *["content_block_delta"] * len(deltas), "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    message, block = found[0]["message"], found[1]["content_block"]
+    assert message["content"] == [] and message["stop_reason"] is None and len(deltas) > 3
+    assert {delta.pop("type") for delta in deltas} == {"text_delta"} and {e.get("index", 0) for e in found} == {0}
+    block["text"] += "".join(delta["text"] for delta in deltas)
+    usage = message["usage"] | found[-2]["usage"]
+    assert message | found[-2]["delta"] | {"content": [block], "usage": usage, "id": whole["id"]} == whole
+
+
+BLOCK = {"type": "text", "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({"system": "Be brief."}, prompt_of(("system", "Be brief."), ("user", "Hi"))),
+        (
+            {"system": [BLOCK | {"text": "a", "cache_control": {"type": "ephemeral"}}, BLOCK | {"text": "b"}]},
+            prompt_of(("system", "a\nb"), ("user", "Hi")),
+        ),
+        (
+            {"messages": [*HI, {"role": "user", "content": [{"type": "text", "text": "x", "citations": None}]}]},
+            prompt_of(("user", "Hi\nx")),
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "content": "I am"}]},
+            prompt_of(("user", "Hi"), ("assistant", "I am"), add_generation_prompt=False, continue_final_message=True),
+        ),
+    ],
+)  # fmt: skip
+def test_turns(http_client: FlaskClient, engine: ScriptedClient, fields: dict[str, Any], prompt: list[int]) -> None:
+    assert post(http_client, TALK, **fields).status_code == 200
+    assert engine.added[0][0] == prompt and post(http_client, COUNT, **fields).json == {"input_tokens": len(prompt)}
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "variables"),
+    [
+        (TALK, {}, {}),
+        (TALK, {"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        (TALK, {"thinking": {"type": "adaptive"}}, {}),
+        (
+            COUNT, {"thinking": {"type": "disabled"}, "chat_template_kwargs": {"enable_thinking": 5}},
+            {"enable_thinking": 5},
+        ),
+        (
+            TALK, {"thinking": {"type": "enabled", "budget_tokens": 2000}, "output_config": {"effort": "low"}},
+            {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"},
+        ),
+        (ASK, {"reasoning": {"effort": "high", "summary": None}}, {"reasoning_effort": "high"}),
+        (ASK, {"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (ASK, {"chat_template_kwargs": {"a": 1}}, {"a": 1}),
+    ],
+)  # fmt: skip
+def test_what_is_for_the_template_gets_there(
+    http_client: FlaskClient, monkeypatch: pytest.MonkeyPatch, route: str, fields: Any, variables: dict[str, Any]
+) -> None:
+    render, seen = TOKENIZER.render, []
+    monkeypatch.setattr(TOKENIZER, "render", lambda *args, **more: seen.append(more) or render(*args, **more))
+    assert post(http_client, route, **fields).status_code == 200
+    assert seen == [variables]
+
+
+def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, max_body_bytes=1024, api_key=("red",), max_queue=2)
+    kind = "invalid_request_error"
+    assert "API key" in error_of(post(http_client, TALK, "blue"), 401, "authentication_error")
+    for route in (TALK, COUNT):
+        assert "org/none" in error_of(post(http_client, route, "red", model="org/none"), 404, "not_found_error")
+        assert error_of(http_client.get(route, headers={"X-Api-Key": "red"}), 405, kind)
+        assert error_of(http_client.post(route, data="{", headers={"X-Api-Key": "red"}), 415, kind)
+        assert error_of(http_client.post(route, json=[], headers={"X-Api-Key": "red"}), 400, kind)
+        assert error_of(post(http_client, route, "red", system="x" * 1024), 413, "request_too_large")
+    assert "context" in error_of(post(http_client, TALK, "red", max_tokens=60), 400, kind)
+    with http_client.application.app_context(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("serving.Board.in_flight", 2)
+        assert "max_queue" in error_of(post(http_client, TALK, "red"), 429, "rate_limit_error")
+        patch.setattr("serving.Api._conversation", lambda *args: 1 // 0)
+        assert "internal" in error_of(post(http_client, TALK, "red"), 500, "api_error")
+    accepted = {"Authorization": "Bearer red", "anthropic-version": "2023-06-01"}
+    assert http_client.post(TALK, json=BODIES[TALK], headers=accepted).status_code == 200
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+BAD_INPUT = [
+    5, [], {}, ["x"], [{}], [{"role": "user"}], [{"role": 1, "content": "x"}], [{"role": "tool", "content": "x"}],
+    [{"role": [], "content": "x"}], [{"role": "user", "content": 5}], [{"role": "user", "content": ["x"]}],
+    [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
+    [{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": [PART | {"type": []}]}],
+    [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "call_id": "x", "output": "x"}],
+    [{"type": ["message"], "role": "user", "content": "x"}], [{"role": "user", "content": "x", "id": 5}],
+    [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [PART | {"detail": "x"}]}],
+]  # fmt: skip
+BAD_TURNS = [
+    *BAD_MESSAGES, [{"role": "tool", "content": "x"}], [{"role": "assistant", "content": None}], [*HI, "x"],
+    [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [BLOCK | {"x": 1}]}],
+]  # fmt: skip
+BAD_HERE: dict[str, dict[str, list[Any]]] = {
+    ASK: {
+        "input": [MISSING, None, *BAD_INPUT], "instructions": [5, ["x"]], "previous_response_id": [5, "x" * 1025, {}],
+        "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
+        "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
+        "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}], "include": ["x", [5]],
+        "text": ["x", {"format": {"type": "json_object"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1}],
+        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "auto"}, {"x": 1}],
+    },
+    TALK: {
+        "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 1.5, "9", True, 2**31],
+        "stop_sequences": ["x", [""], [5], ["a"] * 65, ["a" * 513]],
+        "system": [5, {}, ["x"], [IMAGE], [{"type": "text"}], [{"type": "text", "text": "a", "x": 1}]],
+        "thinking": ["on", {}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
+                     {"type": "enabled", "budget_tokens": True}, {"type": "enabled", "display": "omitted"}],
+        "output_config": ["low", {"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}],
+    },
+}  # fmt: skip
+BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
+NOT_YET_HERE = [
+    (ASK, "background", True), (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
+    (ASK, "truncation", "auto"), (ASK, "tools", [{"type": "web_search"}]), (ASK, "tool_choice", "required"),
+    (ASK, "max_tool_calls", 5), (ASK, "top_logprobs", 1), (ASK, "include", ["message.output_text.logprobs"]),
+    (ASK, "stream_options", {"include_obfuscation": True}), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
+    (TALK, "tools", [{"name": "x"}]), (TALK, "tool_choice", {"type": "any"}), (TALK, "container", "x"),
+    (TALK, "mcp_servers", [{}]), (TALK, "context_management", {}), (TALK, "n", 2), (TALK, "use_beam_search", True),
+    (TALK, "speed", "fast"), (COUNT, "tools", [{"name": "x"}]), (COUNT, "tool_choice", {"type": "tool", "name": "x"}),
+]  # fmt: skip
+OTHERWISE = [  # a field, what it is called here, or a misspelling of
+    (ASK, "messages", "it input"), (ASK, "max_tokens", "it max_output_tokens"), (ASK, "n_predict", "max_output_tokens"),
+    (ASK, "response_format", "text.format"), (ASK, "reasoning_effort", "reasoning.effort"),
+    (ASK, "instruction", "mean instructions"), (ASK, "maxOutputTokens", "mean max_output_tokens"),
+    (TALK, "stop", "stop_sequences"), (TALK, "max_output_tokens", "it max_tokens"), (TALK, "sytem", "mean system"),
+    (COUNT, "message", "mean messages"), (COUNT, "prompt", "it messages"),
+]  # fmt: skip
+
+
+def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    for route, known in ((ASK, KNOWN[RESPONSES]), (TALK, KNOWN[MESSAGES])):
+        bad = {name: values for name, values in BAD.items() if name in known} | BOTH | BAD_HERE[route]
+        assert set(bad) == {name for name, field in known.items() if field.type is not Any}
+        for name, values in bad.items():
+            for value in values:
+                response = post(http_client, route, **{name: value})
+                if route == ASK:
+                    assert refusal(response)["param"] == name, (name, value, response.json)
+                else:
+                    assert name in error_of(response, 400, "invalid_request_error"), (name, value, response.json)
+    for name in ("messages", "system", "thinking", "output_config"):
+        for value in BAD_HERE[TALK][name]:
+            assert name in error_of(post(http_client, COUNT, **{name: value}), 400, "invalid_request_error")
+    assert not engine.added
+
+
+@pytest.mark.parametrize(("route", "name", "value"), NOT_YET_HERE)
+def test_what_cannot_be_done_yet_is_refused_by_name(
+    http_client: FlaskClient, engine: ScriptedClient, route: str, name: str, value: Any
+) -> None:
+    response = post(http_client, route, **{name: value})
+    if route == ASK:
+        assert (refusal(response)["param"], refusal(response)["code"]) == (name, "unsupported_parameter")
+    assert response.status_code == 400 and name in response.json["error"]["message"] and not engine.added
+
+
+@pytest.mark.parametrize(("route", "name", "words"), OTHERWISE)
+def test_other_names_are_refused_with_the_one_that_is_meant(
+    http_client: FlaskClient, route: str, name: str, words: str
+) -> None:
+    response = post(http_client, route, **{name: 5})
+    assert response.status_code == 400 and words in response.json["error"]["message"], response.json
+
+
+def test_an_answer_is_bounded_by_the_context(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    error = refusal(post(http_client, ASK, max_output_tokens=60))
+    assert (error["param"], error["code"]) == ("max_output_tokens", "context_length_exceeded")
+    assert "max_output_tokens 60" in error["message"]
+    error = refusal(post(http_client, ASK, input="x" * 100_000))
+    assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
+    for body in ({"max_tokens": 60}, {"messages": [{"role": "user", "content": "x" * 100_000}]}):
+        assert "context" in error_of(post(http_client, TALK, **body), 400, "invalid_request_error")
+    assert not engine.added
+    ask(http_client, max_output_tokens=None)
+    assert engine.added[0][1].max_tokens == FACTS["max_model_len"] - len(prompt_of(("user", "Hi")))
+
+
+@pytest.mark.parametrize("depth", [5, 100_000])
+def test_deep_bodies_are_refused(http_client: FlaskClient, depth: int) -> None:
+    for route, name in ((ASK, "input"), (TALK, "messages")):
+        body = b'{"%b": %b%b}' % (name.encode(), b"[" * depth, b"]" * depth)
+        assert http_client.post(route, data=body, content_type="application/json").status_code == 400
+        assert post(http_client, route).status_code == 200
+
+
+def test_other_routes_do_not_know_these_fields(http_client: FlaskClient) -> None:
+    for name in ("input", "instructions", "system", "thinking", "previous_response_id", "text", "include"):
+        error = refusal(http_client.post(CHAT, json={"messages": HI, name: "x"}))
+        assert (error["param"], error["code"]) == (name, "unknown_parameter")
