@@ -154,6 +154,13 @@ def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
     return found
 
 
+def chat_template(value: Any, config: ServerConfig) -> str:
+    if not config.trust_request_chat_template:
+        message = "this server runs a template that a request brings only with --trust-request-chat-template"
+        raise Refusal(message, "unsupported_parameter")
+    return value
+
+
 def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
     return template_variables(value)
 
@@ -204,6 +211,8 @@ def shown(**schema: Any) -> Any:
 
 
 Name = Annotated[str, Meta(max_length=1024)]
+Source = Annotated[str, Meta(max_length=2**16)]  # of a template, which compiles in some 0.7 s
+Objects = list[dict[str, Any]]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
@@ -242,7 +251,7 @@ ABOUT = {name: " ".join(text.split()) for name, text in ABOUT.items()}
 OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
-TEXT_PART = ("type", "text", "cache_control", "prompt_cache_breakpoint")  # the last two are about caches elsewhere
+TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -256,7 +265,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "prompt_logprobs": (), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
     "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
-    "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
     "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,), "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
@@ -303,7 +312,11 @@ FIELDS = (
     Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
     Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE), template_kwargs),
-    Field("reasoning_effort", Name, None, (CHAT,), about="Is a variable of the chat template."),
+    Field("chat_template", Source, None, (CHAT, TOKENIZE), chat_template, "Replaces the model's, if it is allowed."),
+    Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
+    Field("tools", Objects, None, (CHAT, TOKENIZE), about="For the chat template; in a chat, with tool_choice none."),
+    Field("tool_choice", shown(enum=["none", "auto"]), None, (CHAT,), only("none", "auto")),
+    Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
     Field("stream", bool, False, about="Server-sent events, as the answer grows."),
     Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
     Field("max_completion_tokens", Output),
@@ -325,7 +338,7 @@ REQUESTS = {
 REFUSED: dict[str, dict[str, Check]] = {
     route: {name: only(*NOT_YET[name]) for name in NOT_YET} | {name: called(here) for name, here in ELSEWHERE.items()}
     for route in GENERATE
-} | {TOKENIZE: {name: only(*NOT_YET[name]) for name in ("tools", "chat_template", "documents")}}
+}
 
 
 # --- reading a body ---------------------------------------------------------------------------------------------------

@@ -113,9 +113,10 @@ class Api:
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation."""
-        if (effort := fields["reasoning_effort"]) is not None:
-            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-            fields["chat_template_kwargs"] = named | fields["chat_template_kwargs"]
+        if fields["tools"] and fields["tool_choice"] != "none":
+            message = "this server cannot do that yet; it takes null, [], or tools with tool_choice none"
+            message = f"tools is {reprlib.repr(fields['tools'])}: {message}"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
         prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
         return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None)
 
@@ -194,8 +195,18 @@ class Api:
     def _render(self, fields: dict[str, Any]) -> str:
         go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
         opening = not go_on if opening is None else opening
+        variables, effort = fields["chat_template_kwargs"], fields["reasoning_effort"]
+        if effort is not None:
+            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+            variables = named | variables
+        if (source := fields["chat_template"]) is not None:
+            try:
+                self.threads.apply(self.tokenizer.template, (source,))  # compiles it, which takes long
+            except ValueError as error:
+                raise ApiError(400, str(error), "chat_template") from None
+        fixed = opening, go_on, fields["tools"] or None, source, fields["documents"]
         try:
-            return self.tokenizer.render(fields["messages"], opening, go_on, **fields["chat_template_kwargs"])
+            return self.tokenizer.render(fields["messages"], *fixed, **variables)
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 

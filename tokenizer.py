@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import tokenizers
-from jinja2 import Template
 
-from templates import TemplateEnvironment, compile_template, run_template
+from templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
+CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
 
@@ -78,6 +78,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
+        self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
@@ -128,6 +129,8 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        documents: list[dict[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
@@ -137,30 +140,51 @@ class Tokenizer:
             add_generation_prompt: end with what opens the assistant's turn.
             continue_final_message: leave the last message open, so that the model goes on with it.
             tools: JSON schemas, for templates that know of tools.
+            chat_template: the template's source; None takes the model's own.
+            documents: for templates that know of retrieval.
             chat_template_kwargs: further variables of the template (`enable_thinking=False`).
 
         Raises:
             ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
-        if not self._templates:
-            raise ValueError("this model has no chat template; use completions with a raw prompt")
+        template = self.template(chat_template, "tool_use" if tools else "default")
+        variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents, "tools": tools}
+        messages = [_expected(message, template) for message in messages]
+
+        def run(messages: list[dict[str, Any]], opening: bool) -> str:
+            given = {"messages": messages, "add_generation_prompt": opening}
+            return run_template(template.template, variables | given)
+
         if not continue_final_message:
-            return self._run_template(messages, add_generation_prompt, tools, chat_template_kwargs)
+            return run(messages, add_generation_prompt)
         if add_generation_prompt:
             raise ValueError("add_generation_prompt and continue_final_message exclude each other")
         messages, text = _tag_final_message(messages)
-        prompt = self._run_template(messages, False, tools, chat_template_kwargs)
+        prompt = run(messages, False)
         place = prompt.rfind(CONTINUE_TAG.strip())
         if place < 0 or text.strip() not in prompt:
             raise ValueError("continue_final_message: the chat template does not show the final message as it is")
         trimmed = not prompt.startswith(CONTINUE_TAG, place)
         return prompt[:place].rstrip() if trimmed else prompt[:place]
 
-    def _run_template(self, messages: Any, add_generation_prompt: bool, tools: Any, kwargs: dict[str, Any]) -> str:
-        template = self._templates.get("tool_use" if tools else "default") or self._templates["default"]
-        variables = {**self.special_tokens, "documents": None, **kwargs}
-        variables |= {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return run_template(template, variables)
+    def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
+        """The chat template of this source, or else the model's own of this name.
+
+        Those of callers are compiled once, as long as they are among the latest `CALLERS_TEMPLATES`.
+
+        Raises:
+            ValueError: the source is no template or too large, or the model has none.
+        """
+        if source is None:
+            if not self._templates:
+                raise ValueError("this model has no chat template; use completions with a raw prompt")
+            return self._templates.get(name) or self._templates["default"]
+        if not isinstance(source, str):
+            raise ValueError(f"chat_template is {reprlib.repr(source)}; it must be a template's source, a string")
+        try:
+            return self._compile(source)
+        except ValueError as error:
+            raise ValueError(f"chat_template does not compile: {error}") from None
 
 
 class Detokenizer:
@@ -268,7 +292,9 @@ def _byte_of_char() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_of_char()
 
 
-def _compile_templates(folder: Path, config: dict[str, Any], environment: TemplateEnvironment) -> dict[str, Template]:
+def _compile_templates(
+    folder: Path, config: dict[str, Any], environment: TemplateEnvironment
+) -> dict[str, ChatTemplate]:
     """Compiled chat templates by name; with any there is one called "default"."""
     path, source = folder / "chat_template.jinja", config.get("chat_template")
     if path.is_file():
@@ -277,7 +303,7 @@ def _compile_templates(folder: Path, config: dict[str, Any], environment: Templa
         return {}
     try:
         named = {"default": source} if isinstance(source, str) else {t["name"]: t["template"] for t in source}
-        compiled = {name: compile_template(environment, text) for name, text in named.items()}
+        compiled = {name: read_template(environment, text) for name, text in named.items()}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
@@ -327,7 +353,11 @@ def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, A
 
 
 def chat_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: content a string, the arguments of a tool call an object.
+    """Messages as chat templates expect them, but for what depends on the template.
+
+    A content is a string or a list of text parts, the arguments of a tool call are an object. What is null is left
+    out, because templates ask whether a message has tool calls by whether they are defined. Keys that Manta does not
+    know are for the template.
 
     Raises:
         ValueError: says which message is wrong, and how.
@@ -338,25 +368,55 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
     for i, message in enumerate(value):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"message {i} must be an object with a role, which is a string")
-        message = message | {"content": _content(message, i)}
-        if message.get("tool_calls") is not None:
+        content = _content(message, i)
+        message = {key: item for key, item in message.items() if item is not None} | {"content": content}
+        if "audio" in message:
+            raise ValueError(f"message {i} has audio; this server takes text alone")
+        if "tool_calls" in message:
             message["tool_calls"] = _tool_calls(message["tool_calls"], i)
+            if not message["tool_calls"]:
+                del message["tool_calls"]
         messages.append(message)
     return messages
 
 
-def _content(message: dict[str, Any], i: int) -> str:
-    """A message's text; that of several parts joined by newlines, as vLLM does for templates that take strings."""
+def _content(message: dict[str, Any], i: int) -> str | list[dict[str, str]]:
+    """A message's text, or the texts of its parts; of a part that is a refusal, the words of that."""
     content = message.get("content")
     if content is None and message["role"] == "assistant":
         return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
         raise ValueError(f"message {i} must have a content, which is a string or a list of text parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind not in PART_TYPES:
+            raise ValueError(f"message {i} has a part of the type {reprlib.repr(kind)}; this server takes text alone")
+        if not isinstance(kind, str) or not isinstance(part.get(kind), str):
             raise ValueError(f'message {i} has {reprlib.repr(part)}; a part must be {{"type": "text", "text": "..."}}')
-    return "\n".join(part["text"] for part in parts)
+        texts.append({"type": "text", "text": part[kind]})
+    return texts
+
+
+def _expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    """A message in the form that a template expects.
+
+    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
+    newer name for it, is `system` where the template does not know that name (as in llama.cpp).
+    """
+    content, role = message.get("content"), message.get("role")
+    if isinstance(content, str) and not template.takes_text:
+        message = message | {"content": [{"type": "text", "text": content}] if content else []}
+    elif isinstance(content, list) and not template.takes_parts:
+        message = message | {"content": "\n".join(part["text"] for part in content)}
+    if role == "developer" and not template.knows_developer:
+        message = message | {"role": "system"}
+    return message
+
+
+PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 
 
 def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:

@@ -82,12 +82,13 @@ BAD = {  # field: values that are refused on both generating routes
     "enable_thinking": [False],
     "rid": ["a"],
     "tools": [[{"type": "function"}]],
-    "tool_choice": ["required", {"type": "function"}],
+    "tool_choice": ["required", {"type": "function"}, 5],
     "functions": [[{}]],
     "guided_json": [{}],
     "structured_outputs": [{"regex": "a"}],
     "priority": [1, -1],
-    "chat_template": ["{{ messages }}"],
+    "chat_template": ["{{ messages }}", 5, "x" * 2**17],
+    "documents": [{"title": "a"}, "a", ["a"]],
     "bad_words": [["a"]],
     "allowed_token_ids": [[], [-1], [1.0], [True], ["1"], [5, 1024], 5, {"1": 1}],
 }
@@ -247,6 +248,46 @@ def test_the_table_has_one_row_for_each_field() -> None:
 def test_bad_json_is_400(http_client: FlaskClient, body: bytes) -> None:
     refusal(http_client.post(COMPLETIONS, data=body, content_type="application/json"))
     assert post(http_client, COMPLETIONS).status_code == 200
+
+
+SHOW = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+ALL = "{{ documents | length }}{{ tools[0].function.name }}{{ reasoning_effort }}{{ mood }}{{ add_generation_prompt }}"
+
+
+def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, trust_request_chat_template=True)
+    fields = {
+        "chat_template": ALL, "documents": [{"title": "a"}, {}], "tools": [{"function": {"name": "f"}}],
+        "reasoning_effort": "high", "chat_template_kwargs": {"mood": "x"},
+    }  # fmt: skip
+    chat = BODIES[CHAT] | {"tool_choice": "none"}
+    assert http_client.post(CHAT, json=chat | fields).status_code == 200
+    told = http_client.post("/tokenize", json=BODIES[CHAT] | fields).json["tokens"]
+    assert engine.added[0][0] == told == TOKENIZER.encode("2fhighxTrue")
+    for route, more in ((CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
+        for source, words in (("{% if %}", "does not compile"), ("{{ raise_exception('no ' ~ tools) }}", "no None")):
+            error = refusal(http_client.post(route, json=BODIES[CHAT] | more | {"chat_template": source}))
+            assert words in error["message"]
+            assert error["param"] == ("chat_template" if "compile" in words else "messages")
+    assert refusal(post(http_client, CHAT, tools=fields["tools"]))["code"] == "unsupported_parameter"
+
+
+def test_a_requests_own_chat_template_needs_the_servers_trust(http_client: FlaskClient) -> None:
+    for route in (CHAT, "/tokenize"):
+        error = refusal(http_client.post(route, json=BODIES[CHAT] | {"chat_template": SHOW}))
+        assert "--trust-request-chat-template" in error["message"] and error["param"] == "chat_template"
+    kwargs = {"chat_template": SHOW}
+    assert refusal(post(http_client, CHAT, chat_template_kwargs=kwargs))["param"] == "chat_template_kwargs"
+
+
+def test_messages_in_all_their_forms(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, trust_request_chat_template=True)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    replayed = {"content": "c", "refusal": None, "audio": None, "function_call": None, "annotations": [], "name": "n"}
+    messages = [{"role": role, "content": parts} for role in ("developer", "user")]
+    messages += [{"role": "assistant"} | replayed, {"role": "tool", "content": parts, "tool_call_id": "x"}]
+    assert post(http_client, CHAT, messages=messages, chat_template=SHOW).status_code == 200
+    assert engine.added[0][0] == TOKENIZER.encode("s:a\nb;u:a\nb;a:c;t:a\nb;")
 
 
 def test_fields_reach_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
