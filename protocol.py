@@ -16,7 +16,7 @@ import re
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -165,6 +165,12 @@ def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
     return template_variables(value)
 
 
+def kept(value: Any, config: ServerConfig) -> int:
+    if value == 0:
+        raise ValueError("it must be at least 1, or -1 for what the context holds")
+    return value
+
+
 def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
     known_keys(value, STREAM_OPTIONS, config)
     options = {key: value.get(key) or False for key in STREAM_OPTIONS}
@@ -211,7 +217,7 @@ def shown(**schema: Any) -> Any:
 
 
 Name = Annotated[str, Meta(max_length=1024)]
-Source = Annotated[str, Meta(max_length=2**16)]  # of a template, which compiles in some 0.7 s
+Source = Annotated[str, Meta(max_length=2**16)]  # of a template, which compiles in at most 3 s
 Objects = list[dict[str, Any]]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
@@ -256,7 +262,7 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "logprobs": (False,), "top_logprobs": (0,), "echo": (False,),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"),
     "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -266,7 +272,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
     "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
-    "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_token_ids": (False,),
+    "prompt_embeds": (), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,), "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
@@ -305,6 +311,7 @@ HARMLESS = (
 FIELDS = (
     Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
     Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
+    Field("suffix", str, None, (COMPLETIONS,), None, "What comes after the text that is to be filled in."),
     Field("messages", MESSAGES, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
     Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
     Field("return_token_strs", bool, None, (TOKENIZE,)),
@@ -321,6 +328,14 @@ FIELDS = (
     Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
     Field("max_completion_tokens", Output),
     Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
+    Field("truncate_prompt_tokens", Output, None, (*GENERATE, TOKENIZE), kept, ABOUT["truncate_prompt_tokens"]),
+    Field(
+        "truncation_side",
+        Literal["left", "right"],
+        None,
+        (*GENERATE, TOKENIZE),
+        about="Where a prompt loses tokens: left, which is the default, or right.",
+    ),
     Field("cache_salt", Name, "", about="Cached prefixes are shared only among requests of equal salt."),
     Field("priority", Int32, 0, about="The lowest goes first, under the policy `priority`."),
     *(Field(name, sampling_type(name, HINTS[name]), None, GENERATE, CHECKS.get(name), ABOUT[name]) for name in PARAMS),

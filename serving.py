@@ -39,6 +39,7 @@ from replies import Client, Run
 from sampling_params import SamplingParams
 from tokenizer import LONG_TEXT, Tokenizer
 
+CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
 
@@ -108,7 +109,9 @@ class Api:
 
     def completions(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """Texts that go on from prompts."""
-        prompts = [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["prompt"]]
+        special, output = fields["add_special_tokens"] is not False, self._least_output(fields, 16)
+        given = self._around_gap(fields) if fields["suffix"] else fields["prompt"]
+        prompts = [self._prompt(fields, prompt, special, output) for prompt in given]
         return self._generate(COMPLETIONS, fields, caller, prompts, default_max_tokens=16)
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -117,16 +120,17 @@ class Api:
             message = "this server cannot do that yet; it takes null, [], or tools with tool_choice none"
             message = f"tools is {reprlib.repr(fields['tools'])}: {message}"
             raise ApiError(400, message, "tools", "unsupported_parameter")
-        prompt = self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
+        output = self._least_output(fields, None)
+        prompt = self._prompt(fields, self._render(fields), bool(fields["add_special_tokens"]), output)
         return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None)
 
     def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
         special = fields["add_special_tokens"]
         if fields["messages"] is not None:
-            ids = self._prompt(self._render(fields), bool(special))[1]
+            ids = self._prompt(fields, self._render(fields), bool(special))[1]
         elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
-            ids = self._prompt(fields["prompt"][0], special is not False)[1]
+            ids = self._prompt(fields, fields["prompt"][0], special is not False)[1]
         else:
             raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
         strings = None
@@ -199,24 +203,72 @@ class Api:
         if effort is not None:
             named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
             variables = named | variables
-        if (source := fields["chat_template"]) is not None:
-            try:
-                self.threads.apply(self.tokenizer.template, (source,))  # compiles it, which takes long
-            except ValueError as error:
-                raise ApiError(400, str(error), "chat_template") from None
+        source = fields["chat_template"]
+        if source is not None and (trouble := self.threads.apply(self._compile, (source,))):
+            raise ApiError(400, trouble, "chat_template")
         fixed = opening, go_on, fields["tools"] or None, source, fields["documents"]
         try:
             return self.tokenizer.render(fields["messages"], *fixed, **variables)
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    def _around_gap(self, fields: dict[str, Any]) -> list[str]:
+        """The prompts of a request with a `suffix`, which ends at what marks the end of a gap, too."""
+        if not isinstance(fields["prompt"][0], str):
+            raise ApiError(400, "suffix is given; then prompt must be a text, not token ids", "suffix")
+        if fields.get("echo"):
+            raise ApiError(400, "suffix is given; with it echo must be false", "suffix")
+        try:
+            form, ends = self.tokenizer.gap
+        except ValueError as error:
+            raise ApiError(400, f"suffix is {reprlib.repr(fields['suffix'])}: {error}", "suffix") from None
+        if not fields["ignore_eos"]:
+            fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), *ends]
+        return [form.format(prefix=prefix, suffix=fields["suffix"]) for prefix in fields["prompt"]]
+
+    def _compile(self, source: str) -> str | None:
+        """Compile a request's chat template, which takes up to seconds; returns what is wrong with it.
+
+        It is not raised, because gevent would write the traceback of what a thread raises to stderr.
+        """
+        try:
+            self.tokenizer.template(source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _prompt(
+        self, fields: dict[str, Any], prompt: str | list[int], add_special_tokens: bool, output: int = 0
+    ) -> tuple[str | None, list[int]]:
+        """A prompt's text, if that is all of it, and its tokens, after `truncate_prompt_tokens`.
+
+        `output` is how many tokens -1 leaves to the output.
+        """
+        limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
+        if keep is None:
+            return self._tokens(prompt, add_special_tokens)
+        if keep > limit:
+            message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
+            raise ApiError(400, message, "truncate_prompt_tokens")
+        keep = max(1, limit - output) if keep == -1 else keep
+        first = fields["truncation_side"] == "right"
+        longest = (keep + CUT_MARGIN) * self.tokenizer.longest_token  # what is beyond can be no part of what is kept
+        if isinstance(prompt, str) and len(prompt) > longest:
+            prompt = prompt[:longest] if first else prompt[-longest:]
+        text, ids = self._tokens(prompt, add_special_tokens, cut=True)
+        return (text, ids) if len(ids) <= keep else (None, ids[:keep] if first else ids[-keep:])
+
+    def _tokens(
+        self, prompt: str | list[int], add_special_tokens: bool, cut: bool = False
+    ) -> tuple[str | None, list[int]]:
         limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
             if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
             return None, prompt
-        if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
+        if (
+            not cut and len(prompt) > limit * self.tokenizer.longest_token
+        ):  # tokenizing it would hold up everyone, for nothing
             raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
         if len(prompt) > LONG_TEXT:
             ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
@@ -253,6 +305,12 @@ class Api:
                     pass
                 return run.whole()
             return Events(run.events(itertools.chain([first], news)), stack.pop_all().close)
+
+    def _least_output(self, fields: dict[str, Any], default: int | None) -> int:
+        """Tokens that a request wants for its output at least, which a prompt that is cut to the context leaves."""
+        asked = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
+        defaults = self.facts["default_sampling"]
+        return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
 
     def _params(self, fields: dict[str, Any], lengths: list[int], default: int | None) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.

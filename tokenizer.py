@@ -28,6 +28,19 @@ LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to 
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
 
 
+# How code models are asked for what is between two texts, and tokens that end it beside the end of sequence. Where a
+# model knows several orders, it is the prefix first (PSM). Special tokens are as the vocabularies spell them.
+GAPS = {
+    "Qwen2.5-Coder, CodeGemma": (
+        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>")),
+    "StarCoder2, Granite": (
+        "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>", ("<fim_pad>", "<file_sep>", "<repo_name>")),
+    "DeepSeek-Coder": ("<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>", ()),
+    "CodeLlama": ("▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>", ("▁<EOT>",)),
+    "Codestral": ("[SUFFIX]{suffix}[PREFIX]{prefix}", ()),
+}  # fmt: skip
+
+
 class TextParams(Protocol):
     """The part of SamplingParams that concerns text."""
 
@@ -118,6 +131,21 @@ class Tokenizer:
     def longest_token(self) -> int:
         """Characters of the longest token. A text with more than that for each token of the context cannot fit it."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    @functools.cached_property
+    def gap(self) -> tuple[str, list[int]]:
+        """How the model is asked to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
+
+        Raises:
+            ValueError: its vocabulary has none of the special tokens for that.
+        """
+        ids = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+        markers = {family: re.split(r"{\w+}", form) for family, (form, _) in GAPS.items()}
+        for family, (form, ends) in GAPS.items():
+            if all(marker in ids for marker in markers[family] if marker):
+                return form, [ids[end] for end in ends if end in ids]
+        sought = "; ".join(f"{', '.join(filter(None, found))} ({family})" for family, found in markers.items())
+        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {sought}")
 
     @property
     def has_chat_template(self) -> bool:

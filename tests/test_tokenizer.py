@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from sampling_params import SamplingParams
 from templates import TemplateEnvironment, read_template
-from tokenizer import Detokenizer, Tokenizer, chat_messages
+from tokenizer import GAPS, Detokenizer, Tokenizer, chat_messages
 
 SENTENCE = "To be, or not to be: that is the question."
 CORPUS = [SENTENCE, "naïve café 日本語 日本 😀😀 \ufffd", "the the the question"] * 3
@@ -296,6 +297,32 @@ def test_stop_matches_as_if_characters_came_one_by_one(bpe: Tokenizer, data: st.
             expected = text[: end - max(map(len, matches))]
             break
     assert "".join(stream(bpe, bpe.encode(text), stop=tuple(stops))) == expected
+
+
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", GAPS)
+def test_a_gap_is_asked_for_as_the_family_spells_it(tmp_path: Path, family: str) -> None:
+    form, ends = GAPS[family]
+    markers = [marker for marker in re.split("{prefix}|{suffix}", form) if marker]
+    assert len(markers) == (2 if family == "Codestral" else 3)
+    bpe = byte_level(tmp_path)
+    bpe._tokenizer.add_special_tokens([*markers, *ends[:1]])
+    tokenizer = written(tmp_path, bpe._tokenizer)
+    found, ended = tokenizer.gap
+    assert found == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
+    ids = tokenizer.encode(form.format(prefix="to {be}", suffix="that"), add_special_tokens=False)
+    order = ["that", "to {be}"] if family == "Codestral" else ["to {be}", "that"]
+    special = [i for i, id in enumerate(ids) if tokenizer.token(id) in markers]
+    assert [tokenizer.token(ids[i]) for i in special] == markers  # each is one token
+    assert tokenizer.decode([id for id in ids if tokenizer.token(id) not in markers]) == "".join(order)
+
+
+def test_a_model_that_fills_no_gaps(bpe: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="no special tokens for a gap") as caught:
+        bpe.gap  # noqa: B018
+    assert all(family in str(caught.value) for family in GAPS) and "<fim_suffix>" in str(caught.value)
 
 
 # --- chat templates --------------------------------------------------------------------------------------------------
