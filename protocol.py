@@ -562,8 +562,11 @@ class ErrorReply(msgspec.Struct):
     error: Mistake
 
 
-def openapi() -> dict[str, Any]:
-    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests."""
+def openapi(root_path: str = "") -> dict[str, Any]:
+    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
+
+    `root_path` is what stands before the routes.
+    """
     types = [*REQUESTS.values(), ErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     wrong = {"content": {"application/json": {"schema": refs[-1]}}}
@@ -582,6 +585,7 @@ def openapi() -> dict[str, Any]:
         ]
         paths[path] = {"get": {"summary": summary, "parameters": places, "responses": replies}}
     return {
-        "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "paths": paths,
+        "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
+        "paths": paths,
         "components": {"schemas": components},
     }  # fmt: skip

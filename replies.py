@@ -122,6 +122,15 @@ class Run:
             if watcher:
                 watcher.kill()  # before anybody else reads from the connection
 
+    def summary(self) -> dict[str, Any]:
+        """What a log says of it: counts and the time of the first token, by `time.monotonic()`, but no text."""
+        usage, times = self._usage(), [asked.metrics.first_token_time for asked in self.requests]
+        return {
+            "model": self.fields["model"], "stream": bool(self.fields["stream"]), "n": self.n,
+            "prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+            "first_token_time": min((at for at in times if at is not None), default=None),
+        }  # fmt: skip
+
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
         kind, choices = ("chat.completion" if self.route == CHAT else "text_completion"), []

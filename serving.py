@@ -52,12 +52,14 @@ class Caller:
         client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
         sock: the connection; None where there is none to look at.
         release: is called when nothing refers to the request's body any more.
+        run: what the engine makes of it, once it has been sent there.
     """
 
     name: str
     client: str
     sock: socket.socket | None = None
     release: Callable[[], None] = lambda: None
+    run: Run | None = None
 
 
 class Events(NamedTuple):
@@ -294,7 +296,7 @@ class Api:
         caller.release()
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = Run(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = caller.run = Run(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.board.counted(answers))
