@@ -275,8 +275,12 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
     )
-    root_path: str = option("", "path before all routes, where a proxy in front of this server does not cut it off")
-    log_requests: bool = option(False, "log a line for each request, without its prompt")
+    root_path: str = option(
+        "",
+        "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
+        "it, so the proxy may cut it off or not",
+    )
+    log_requests: bool = option(False, "log a line of JSON to stderr for each request at its end, without its text")
     max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
     max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
@@ -301,6 +305,14 @@ class ServerConfig:
         if self.max_body_bytes_in_flight < self.max_body_bytes:
             most, one = self.max_body_bytes_in_flight, self.max_body_bytes
             raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}; it must be * or an origin as browsers send it, like "
+                    "https://example.com:8443, without a path"
+                )
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(

@@ -23,6 +23,7 @@ from client import Stream
 from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
+from messages import chat_messages, template_variables
 from outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -42,7 +43,7 @@ from outputs import (
 from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed, read_prompt
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
-from tokenizer import NoTokenizer, Tokenizer, chat_messages, open_tokenizer, template_variables
+from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",

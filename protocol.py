@@ -21,9 +21,9 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from config import VERSION, ServerConfig
+from config import ServerConfig
+from messages import chat_messages, joined_turns, response_items, template_variables
 from sampling_params import RANGES, PoolingParams, SamplingParams
-from tokenizer import chat_messages, joined_turns, response_items, template_variables
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -236,8 +236,21 @@ def included(value: Any, config: ServerConfig) -> list[str]:
     return value
 
 
+def chat_template(value: Any, config: ServerConfig) -> str:
+    if not config.trust_request_chat_template:
+        message = "this server runs a template that a request brings only with --trust-request-chat-template"
+        raise Refusal(message, "unsupported_parameter")
+    return value
+
+
 def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
     return template_variables(value)
+
+
+def kept(value: Any, config: ServerConfig) -> int:
+    if value == 0:
+        raise ValueError("it must be at least 1, or -1 for what the context holds")
+    return value
 
 
 def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
@@ -258,6 +271,7 @@ RESPONSES, MESSAGES, COUNT_TOKENS = "responses", "messages", "count_tokens"
 GENERATE, POOL = (COMPLETIONS, CHAT), (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK)
 ANSWER = (RESPONSES, MESSAGES)  # with one message, in a shape of their own
 TURNS = (MESSAGES, COUNT_TOKENS)  # Anthropic's
+CUT = (*GENERATE, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)  # that cut long prompts where asked to
 PATHS = {  # the first is the one in the schema, the others are those of other servers
     COMPLETIONS: ("/v1/completions",), CHAT: ("/v1/chat/completions",), TOKENIZE: ("/tokenize",),
     DETOKENIZE: ("/detokenize",), RESPONSES: ("/v1/responses",), MESSAGES: ("/v1/messages",),
@@ -298,6 +312,8 @@ def shown(**schema: Any) -> Any:
 
 
 Name = Annotated[str, Meta(max_length=1024)]
+Source = Annotated[str, Meta(max_length=2**16)]  # of a template, which compiles in at most 3 s
+Objects = list[dict[str, Any]]
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Output = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -358,7 +374,7 @@ OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words"
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
-TEXT_PART = ("type", "text", "cache_control", "prompt_cache_breakpoint")  # the last two are about caches elsewhere
+TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
 TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
 ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
 ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
@@ -372,7 +388,6 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "suffix": ("",),
     "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"),
     "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
@@ -381,8 +396,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
     "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
-    "chat_template": (), "documents": ([],), "mm_processor_kwargs": ({},), "media_io_kwargs": ({},),
-    "prompt_embeds": (), "truncate_prompt_tokens": (), "truncation_side": (), "return_prompt_text": (False,),
+    "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "prompt_embeds": (), "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
@@ -401,8 +415,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},), "format": ("",),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
-# What only answers to GENERATE tell of their tokens.
-OF_TOKENS = {
+# What only GENERATE takes.
+NOT_IN_ANSWERS = {
+    "chat_template": (), "documents": ([],), "suffix": ("",), "truncate_prompt_tokens": (), "truncation_side": (),
     "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (), "echo": (False,), "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
 }  # fmt: skip
@@ -412,11 +427,11 @@ NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
     RESPONSES: {
         "background": (False,), "conversation": (), "context_management": ([],), "prompt": (), "max_tool_calls": (),
         "truncation": ("disabled",), "image": (), "stream_options": ({}, {"include_obfuscation": False}),
-        "access_programs": (), **OF_TOKENS, **ONE_ANSWER,
+        "access_programs": (), **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     MESSAGES: {
         "tool_choice": ({"type": "auto"}, {"type": "none"}), "container": (), "mcp_servers": ([],),
-        "context_management": (), "output_format": (), "speed": ("standard",), **OF_TOKENS, **ONE_ANSWER,
+        "context_management": (), "output_format": (), "speed": ("standard",), **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     COUNT_TOKENS: {
         "tool_choice": ({"type": "auto"}, {"type": "none"}), "mcp_servers": ([],), "context_management": (),
@@ -470,6 +485,7 @@ def routes_of(name: str) -> tuple[str, ...]:
 FIELDS = (
     Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
     Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
+    Field("suffix", str, None, (COMPLETIONS,), None, "What comes after the text that is to be filled in."),
     Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
     Field("messages", CONVERSATION, None, TURNS, turns, "The last may be an answer's beginning."),
     Field("system", SYSTEM, None, TURNS, system_text, "Comes before the messages."),
@@ -492,7 +508,11 @@ FIELDS = (
     Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
     Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), template_kwargs),
-    Field("reasoning_effort", Name, None, (CHAT,), about="Is a variable of the chat template."),
+    Field("chat_template", Source, None, (CHAT, TOKENIZE), chat_template, "Replaces the model's, if it is allowed."),
+    Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
+    Field("tools", Objects, None, (CHAT, TOKENIZE), about="For the chat template; in a chat, with tool_choice none."),
+    Field("tool_choice", shown(enum=["none", "auto"]), None, (CHAT,), only("none", "auto")),
+    Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
     Field("reasoning", dict[str, Any], {}, (RESPONSES,), reasoning),
     Field("thinking", dict[str, Any], {}, TURNS, thinking, "For the chat template."),
     Field("output_config", dict[str, Any], {}, TURNS, output_config),
@@ -512,6 +532,14 @@ FIELDS = (
     Field("max_tokens", Tokens, None, (MESSAGES,), about="Of output."),
     Field("max_output_tokens", Tokens, None, (RESPONSES,), about="The default is what is left of the context."),
     Field("stop_sequences", list[str], None, (MESSAGES,), stop_strings),
+    Field("truncate_prompt_tokens", Output, None, CUT, kept, ABOUT["truncate_prompt_tokens"]),
+    Field(
+        "truncation_side",
+        Literal["left", "right"],
+        None,
+        CUT,
+        about="Where a prompt loses tokens: left, which is the default, or right.",
+    ),
     Field("cache_salt", Name, "", GENERATE + ANSWER, about="Requests of equal salt share cached prefixes."),
     Field("priority", Int32, 0, GENERATE + ANSWER + POOL, about="The lowest goes first, under the policy `priority`."),
     *(
@@ -539,7 +567,7 @@ REQUESTS = {
 REFUSED: dict[str, dict[str, Check]] = {
     route: {name: only(*NOT_YET[name]) for name in NOT_YET} | {name: called(here) for name, here in ELSEWHERE.items()}
     for route in GENERATE
-} | {TOKENIZE: {name: only(*NOT_YET[name]) for name in ("tools", "chat_template", "documents")}}
+}
 REFUSED |= {
     route: {name: only(*same) for name, same in (NOT_YET | own).items()}
     | {name: called(here) for name, here in (ELSEWHERE | ELSEWHERE_THERE[route]).items()}
@@ -628,63 +656,3 @@ def refuse_unknown(name: str, known: Set[str], config: ServerConfig) -> None:
         near = difflib.get_close_matches(name, known - {*HARMLESS}, 1)
         hint = f"did you mean {near[0]}?" if near else "--allow-unknown-fields would ignore it"
         raise ApiError(400, f"the field {name!r} is unknown; {hint}", name, "unknown_parameter")
-
-
-# --- the schema -------------------------------------------------------------------------------------------------------
-
-STATUSES = {
-    400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
-    404: "There is no such model or route.", 405: "The route does not take this method.",
-    413: "The body is too large.", 429: "Too much is in flight.", 500: "An error of the server's own.",
-    503: "The engine cannot run requests, or the server is shutting down.",
-}  # fmt: skip
-GETS = {
-    "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
-    "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
-    "/explain/{id}": "Where the time of a request went.", "/openapi.json": "This document.",
-    "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
-}  # fmt: skip
-BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
-    ("delete", "/v1/responses/{id}"): "Forget a stored response.",
-    ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
-}
-
-
-class Mistake(msgspec.Struct):
-    """What was wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(msgspec.Struct):
-    """The body of a reply other than 200."""
-
-    error: Mistake
-
-
-def openapi() -> dict[str, Any]:
-    """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests."""
-    types = [*REQUESTS.values(), ErrorReply]
-    refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    wrong = {"content": {"application/json": {"schema": refs[-1]}}}
-    replies: dict[str, Any] = {"200": {"description": "The answer."}}
-    replies |= {str(status): {"description": text, **wrong} for status, text in STATUSES.items()}
-    paths: dict[str, Any] = {}
-    for (route, (path, *_)), ref in zip(PATHS.items(), refs, strict=False):
-        body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": replies}}
-        components[REQUESTS[route].__name__]["required"] = list(NEEDED.get(route, ()))
-    for (method, path), summary in BODILESS.items():
-        places = [
-            {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
-            for n in re.findall(r"{(\w+)}", path)
-        ]
-        operation = {"summary": summary, "parameters": places, "responses": replies}
-        paths.setdefault(path, {})[method] = operation
-    return {
-        "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "paths": paths,
-        "components": {"schemas": components},
-    }  # fmt: skip

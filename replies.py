@@ -22,6 +22,7 @@ import msgspec
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
+from messages import text_of
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, in_parts, without_folders
@@ -96,6 +97,15 @@ class Run:
             return
         for i, index, new in run_requests(self.requests, self.fields, self.owner, client, sock, timeout):
             yield i * self.n + index, new
+
+    def summary(self) -> dict[str, Any]:
+        """What a log says of it: counts and the time of the first token, by `time.monotonic()`, but no text."""
+        usage, times = self._usage(), [asked.metrics.first_token_time for asked in self.requests]
+        return {
+            "model": self.fields["model"], "stream": bool(self.fields["stream"]), "n": self.n,
+            "prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+            "first_token_time": min((at for at in times if at is not None), default=None),
+        }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
@@ -172,7 +182,7 @@ class Run:
         if not self.fields["echo"]:
             return ""
         last = self.fields["messages"][-1]
-        return last["content"] if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
+        return text_of(last) if self.fields["continue_final_message"] or last["role"] == "assistant" else ""
 
     def _tokens(self, i: int, generation: Generation) -> Tokens | None:
         """What tells of the tokens of the i-th choice; None where nothing of them is told."""

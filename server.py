@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import errno
 import hmac
 import os
@@ -20,6 +21,7 @@ import re
 import signal
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -38,15 +40,17 @@ from bodies import parse_json
 from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
+from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
-from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError, openapi
-from replies import ClientGone, as_api_error, json_of
+from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from replies import ClientGone, Run, as_api_error, json_of
 from responses import message_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
@@ -54,8 +58,13 @@ UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, error
 
 def read_body(config: ServerConfig, board: Board, hold: Callable[[int], None]) -> bytearray:
     """The body of this request; each part of it is counted by `hold` when it arrives."""
-    if request.mimetype != "application/json":
-        raise ApiError(415, f"the content type is {request.mimetype or 'not given'}; it must be application/json")
+    kind = request.mimetype
+    if kind.startswith("multipart/"):
+        raise ApiError(415, f"the content type is {kind}; it must be application/json")
+    # `curl -d` says that it sends a form. But a web page may send one to any server without asking the browser, and
+    # JSON not.
+    if kind != "application/json" and "Origin" in request.headers and not allowed_origin(config):
+        raise ApiError(415, f"the content type is {kind or 'not given'}; from a web page it must be application/json")
     body, refused = bytearray(), ""
     try:
         with gevent.Timeout(config.body_timeout):
@@ -103,13 +112,78 @@ def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
                 yield event
 
 
+def allowed_origin(config: ServerConfig) -> str | None:
+    """What Access-Control-Allow-Origin is for the page that this request is from, if it may read the reply."""
+    origin = request.headers.get("Origin")
+    if origin is not None and "*" in config.allowed_origins:
+        return "*"
+    return origin if origin in config.allowed_origins else None
+
+
+def allow_origin(response: Response, config: ServerConfig) -> Response:
+    """Tell the browser of a page whether the page may read the reply, or in a preflight whether it may ask (CORS).
+
+    Cookies are never allowed, because nothing here looks at them: keys come in headers.
+    """
+    if not config.allowed_origins:
+        return response
+    response.vary.add("Origin")
+    if origin := allowed_origin(config):
+        response.headers["Access-Control-Allow-Origin"] = origin
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        if is_preflight():
+            asked = request.headers.get("Access-Control-Request-Headers", "")
+            named = asked if HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type, X-Api-Key"
+            response.headers["Access-Control-Allow-Headers"] = named
+            response.headers["Access-Control-Allow-Methods"] = "GET, HEAD, POST, DELETE, OPTIONS"
+            response.headers["Access-Control-Max-Age"] = "7200"  # seconds; browsers take no more
+            response.vary.add("Access-Control-Request-Headers")
+    return response
+
+
+def is_preflight() -> bool:
+    """Whether this is a browser's question whether a page may send a request."""
+    asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
+    return request.method == "OPTIONS" and asks
+
+
+class RootPath:
+    """A WSGI app that answers under `root_path` as well as without it, for proxies that cut it off or do not.
+
+    Uvicorn's and FastAPI's users know that from `--root-path`.
+    """
+
+    def __init__(self, app: Callable[..., Any], root_path: str):
+        self.app, self.root_path = app, root_path
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        """Answer a request."""
+        path, root = environ.get("PATH_INFO", ""), self.root_path
+        if path == root or path.startswith(root + "/"):
+            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :] or "/"}
+        return self.app(environ, start_response)
+
+
+def log_line(name: str, client: str, method: str, path: str, status: int, begun: float, run: Run | None) -> None:
+    """Write what there is to tell of a request, in JSON, so that nothing that a client sends can look like a line."""
+    now = time.monotonic()
+    told = {} if run is None else run.summary()
+    first = told.pop("first_token_time", None)
+    line = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "request_id": name,
+        "client": client, "method": method, "path": path[:256], "status": status, **told,
+        "first_token_seconds": None if first is None else round(first - begun, 4), "seconds": round(now - begun, 4),
+    }  # fmt: skip
+    say(msgspec.json.encode(line).decode())
+
+
 def view_of(api: Api, route: str) -> Callable[[], Response]:
     """The view of one of `protocol.ROUTES`: a body comes in, and goes out as JSON or as events."""
 
     def view() -> Response:
         g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
         hold = g.body.enter_context(api.board.holding())
-        caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
+        caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
         longest = api.facts["max_model_len"]
         answer = api.answer(route, parse_json(read_body(api.config, api.board, hold), api.config, longest), caller)
         if not isinstance(answer, Events):
@@ -122,12 +196,8 @@ def view_of(api: Api, route: str) -> Callable[[], Response]:
     return view
 
 
-def create_app(api: Api) -> Flask:
-    """The Flask app around the routes of `api`."""
-    app, config, board = Flask("manta", static_folder=None), api.config, api.board
-    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
-    app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
-    app.url_map.strict_slashes = False  # some clients ask for /v1/models/
+def add_routes(app: Flask, api: Api) -> None:
+    """Say which function answers which path."""
     for route, paths in PATHS.items():
         view: Callable[..., Response] = view_of(api, route)
         for path in paths:
@@ -135,12 +205,12 @@ def create_app(api: Api) -> Flask:
     text = "text/plain; version=0.0.4; charset=utf-8"
     for rule, name, view in (
         ("/v1/models", "models", lambda: reply(api.models())),
-        ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name))),
+        ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
-        ("/openapi.json", "openapi", lambda: reply(openapi())),
+        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
-        ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id, g.client))),
+        ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id.rstrip("/"), g.client))),
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
     for method, rule, name, view in (
@@ -151,17 +221,28 @@ def create_app(api: Api) -> Flask:
          lambda id: reply(api.input_items(id, g.client, request.args))),
     ):  # fmt: skip
         app.add_url_rule(rule, name, view, methods=[method])
+
+
+def create_app(api: Api) -> Flask:
+    """The Flask app around the routes of `api`."""
+    app, config, board = Flask("manta", static_folder=None), api.config, api.board
+    app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
+    app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
+    app.url_map.strict_slashes = False  # some clients ask for /v1/models/
+    add_routes(app, api)
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
 
     @app.before_request
-    def authorize() -> None:
-        g.name = uuid.uuid4().hex
+    def allow_preflight() -> Response | None:
+        g.name, g.begun = uuid.uuid4().hex, time.monotonic()
         g.client = board.tag("address", request.remote_addr or "")
-        asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
-        preflight = request.method == "OPTIONS" and asks
+        return Response(status=204) if config.allowed_origins and is_preflight() else None
+
+    @app.before_request
+    def authorize() -> None:
         allowed = metrics_keys if request.endpoint == "metrics" else keys
-        if not allowed or request.endpoint == "health" or preflight:
+        if not allowed or request.endpoint == "health" or is_preflight():
             return
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("X-Api-Key", "").encode()]
@@ -184,8 +265,13 @@ def create_app(api: Api) -> Flask:
     @app.after_request
     def name_request(response: Response) -> Response:
         given = request.headers.get("X-Request-Id", "")
-        response.headers["X-Request-Id"] = given if REQUEST_ID.fullmatch(given) else g.name
-        return response
+        name = given if REQUEST_ID.fullmatch(given) else g.name
+        response.headers["X-Request-Id"] = name
+        if config.log_requests:
+            seen = name, g.client, request.method, request.root_path + request.path, response.status_code, g.begun
+            caller = g.get("caller")
+            response.call_on_close(lambda: log_line(*seen, caller.run if caller else None))  # or a stream had no end
+        return allow_origin(response, config)
 
     @app.errorhandler(Exception)
     def refuse(error: Exception) -> Response:
@@ -202,6 +288,8 @@ def create_app(api: Api) -> Flask:
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
+    if config.root_path:
+        app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
 
 
@@ -236,15 +324,21 @@ class Worker(GeventWorker):
         """Answer what no request could be made of, or what the app did not catch, and hang up."""
         if not isinstance(exc, Exception):  # the process ends
             return
+        begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc)
         content = msgspec.json.encode(answer.body())
         head = (
             f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\nConnection: close\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {uuid.uuid4().hex}"
+            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nX-Request-Id: {name}"
         )
+        if "*" in config.allowed_origins:  # which page it was from cannot be told
+            head += "\r\nAccess-Control-Allow-Origin: *\r\nVary: Origin"
         with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # else what it has sent and nobody read would cost it the reply
+        if config.log_requests:
+            tag = self.app.board.tag("address", addr[0] if addr else "")
+            log_line(name, tag, "", "", answer.status, begun, None)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from gevent.threadpool import ThreadPool
 
 import embeddings
 from config import VERSION, ServerConfig
+from messages import item_messages
 from outputs import Vector
 from processes import Board
 from protocol import (
@@ -49,8 +50,9 @@ from protocol import (
 from replies import Client, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
-from tokenizer import LONG_TEXT, Tokenizer, item_messages
+from tokenizer import LONG_TEXT, Tokenizer
 
+CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
 
 
@@ -63,12 +65,14 @@ class Caller:
         client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
         sock: the connection; None where there is none to look at.
         release: is called when nothing refers to the request's body any more.
+        run: what the engine makes of it, once it has been sent there.
     """
 
     name: str
     client: str
     sock: socket.socket | None = None
     release: Callable[[], None] = lambda: None
+    run: Run | None = None
 
 
 class Events(NamedTuple):
@@ -123,11 +127,17 @@ class Api:
 
     def completions(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """Texts that go on from prompts."""
-        prompts = [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["prompt"]]
+        special, output = fields["add_special_tokens"] is not False, self._least_output(fields, 16)
+        given = self._around_gap(fields) if fields["suffix"] else fields["prompt"]
+        prompts = [self._prompt(fields, prompt, special, output) for prompt in given]
         return self._generate(COMPLETIONS, fields, caller, prompts, default_max_tokens=16)
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation."""
+        if fields["tools"] and fields["tool_choice"] != "none":
+            message = "this server cannot do that yet; it takes null, [], or tools with tool_choice none"
+            message = f"tools is {reprlib.repr(fields['tools'])}: {message}"
+            raise ApiError(400, message, "tools", "unsupported_parameter")
         return self._generate(CHAT, fields, caller, [self._conversation(fields)], default_max_tokens=None)
 
     def responses(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
@@ -166,9 +176,9 @@ class Api:
         """The tokens of a text or a conversation."""
         special = fields["add_special_tokens"]
         if fields["messages"] is not None:
-            ids = self._prompt(self._render(fields), bool(special))[1]
+            ids = self._prompt(fields, self._render(fields), bool(special))[1]
         elif fields["prompt"] is not None and isinstance(fields["prompt"][0], str) and len(fields["prompt"]) == 1:
-            ids = self._prompt(fields["prompt"][0], special is not False)[1]
+            ids = self._prompt(fields, fields["prompt"][0], special is not False)[1]
         else:
             raise ApiError(400, "prompt must be a string, or messages a list of messages", "prompt")
         strings = None
@@ -239,14 +249,14 @@ class Api:
             pairs = zip(first * (len(second) // len(first)), second, strict=True)
             prompts: list[Any] = [(None, self.tokenizer.encode_pair(*pair)) for pair in pairs]
             return [embeddings.numbers(found)[0] for found in self._pool(kind, fields, caller, prompts)], prompts
-        prompts = [self._prompt(text, True) for text in first + second]
+        prompts = [self._tokens(text, True) for text in first + second]
         found = [embeddings.numbers(pooled) for pooled in self._pool(kind, fields, caller, prompts)]
         left = found[: len(first)] * (len(second) // len(first))
         return [embeddings.cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
 
     def _inputs(self, fields: dict[str, Any], *tasks: str) -> list[tuple[str | None, list[int]]]:
         self._need_task(*tasks)
-        return [self._prompt(prompt, fields["add_special_tokens"] is not False) for prompt in fields["input"]]
+        return [self._prompt(fields, prompt, fields["add_special_tokens"] is not False) for prompt in fields["input"]]
 
     def _need_task(self, *tasks: str) -> None:
         if (task := self.facts["task"]) not in tasks:
@@ -367,26 +377,80 @@ class Api:
 
     def _conversation(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
         """The prompt for a conversation, and its tokens."""
-        if (effort := fields["reasoning_effort"]) is not None:
-            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
-            fields["chat_template_kwargs"] = named | fields["chat_template_kwargs"]
-        return self._prompt(self._render(fields), bool(fields["add_special_tokens"]))
+        output = self._least_output(fields, None)
+        return self._prompt(fields, self._render(fields), bool(fields["add_special_tokens"]), output)
 
     def _render(self, fields: dict[str, Any]) -> str:
         go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
         opening = not go_on if opening is None else opening
+        variables, effort = fields["chat_template_kwargs"], fields["reasoning_effort"]
+        if effort is not None:
+            named = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+            variables = named | variables
+        source = fields["chat_template"]
+        if source is not None and (trouble := self.threads.apply(self._compile, (source,))):
+            raise ApiError(400, trouble, "chat_template")
+        fixed = opening, go_on, fields["tools"] or None, source, fields["documents"]
         try:
-            return self.tokenizer.render(fields["messages"], opening, go_on, **fields["chat_template_kwargs"])
+            return self.tokenizer.render(fields["messages"], *fixed, **variables)
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from None
 
-    def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    def _around_gap(self, fields: dict[str, Any]) -> list[str]:
+        """The prompts of a request with a `suffix`, which ends at what marks the end of a gap, too."""
+        if not isinstance(fields["prompt"][0], str):
+            raise ApiError(400, "suffix is given; then prompt must be a text, not token ids", "suffix")
+        if fields.get("echo"):
+            raise ApiError(400, "suffix is given; with it echo must be false", "suffix")
+        try:
+            form, ends = self.tokenizer.gap
+        except ValueError as error:
+            raise ApiError(400, f"suffix is {reprlib.repr(fields['suffix'])}: {error}", "suffix") from None
+        if not fields["ignore_eos"]:
+            fields["stop_token_ids"] = [*(fields["stop_token_ids"] or ()), *ends]
+        return [form.format(prefix=prefix, suffix=fields["suffix"]) for prefix in fields["prompt"]]
+
+    def _compile(self, source: str) -> str | None:
+        """Compile a request's chat template, which takes up to seconds; returns what is wrong with it.
+
+        It is not raised, because gevent would write the traceback of what a thread raises to stderr.
+        """
+        try:
+            self.tokenizer.template(source)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _prompt(
+        self, fields: dict[str, Any], prompt: str | list[int], add_special_tokens: bool, output: int = 0
+    ) -> tuple[str | None, list[int]]:
+        """A prompt's text, if that is all of it, and its tokens, after `truncate_prompt_tokens`.
+
+        `output` is how many tokens -1 leaves to the output.
+        """
+        limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
+        if keep is None:
+            return self._tokens(prompt, add_special_tokens)
+        if keep > limit:
+            message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
+            raise ApiError(400, message, "truncate_prompt_tokens")
+        keep = max(1, limit - output) if keep == -1 else keep
+        first = fields["truncation_side"] == "right"
+        longest = (keep + CUT_MARGIN) * self.tokenizer.longest_token  # what is beyond can be no part of what is kept
+        if isinstance(prompt, str) and len(prompt) > longest:
+            prompt = prompt[:longest] if first else prompt[-longest:]
+        text, ids = self._tokens(prompt, add_special_tokens, cut=True)
+        return (text, ids) if len(ids) <= keep else (None, ids[:keep] if first else ids[-keep:])
+
+    def _tokens(
+        self, prompt: str | list[int], add_special_tokens: bool, cut: bool = False
+    ) -> tuple[str | None, list[int]]:
         limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
             if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
             return None, prompt
-        if len(prompt) > limit * self.tokenizer.longest_token:  # tokenizing it would hold up everyone, for nothing
+        if not cut and len(prompt) > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
             raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
         if len(prompt) > LONG_TEXT:
             ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
@@ -413,7 +477,7 @@ class Api:
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = caller.run = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
@@ -436,6 +500,12 @@ class Api:
             raise ApiError(429, f"{in_flight} answers are in flight and {answers} would come; at most {cap}")
         caller.release()
         return self.board.counted(answers)
+
+    def _least_output(self, fields: dict[str, Any], default: int | None) -> int:
+        """Tokens that a request wants for its output at least, which a prompt that is cut to the context leaves."""
+        asked = fields["max_tokens"] if fields["max_completion_tokens"] is None else fields["max_completion_tokens"]
+        defaults = self.facts["default_sampling"]
+        return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
 
     def _params(
         self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None

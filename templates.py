@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from types import GeneratorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Template, TemplateError, nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
@@ -367,6 +367,79 @@ def _strftime_now(format: str) -> str:
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
             sort_keys: bool = False) -> str:  # fmt: skip
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+# --- what a template expects ------------------------------------------------------------------------------------------
+
+
+class ChatTemplate(NamedTuple):
+    """A compiled chat template, and the form that it expects messages in.
+
+    Attributes:
+        template: for `run_template`.
+        takes_parts: a message's content may be a list of parts.
+        takes_text: it may be a string.
+        knows_developer: the role `developer` has a meaning of its own.
+    """
+
+    template: Template
+    takes_parts: bool
+    takes_text: bool
+    knows_developer: bool
+
+
+PART_FILTERS = ("map", "reject", "rejectattr", "select", "selectattr")  # what they are given is a list
+ALIASES = 4  # times that one variable is set to another; real templates have one or two
+TEXT_TESTS = ("iterable", "mapping", "sequence", "string")  # a template with one of these tells texts from lists
+
+
+def content_names(tree: nodes.Template) -> set[str]:
+    """The variables that hold the content of a message: what is set to it, and the parameters that it is given to."""
+    macros = {macro.name: [arg.name for arg in macro.args] for macro in tree.find_all(nodes.Macro)}
+    given = [(a.target.name, a.node) for a in tree.find_all(nodes.Assign) if isinstance(a.target, nodes.Name)]
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and (parameters := macros.get(call.node.name)):
+            given += [*zip(parameters, call.args, strict=False), *((arg.key, arg.value) for arg in call.kwargs)]
+    names: set[str] = set()
+    for _ in range(ALIASES):
+        names |= {name for name, value in given if is_content(value, names)}
+    return names
+
+
+def is_content(node: nodes.Node | None, names: set[str]) -> bool:
+    """Whether an expression is `message.content`, however it is spelled, or one of the variables `names`."""
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "content"
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"
+
+
+def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate:
+    """Compile a chat template and find out what it expects.
+
+    It takes parts if it goes through the content of messages, as vLLM's `--chat-template-content-format auto` has it.
+    vLLM then makes parts of every text; here a template that looks which of them it was given is given either.
+
+    Raises:
+        ValueError: it is no template, or too large.
+    """
+    template = compile_template(environment, source)
+    tree = environment.parse(source)  # cannot fail any more
+    names = content_names(tree)
+    walked: list[nodes.Node] = [loop.iter for loop in tree.find_all(nodes.For)]
+    walked += [used for used in tree.find_all(nodes.Filter) if used.name in PART_FILTERS]
+    takes_parts = any(is_content(unfiltered(node), names) for node in walked)
+    asked = any(is_content(t.node, names) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
+    developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
+    return ChatTemplate(template, takes_parts, not takes_parts or asked, developer)
+
+
+def unfiltered(node: nodes.Node | None) -> nodes.Node | None:
+    """What the filters of an expression are given."""
+    while isinstance(node, nodes.Filter):
+        node = node.node
+    return node
 
 
 # --- a template's life -----------------------------------------------------------------------------------------------

@@ -18,15 +18,29 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import tokenizers
-from jinja2 import Template
 
-from templates import TemplateEnvironment, compile_template, run_template
+from messages import text_of
+from templates import ChatTemplate, TemplateEnvironment, read_template, run_template
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 SPACE = "\u2581"  # how they spell a space
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
+CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
 PROMPT_WINDOW = 5  # tokens of the prompt that give the first output token its left context (vLLM's choice)
+
+
+# How code models are asked for what is between two texts, and tokens that end it beside the end of sequence. Where a
+# model knows several orders, it is the prefix first (PSM). Special tokens are as the vocabularies spell them.
+GAPS = {
+    "Qwen2.5-Coder, CodeGemma": (
+        "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", ("<|fim_pad|>", "<|file_sep|>", "<|repo_name|>")),
+    "StarCoder2, Granite": (
+        "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>", ("<fim_pad>", "<file_sep>", "<repo_name>")),
+    "DeepSeek-Coder": ("<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>", ()),
+    "CodeLlama": ("▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>", ("▁<EOT>",)),
+    "Codestral": ("[SUFFIX]{suffix}[PREFIX]{prefix}", ()),
+}  # fmt: skip
 
 
 class TextParams(Protocol):
@@ -80,7 +94,7 @@ class Tokenizer:
         self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
-        self._compile = functools.lru_cache(8)(functools.partial(compile_template, environment))  # callers' templates
+        self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
@@ -140,6 +154,21 @@ class Tokenizer:
         """Characters of the longest token. A text with more than that for each token of the context cannot fit it."""
         return max(map(len, self._tokenizer.get_vocab()))
 
+    @functools.cached_property
+    def gap(self) -> tuple[str, list[int]]:
+        """How the model is asked to fill a gap, with places for `{prefix}` and `{suffix}`; and tokens that end it.
+
+        Raises:
+            ValueError: its vocabulary has none of the special tokens for that.
+        """
+        ids = {token.content: id for id, token in self._tokenizer.get_added_tokens_decoder().items()}
+        markers = {family: re.split(r"{\w+}", form) for family, (form, _) in GAPS.items()}
+        for family, (form, ends) in GAPS.items():
+            if all(marker in ids for marker in markers[family] if marker):
+                return form, [ids[end] for end in ends if end in ids]
+        sought = "; ".join(f"{', '.join(filter(None, found))} ({family})" for family, found in markers.items())
+        raise ValueError(f"this model's tokenizer has no special tokens for a gap; looked for {sought}")
+
     @property
     def has_chat_template(self) -> bool:
         return bool(self._templates)
@@ -151,6 +180,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template: str | None = None,
+        documents: list[dict[str, Any]] | None = None,
         **chat_template_kwargs: Any,
     ) -> str:
         """The prompt for a conversation. Encode it with `add_special_tokens=False`: templates write their own.
@@ -161,16 +191,19 @@ class Tokenizer:
             continue_final_message: leave the last message open, so that the model goes on with it.
             tools: JSON schemas, for templates that know of tools.
             chat_template: the template's source; None takes the model's own.
+            documents: for templates that know of retrieval.
             chat_template_kwargs: further variables of the template (`enable_thinking=False`).
 
         Raises:
             ValueError: there is no template, it failed or refused the conversation, or it wrote or took too much.
         """
-        template = self._template(chat_template, "tool_use" if tools else "default")
-        variables = {**self.special_tokens, "documents": None, **chat_template_kwargs, "tools": tools}
+        template = self.template(chat_template, "tool_use" if tools else "default")
+        variables = {**self.special_tokens, **chat_template_kwargs, "documents": documents, "tools": tools}
+        messages = [_expected(message, template) for message in messages]
 
         def run(messages: list[dict[str, Any]], opening: bool) -> str:
-            return run_template(template, variables | {"messages": messages, "add_generation_prompt": opening})
+            given = {"messages": messages, "add_generation_prompt": opening}
+            return run_template(template.template, variables | given)
 
         if not continue_final_message:
             return run(messages, add_generation_prompt)
@@ -184,8 +217,14 @@ class Tokenizer:
         trimmed = not prompt.startswith(CONTINUE_TAG, place)
         return prompt[:place].rstrip() if trimmed else prompt[:place]
 
-    def _template(self, source: str | None, name: str) -> Template:
-        """The template of this source, or else the model's own of this name."""
+    def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
+        """The chat template of this source, or else the model's own of this name.
+
+        Those of callers are compiled once, as long as they are among the latest `CALLERS_TEMPLATES`.
+
+        Raises:
+            ValueError: the source is no template or too large, or the model has none.
+        """
         if source is None:
             if not self._templates:
                 raise ValueError("this model has no chat template; use completions with a raw prompt")
@@ -235,7 +274,7 @@ class NoTokenizer(Tokenizer):
         """Raises ValueError: there is no tokenizer."""
         self._refuse("a prompt that is text")
 
-    def _template(self, source: str | None, name: str) -> Template:
+    def template(self, source: str | None = None, name: str = "default") -> ChatTemplate:
         self._refuse("a conversation")
 
 
@@ -358,7 +397,9 @@ def _byte_of_char() -> dict[str, int]:
 BYTE_OF_CHAR = _byte_of_char()
 
 
-def _compile_templates(folder: Path, config: dict[str, Any], environment: TemplateEnvironment) -> dict[str, Template]:
+def _compile_templates(
+    folder: Path, config: dict[str, Any], environment: TemplateEnvironment
+) -> dict[str, ChatTemplate]:
     """Compiled chat templates by name; with any there is one called "default"."""
     path, source = folder / "chat_template.jinja", config.get("chat_template")
     if path.is_file():
@@ -367,7 +408,7 @@ def _compile_templates(folder: Path, config: dict[str, Any], environment: Templa
         return {}
     try:
         named = {"default": source} if isinstance(source, str) else {t["name"]: t["template"] for t in source}
-        compiled = {name: compile_template(environment, text) for name, text in named.items()}
+        compiled = {name: read_template(environment, text) for name, text in named.items()}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
@@ -396,6 +437,22 @@ def _read_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def _expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    """A message in the form that a template expects.
+
+    Several parts of text are joined by newlines where it takes none (as in vLLM); and `developer`, which is OpenAI's
+    newer name for it, is `system` where the template does not know that name (as in llama.cpp).
+    """
+    content, role = message.get("content"), message.get("role")
+    if isinstance(content, str) and not template.takes_text:
+        message = message | {"content": [{"type": "text", "text": content}] if content else []}
+    elif isinstance(content, list) and not template.takes_parts:
+        message = message | {"content": text_of(message)}
+    if role == "developer" and not template.knows_developer:
+        message = message | {"role": "system"}
+    return message
+
+
 def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
     """The messages with a tag after the final one's text, which will show where to cut; and that text."""
     messages = copy.deepcopy(messages)
@@ -414,138 +471,3 @@ def _tag_final_message(messages: list[dict[str, Any]]) -> tuple[list[dict[str, A
 
 
 # --- messages as OpenAI's clients send them ---------------------------------------------------------------------------
-
-
-def chat_messages(value: Any) -> list[dict[str, Any]]:
-    """Messages as chat templates expect them: content a string, the arguments of a tool call an object.
-
-    Raises:
-        ValueError: says which message is wrong, and how.
-    """
-    if not isinstance(value, list) or not value:
-        raise ValueError("it must be a list of at least one message")
-    messages = []
-    for i, message in enumerate(value):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ValueError(f"message {i} must be an object with a role, which is a string")
-        message = message | {"content": _content(message, i)}
-        if message.get("tool_calls") is not None:
-            message["tool_calls"] = _tool_calls(message["tool_calls"], i)
-        messages.append(message)
-    return messages
-
-
-def _content(message: dict[str, Any], i: int) -> str:
-    """A message's text; that of several parts joined by newlines, as vLLM does for templates that take strings."""
-    content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        return ""
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(parts, list):
-        raise ValueError(f"message {i} must have a content, which is a string or a list of text parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'message {i} has {reprlib.repr(part)}; a part must be {{"type": "text", "text": "..."}}')
-    return "\n".join(part["text"] for part in parts)
-
-
-def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
-    parsed = []
-    for call in calls if isinstance(calls, list) else [calls]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"message {i} must have tool_calls that are objects with a function, which has a name")
-        arguments = function.get("arguments") or {}
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            raise ValueError(f"message {i} calls {function['name']!r} with arguments that are not JSON") from None
-        parsed.append(call | {"function": function | {"arguments": arguments}})
-    return parsed
-
-
-ITEM_ROLES = ("user", "assistant", "system", "developer")
-ITEM_TEXTS = ("input_text", "output_text", "text")  # the kinds of a part that is text
-
-
-def response_items(value: Any) -> list[dict[str, Any]]:
-    """The items of a request to OpenAI's Responses API as that API stores them: messages whose content is parts.
-
-    Raises:
-        ValueError: says which item is wrong, and how.
-    """
-    items = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    if not isinstance(items, list) or not items:
-        raise ValueError("it must be a string or a list of at least one item")
-    return [_item(item, i) for i, item in enumerate(items)]
-
-
-def _item(item: Any, i: int) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise ValueError(f"item {i} must be an object")
-    if (kind := item.get("type")) not in (None, "message"):
-        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes only messages yet")
-    if (role := item.get("role")) not in ITEM_ROLES:
-        raise ValueError(f"item {i} has the role {reprlib.repr(role)}; it must be one of {', '.join(ITEM_ROLES)}")
-    parts = item.get("content")
-    parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-    if not isinstance(parts, list):
-        raise ValueError(f"item {i} must have a content, which is a string or a list of parts")
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") not in ITEM_TEXTS or not isinstance(part.get("text"), str):
-            kinds = ", ".join(ITEM_TEXTS)
-            raise ValueError(f"item {i} has {reprlib.repr(part)}; a part must have a text and one of the types {kinds}")
-    if not isinstance(id := item.get("id") or "", str):
-        raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
-    own = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
-    content = [own | {"text": part["text"]} for part in parts]
-    return {"id": id, "type": "message", "role": role, "status": "completed", "content": content}
-
-
-def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`."""
-    return [
-        {
-            "role": "system" if item["role"] == "developer" else item["role"],
-            "content": "\n".join(part["text"] for part in item["content"]),
-        }
-        for item in items
-    ]
-
-
-def joined_turns(value: Any) -> list[dict[str, Any]]:
-    """Messages as Anthropic's clients send them: those of one role that follow each other are one turn.
-
-    Raises:
-        ValueError: says which message is wrong, and how.
-    """
-    turns: list[dict[str, Any]] = []
-    for i, message in enumerate(chat_messages(value)):
-        if (role := message["role"]) not in ("user", "assistant", "system") or value[i].get("content") is None:
-            raise ValueError(f"message {i} must have the role user, assistant or system, and a content")
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += "\n" + message["content"]
-        else:
-            turns.append({"role": role, "content": message["content"]})
-    return turns
-
-
-RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function of its name has as parameters
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
-}  # fmt: skip
-
-
-def template_variables(value: Any) -> dict[str, Any]:
-    """A caller's own variables for a chat template.
-
-    Raises:
-        ValueError: they are no dict, or a name is reserved or can be no variable's.
-    """
-    if not isinstance(value, dict):
-        raise ValueError("it must be an object of variables for the chat template")
-    for name in value:
-        if not isinstance(name, str) or not name.isidentifier() or name in RESERVED_VARIABLES:
-            reserved = ", ".join(sorted(RESERVED_VARIABLES))
-            raise ValueError(f"{reprlib.repr(name)} is no name for a variable of a template; reserved are {reserved}")
-    return value

@@ -15,29 +15,32 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "processes", "protocol", "replies", "responses",
-        "serving", "startup", "tokenizer"},
+        "batch", "bodies", "config", "engine_process", "executor", "openapi", "processes", "protocol", "replies",
+        "responses", "serving", "startup", "tokenizer"},
     "batch": {
         "bodies", "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving",
         "tokenizer"},
     "serving": {
-        "config", "embeddings", "outputs", "processes", "protocol", "replies", "responses", "sampling_params",
-        "tokenizer"},
+        "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
+        "sampling_params", "tokenizer"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
-    "protocol": {"config", "sampling_params", "tokenizer"},
+    "protocol": {"config", "messages", "sampling_params"},
+    "openapi": {"config", "protocol"},
+    "messages": set(),
     "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
-        "client", "data_parallel", "logprobs", "outputs", "plan", "protocol", "sampling_params", "tokenizer"},
+        "client", "data_parallel", "logprobs", "messages", "outputs", "plan", "protocol", "sampling_params",
+        "tokenizer"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
-    "tokenizer": {"templates"},
+    "tokenizer": {"messages", "templates"},
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "outputs", "plan", "prompts", "sampling_params", "tokenizer",
-    },
+        "client", "config", "core", "embeddings", "messages", "outputs", "plan", "prompts", "sampling_params",
+        "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "outputs", "plan", "processes", "prompts", "ring", "sampling_params",
         "tokenizer"},
@@ -85,7 +88,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "matmul", "reference", "cpu_
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 45, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 48, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from flask.testing import FlaskClient
 
+from config import DEMO, ServerConfig
+from processes import Board
 from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NOT_YET, PARAMS, PATHS, ROUTES
 from sampling_params import SamplingParams
 from scripted import (
@@ -22,6 +27,9 @@ from scripted import (
     post,
     refusal,
 )
+from server import create_app
+from serving import Api
+from tokenizer import Tokenizer
 
 BAD = {  # field: values that are refused on both generating routes
     "model": [1, ["manta"]],
@@ -83,13 +91,16 @@ BAD = {  # field: values that are refused on both generating routes
     "enable_thinking": [False],
     "rid": ["a"],
     "tools": [[{"type": "function"}]],
-    "tool_choice": ["required", {"type": "function"}],
+    "tool_choice": ["required", {"type": "function"}, 5],
     "functions": [[{}]],
     "guided_json": [{}],
     "structured_outputs": [{"regex": "a"}],
     "priority": [1, -1],
-    "chat_template": ["{{ messages }}"],
+    "chat_template": ["{{ messages }}", 5, "x" * 2**17],
+    "documents": [{"title": "a"}, "a", ["a"]],
     "bad_words": [["a"]],
+    "truncate_prompt_tokens": [0, -2, 65, 1.0, "5", True, 2**31],
+    "truncation_side": ["middle", 1, ""],
     "allowed_token_ids": [[], [-1], [1.0], [True], ["1"], [5, 1024], 5, {"1": 1}],
 }
 BAD_PROMPTS = [
@@ -253,6 +264,108 @@ def test_the_table_has_one_row_for_each_field() -> None:
 def test_bad_json_is_400(http_client: FlaskClient, body: bytes) -> None:
     refusal(http_client.post(COMPLETIONS, data=body, content_type="application/json"))
     assert post(http_client, COMPLETIONS).status_code == 200
+
+
+def test_a_prompt_is_cut_to_its_last_tokens_or_its_first(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    ids = list(range(10, 110))
+    for fields, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, ids[-5:]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": -1}, ids[-48:]),  # 16 tokens of output are the default
+        ({"truncate_prompt_tokens": -1, "max_tokens": 4}, ids[-60:]),
+        ({"truncate_prompt_tokens": -1, "max_tokens": -1}, ids[-63:]),
+        ({"truncate_prompt_tokens": -1, "max_completion_tokens": 63}, ids[-1:]),
+        ({"truncate_prompt_tokens": 5, "prompt": [ids[:3], ids]}, ids[:3]),
+    ):
+        answer = post(http_client, COMPLETIONS, **({"prompt": ids} | fields))
+        assert engine.added[0][0] == kept, fields
+        if "prompt" not in fields:
+            assert answer.json["usage"]["prompt_tokens"] == len(kept)
+        engine.added.clear()
+    error = refusal(post(http_client, COMPLETIONS, prompt=ids, truncate_prompt_tokens=-1, max_tokens=64))
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("words", [80, 100_000])
+def test_a_text_is_cut_wherever_it_is(http_client: FlaskClient, engine: ScriptedClient, words: int) -> None:
+    """Also one that is so long that only the end of it is made into tokens."""
+    text = " ".join(f"{i} kings" for i in range(words))
+    ids = TOKENIZER.encode(text)
+    chat = {"messages": [{"role": "user", "content": text}]}
+    rendered = TOKENIZER.encode(TOKENIZER.render(chat["messages"]), add_special_tokens=False)
+    for route, body, all_ids in ((COMPLETIONS, {"prompt": text}, ids), (CHAT, chat, rendered)):
+        refusal(http_client.post(route, json=body))
+        for side, kept in (("left", all_ids[-40:]), ("right", all_ids[:40])):
+            cut = {"truncate_prompt_tokens": 40, "truncation_side": side}
+            assert http_client.post(route, json=body | cut).status_code == 200
+            assert engine.added[-1][0] == kept
+            assert http_client.post("/tokenize", json=body | cut).json["tokens"] == kept
+    assert http_client.post("/tokenize", json=chat | {"truncate_prompt_tokens": -1}).json["count"] == 64
+
+
+def test_a_suffix_makes_a_gap_to_fill(engine: ScriptedClient, tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(os.path.join(DEMO, "tokenizer.json"))
+    inner.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path))
+    api = Api(engine, tokenizer, FACTS | {"vocab_size": 2048}, ServerConfig(), ["manta"], Board())
+    http_client = create_app(api).test_client()
+    end = tokenizer.encode("<file_sep>")
+    for fields, text, stops in (
+        ({"prompt": "to", "suffix": "that"}, "<fim_prefix>to<fim_suffix>that<fim_middle>", end),
+        ({"prompt": "", "suffix": "x", "stop_token_ids": [5]}, "<fim_prefix><fim_suffix>x<fim_middle>", [5, *end]),
+        ({"prompt": ["{a}"], "suffix": "{b}", "ignore_eos": True}, "<fim_prefix>{a}<fim_suffix>{b}<fim_middle>", []),
+        ({"prompt": "to", "suffix": ""}, "to", []),
+    ):
+        assert post(http_client, COMPLETIONS, **fields).status_code == 200
+        ids, params, _ = engine.added[-1]
+        assert ids == tokenizer.encode(text) and list(params.stop_token_ids) == stops
+    engine.added.clear()
+    for fields in ({"prompt": [1, 2]}, {"echo": True}):
+        refusal(post(http_client, COMPLETIONS, suffix="x", **fields))
+    assert "<|fim_middle|>" in refusal(post(client_of(engine), COMPLETIONS, suffix="x"))["message"]
+    assert not engine.added
+
+
+SHOW = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+ALL = "{{ documents | length }}{{ tools[0].function.name }}{{ reasoning_effort }}{{ mood }}{{ add_generation_prompt }}"
+
+
+def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, trust_request_chat_template=True)
+    fields = {
+        "chat_template": ALL, "documents": [{"title": "a"}, {}], "tools": [{"function": {"name": "f"}}],
+        "reasoning_effort": "high", "chat_template_kwargs": {"mood": "x"},
+    }  # fmt: skip
+    chat = BODIES[CHAT] | {"tool_choice": "none"}
+    assert http_client.post(CHAT, json=chat | fields).status_code == 200
+    told = http_client.post("/tokenize", json=BODIES[CHAT] | fields).json["tokens"]
+    assert engine.added[0][0] == told == TOKENIZER.encode("2fhighxTrue")
+    for route, more in ((CHAT, {"tool_choice": "none"}), ("/tokenize", {})):
+        for source, words in (("{% if %}", "does not compile"), ("{{ raise_exception('no ' ~ tools) }}", "no None")):
+            error = refusal(http_client.post(route, json=BODIES[CHAT] | more | {"chat_template": source}))
+            assert words in error["message"]
+            assert error["param"] == ("chat_template" if "compile" in words else "messages")
+    assert refusal(post(http_client, CHAT, tools=fields["tools"]))["code"] == "unsupported_parameter"
+
+
+def test_a_requests_own_chat_template_needs_the_servers_trust(http_client: FlaskClient) -> None:
+    for route in (CHAT, "/tokenize"):
+        error = refusal(http_client.post(route, json=BODIES[CHAT] | {"chat_template": SHOW}))
+        assert "--trust-request-chat-template" in error["message"] and error["param"] == "chat_template"
+    kwargs = {"chat_template": SHOW}
+    assert refusal(post(http_client, CHAT, chat_template_kwargs=kwargs))["param"] == "chat_template_kwargs"
+
+
+def test_messages_in_all_their_forms(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, trust_request_chat_template=True)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    replayed = {"content": "c", "refusal": None, "audio": None, "function_call": None, "annotations": [], "name": "n"}
+    messages = [{"role": role, "content": parts} for role in ("developer", "user")]
+    messages += [{"role": "assistant"} | replayed, {"role": "tool", "content": parts, "tool_call_id": "x"}]
+    assert post(http_client, CHAT, messages=messages, chat_template=SHOW).status_code == 200
+    assert engine.added[0][0] == TOKENIZER.encode("s:a\nb;u:a\nb;a:c;t:a\nb;")
 
 
 def test_fields_reach_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:

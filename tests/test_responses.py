@@ -406,7 +406,7 @@ def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient)
     for route in (TALK, COUNT):
         assert "org/none" in error_of(post(http_client, route, "red", model="org/none"), 404, "not_found_error")
         assert error_of(http_client.get(route, headers={"X-Api-Key": "red"}), 405, kind)
-        assert error_of(http_client.post(route, data="{", headers={"X-Api-Key": "red"}), 415, kind)
+        assert error_of(http_client.post(route, data="{", headers={"X-Api-Key": "red"}), 400, kind)
         assert error_of(http_client.post(route, json=[], headers={"X-Api-Key": "red"}), 400, kind)
         assert error_of(post(http_client, route, "red", system="x" * 1024), 413, "request_too_large")
     assert "context" in error_of(post(http_client, TALK, "red", max_tokens=60), 400, kind)

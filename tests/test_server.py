@@ -32,32 +32,6 @@ from served import Server, eventually, serving
 from server import main, with_policy
 
 
-@pytest.mark.parametrize(
-    ("method", "route", "status"),
-    [
-        ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", CHAT, 405),
-        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/", 404), ("GET", "//v1/models", 404),
-    ],
-)  # fmt: skip
-def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
-    response = http_client.open(route, method=method)
-    assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
-    if status == 405:
-        assert ("GET" if route == "/health" else "POST") in response.headers["Allow"].split(", ")
-
-
-def test_a_slash_at_the_end_changes_nothing(engine: ScriptedClient) -> None:
-    for route in ("/v1/models", "/health", "/version"):
-        assert client_of(engine).get(route + "/").json == client_of(engine).get(route).json
-    assert client_of(engine, api_key=("one",)).get("/health/").status_code == 200
-    refusal(client_of(engine, api_key=("one",)).get("/v1/models/"), 401)
-
-
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_content_type_is_415(http_client: FlaskClient, content_type: str | None) -> None:
-    refusal(http_client.post(COMPLETIONS, data=b'{"prompt": "a"}', content_type=content_type), 415)
-
-
 def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
     """The engine's stories of all prompts of a request, by the id of the response."""
     answer = post(http_client, COMPLETIONS, prompt=["a", "b"]).json
@@ -77,7 +51,7 @@ def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
 def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
     listed = http_client.get("/v1/models").json
     assert listed["object"] == "list" and [model["id"] for model in listed["data"]] == ["manta", "org/other"]
-    for path in ("org/other", "org%2Fother"):
+    for path in ("org/other", "org%2Fother", "org%2fother"):
         assert http_client.get("/v1/models/" + path).json == listed["data"][1]
     assert post(http_client, COMPLETIONS).json["model"] == "manta"
     assert post(http_client, COMPLETIONS, model="org/other").json["model"] == "org/other"
@@ -126,7 +100,7 @@ def test_api_keys(engine: ScriptedClient) -> None:
         assert response.headers["WWW-Authenticate"] == "Bearer"
         refusal(http_client.get("/nope", headers=headers), 401)
     assert http_client.get("/health").status_code == 200
-    preflight = {"Origin": "http://x", "Access-Control-Request-Method": "POST"}
+    preflight = {"Origin": "https://page.example", "Access-Control-Request-Method": "POST"}
     assert http_client.options(CHAT, headers=preflight).status_code == 200
     refusal(http_client.options(CHAT), 401)
 
@@ -477,7 +451,8 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "keys").write_text("# of the tests\nred-key\n\n blue-key \n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MANTA_API_KEY", "green-key")
-        with serving(folder, "--api-key-file", str(folder / "keys"), "--block-size", "16") as running:
+        flags = ["--api-key-file", str(folder / "keys"), "--block-size", "16", "--log-requests"]
+        with serving(folder, *flags, "--allowed-origins", "*", "--root-path", "/llm") as running:
             yield running
 
 
@@ -494,6 +469,22 @@ def test_keys_are_of_a_file_and_of_the_environment(keyed: Server) -> None:
         sdk_of(keyed, "# of the tests").models.list()
     assert caught.value.code == "invalid_api_key"
     assert keyed.get("/health")[0] == 200 and keyed.get("/metrics")[0] == 401
+
+
+def test_a_page_may_read_what_gunicorn_refuses_and_the_log_has_a_line(keyed: Server) -> None:
+    page = b"Host: x\r\nOrigin: http://page.example\r\n"
+    lines = keyed.log.read_text().splitlines()
+    for raw, status in (
+        (b"GET /llm/health HTTP/1.1\r\n" + page + b"\r\n", 200),
+        (b"GET /llm/v1/models HTTP/1.1\r\n" + page + b"\r\n", 401),
+        (b"GET /llm/health HTTP/1.1\r\n" + page + b"bad header\r\n\r\n", 400),
+    ):
+        got, headers, _ = exchange(keyed, raw)
+        assert got == status and headers["access-control-allow-origin"] == "*" and headers["vary"] == "Origin"
+        eventually(lambda id=headers["x-request-id"]: id in keyed.log.read_text())
+        told = json.loads(keyed.log.read_text().splitlines()[-1])
+        assert (told["request_id"], told["status"]) == (headers["x-request-id"], status)
+    assert len(keyed.log.read_text().splitlines()) == len(lines) + 3
 
 
 def test_no_other_process_is_told_the_keys(keyed: Server) -> None:

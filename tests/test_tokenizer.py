@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from messages import chat_messages
 from sampling_params import SamplingParams
-from tokenizer import Detokenizer, Tokenizer
+from templates import TemplateEnvironment, read_template
+from tokenizer import GAPS, Detokenizer, Tokenizer
 
 SENTENCE = "To be, or not to be: that is the question."
 CORPUS = [SENTENCE, "naïve café 日本語 日本 😀😀 \ufffd", "the the the question"] * 3
@@ -297,6 +300,32 @@ def test_stop_matches_as_if_characters_came_one_by_one(bpe: Tokenizer, data: st.
     assert "".join(stream(bpe, bpe.encode(text), stop=tuple(stops))) == expected
 
 
+# --- gaps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", GAPS)
+def test_a_gap_is_asked_for_as_the_family_spells_it(tmp_path: Path, family: str) -> None:
+    form, ends = GAPS[family]
+    markers = [marker for marker in re.split("{prefix}|{suffix}", form) if marker]
+    assert len(markers) == (2 if family == "Codestral" else 3)
+    bpe = byte_level(tmp_path)
+    bpe._tokenizer.add_special_tokens([*markers, *ends[:1]])
+    tokenizer = written(tmp_path, bpe._tokenizer)
+    found, ended = tokenizer.gap
+    assert found == form and [tokenizer.token(id) for id in ended] == list(ends[:1])
+    ids = tokenizer.encode(form.format(prefix="to {be}", suffix="that"), add_special_tokens=False)
+    order = ["that", "to {be}"] if family == "Codestral" else ["to {be}", "that"]
+    special = [i for i, id in enumerate(ids) if tokenizer.token(id) in markers]
+    assert [tokenizer.token(ids[i]) for i in special] == markers  # each is one token
+    assert tokenizer.decode([id for id in ids if tokenizer.token(id) not in markers]) == "".join(order)
+
+
+def test_a_model_that_fills_no_gaps(bpe: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="no special tokens for a gap") as caught:
+        bpe.gap  # noqa: B018
+    assert all(family in str(caught.value) for family in GAPS) and "<fim_suffix>" in str(caught.value)
+
+
 # --- chat templates --------------------------------------------------------------------------------------------------
 
 MESSAGES = [{"role": "user", "content": "Hi <b> ü"}, {"role": "assistant", "content": "Well "}]
@@ -395,3 +424,104 @@ def test_continue_final_message_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         templated(tmp_path, template).render(messages, generation, continue_final_message=True)
+
+
+TEXT_OR_PARTS = (
+    "{% macro show(c) %}{% if c is string %}s{{ c }}{% else %}{% for p in c %}p{{ p.text }}{% endfor %}{% endif %}"
+)
+TEXT_OR_PARTS += "{% endmacro %}{% for m in messages %}{{ show(m['content']) }};{% endfor %}"
+TWO_PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "parts", "text"),
+    [
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "a\nb;", "c;"),
+        ("{% for m in messages %}{{ m.content | trim }};{% for w in m.content.split() %}{% endfor %}{% endfor %}",
+         "a\nb;", "c;"),
+        ("{% for m in messages %}{% for p in m['content'] %}p{{ p['text'] }}{% endfor %};{% endfor %}", "papb;", "pc;"),
+        ("{% for m in messages %}{% for p in m.content | selectattr('type', 'eq', 'text') %}{{ p.text }}{% endfor %};"
+         "{% endfor %}", "ab;", "c;"),
+        ("{% for m in messages %}{{ m.content | map(attribute='text') | join }};{% endfor %}", "ab;", "c;"),
+        ("{% for m in messages %}{% set c = m.content %}{% set d = c %}{% for p in d %}{{ p.text }}{% endfor %};"
+         "{% endfor %}", "ab;", "c;"),
+        ("{% for m in messages %}{% if m.content is string %}s{{ m.content }}{% else %}{% for p in m.content %}"
+         "{{ p.text }}{% endfor %}{% endif %};{% endfor %}", "ab;", "sc;"),
+        (TEXT_OR_PARTS, "papb;", "sc;"),
+    ],
+)  # fmt: skip
+def test_a_content_is_in_the_form_that_the_template_goes_through(
+    tmp_path: Path, template: str, parts: str, text: str
+) -> None:
+    messages = [{"role": "user", "content": TWO_PARTS}, {"role": "user", "content": "c"}]
+    before = json.dumps(messages)
+    assert templated(tmp_path, template).render(messages) == parts + text
+    assert json.dumps(messages) == before
+
+
+def test_a_developer_is_the_system_where_the_template_does_not_know_it(tmp_path: Path) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}]
+    assert templated(tmp_path, PLAIN).render(messages) == "<|system|>Be brief.<|end|>"
+    knows = "{% if messages[0].role in ('developer', 'system') %}{{ messages[0].role }}{% endif %}"
+    assert templated(tmp_path, knows).render(messages) == "developer"
+
+
+def test_a_template_of_the_callers(tmp_path: Path) -> None:
+    tokenizer = templated(tmp_path, "own")
+    for source in ("{{ messages | length }}{{ documents[0].title }}", "{{ tools }}"):
+        assert tokenizer.template(source) is tokenizer.template(source)  # compiled once
+    given = {"chat_template": "{{ messages | length }}{{ documents[0].title }}", "documents": [{"title": "Ü"}]}
+    assert tokenizer.render(MESSAGES, **given) == "2Ü" and tokenizer.render(MESSAGES) == "own"
+    assert byte_level(tmp_path, {}).render(MESSAGES, chat_template="{{ eos_token }}!") == "!"  # a model without one
+    for bad in ("{% if %}", "a" * (2**18 + 1)):
+        with pytest.raises(ValueError, match="chat_template does not compile"):
+            tokenizer.render(MESSAGES, chat_template=bad)
+    with pytest.raises(ValueError, match="it must be a template's source"):
+        tokenizer.template(5)  # type: ignore[arg-type]
+
+
+def test_what_a_template_expects_is_soon_found_out() -> None:
+    """Also where variables are set to each other in a long row, backwards."""
+    environment = TemplateEnvironment(1000, 1.0)
+    chain = "".join(f"{{% set a{i} = a{i + 1} %}}" for i in range(3000))
+    assert not read_template(
+        environment, chain + "{% set a3000 = m.content %}{% for p in a0 %}{% endfor %}"
+    ).takes_parts
+
+
+REPLAYED = {
+    "role": "assistant", "content": "4", "refusal": None, "annotations": [], "audio": None, "function_call": None,
+    "tool_calls": None, "name": "adder",
+}  # fmt: skip
+
+
+def test_messages_as_clients_send_them_back() -> None:
+    """What is null is left out, because templates ask for what is defined."""
+    user = {"role": "user", "content": TWO_PARTS, "name": "Ann"}
+    refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}], "tool_calls": []}
+    found = chat_messages([user, REPLAYED, refused, {"role": "assistant", "tool_calls": None}])
+    assert found == [
+        user,
+        {"role": "assistant", "content": "4", "annotations": [], "name": "adder"},
+        {"role": "assistant", "content": [{"type": "text", "text": "No."}]},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "'image_url'; this server"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "'input_audio'; this server"),
+        ({"role": "user", "content": [{"type": "file", "file": {}}]}, "'file'; this server"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "x"}}, "has audio"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part must be"),
+        ({"role": "user", "content": [{"type": []}]}, "a part must be"),
+        ({"role": "user", "content": [{"text": "a"}]}, "a part must be"),
+        ({"role": "system"}, "must have a content"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_name(message: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        chat_messages([message])
+    assert "message 0" in str(caught.value)

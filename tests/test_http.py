@@ -1,0 +1,200 @@
+"""What HTTP asks of the server, around a scripted engine: routes, content types, pages of other origins, a log."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from config import ServerConfig
+from scripted import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    TOKENIZER,
+    ScriptedClient,
+    client_of,
+    post,
+    refusal,
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "route", "status"),
+    [
+        ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", CHAT, 405),
+        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/", 404), ("GET", "//v1/models", 404),
+    ],
+)  # fmt: skip
+def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
+    response = http_client.open(route, method=method)
+    assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
+    if status == 405:
+        assert ("GET" if route == "/health" else "POST") in response.headers["Allow"].split(", ")
+
+
+def test_a_slash_at_the_end_changes_nothing(engine: ScriptedClient) -> None:
+    for route in ("/v1/models", "/v1/models/org/other", "/v1/models/org%2Fother", "/health", "/version"):
+        assert client_of(engine).get(route + "/").json == client_of(engine).get(route).json
+    assert client_of(engine, api_key=("one",)).get("/health/").status_code == 200
+    refusal(client_of(engine, api_key=("one",)).get("/v1/models/"), 401)
+
+
+@pytest.mark.parametrize(
+    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/JSON; a"]
+)
+def test_a_body_is_json_whatever_its_content_type_says(engine: ScriptedClient, content_type: str | None) -> None:
+    """`curl -d` sends a form's. From a web page it would come without the browser's question whether it may."""
+    ask = {"data": b'{"prompt": "a"}', "content_type": content_type}
+    assert client_of(engine).post(COMPLETIONS, **ask).status_code == 200
+    page = {"Origin": "http://evil.example"}
+    allowing = client_of(engine, allowed_origins=("http://evil.example",))
+    assert allowing.post(COMPLETIONS, headers=page, **ask).status_code == 200
+    if content_type != "application/JSON; a":
+        refusal(client_of(engine).post(COMPLETIONS, headers=page, **ask), 415)
+
+
+def test_a_form_with_files_is_415(http_client: FlaskClient) -> None:
+    refusal(http_client.post(COMPLETIONS, data=b"--a--", content_type="multipart/form-data; boundary=a"), 415)
+
+
+# --- pages of other origins ------------------------------------------------------------------------------------------
+
+PAGE = "https://page.example:8443"
+ONE = {"Authorization": "Bearer one"}
+PREFLIGHT = {
+    "Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization, x-thing",
+}  # fmt: skip
+
+
+def cors(headers: Any) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.startswith("Access-Control-")}
+
+
+@pytest.mark.parametrize("origins", [(PAGE,), ("*",), ("http://other.example", PAGE)])
+def test_a_page_of_an_allowed_origin_may_ask_and_read(engine: ScriptedClient, origins: tuple[str, ...]) -> None:
+    http_client = client_of(engine, allowed_origins=origins, api_key=("one",), max_body_bytes=1024)
+    mine = "*" if "*" in origins else PAGE
+    for path in (CHAT, "/nope"):
+        preflight = http_client.options(path, headers=PREFLIGHT)
+        assert (preflight.status_code, preflight.data) == (204, b"")
+        assert cors(preflight.headers) == {
+            "Access-Control-Allow-Origin": mine,
+            "Access-Control-Expose-Headers": "X-Request-Id, Retry-After",
+            "Access-Control-Allow-Headers": "authorization, x-thing",
+            "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE, OPTIONS",
+            "Access-Control-Max-Age": "7200",
+        }
+        assert "Origin" in preflight.headers["Vary"] and preflight.headers["X-Request-Id"]
+    headers = {"Origin": PAGE} | ONE
+    for status, response in (
+        (200, http_client.post(COMPLETIONS, json=BODIES[COMPLETIONS], headers=headers)),
+        (200, http_client.post(COMPLETIONS, json=BODIES[COMPLETIONS] | {"stream": True}, headers=headers)),
+        (200, http_client.get("/health", headers=headers)),
+        (400, http_client.post(COMPLETIONS, json={}, headers=headers)),
+        (401, http_client.get("/v1/models", headers={"Origin": PAGE})),
+        (404, http_client.get("/nope", headers=headers)),
+        (405, http_client.get(CHAT, headers=headers)),
+        (413, http_client.post(COMPLETIONS, json={"prompt": "x" * 2000}, headers=headers)),
+    ):
+        assert response.status_code == status
+        assert response.headers["Access-Control-Allow-Origin"] == mine and "Origin" in response.headers["Vary"]
+    odd = http_client.options(CHAT, headers=PREFLIGHT | {"Access-Control-Request-Headers": "a\x01b"})
+    assert "Authorization" in odd.headers["Access-Control-Allow-Headers"]
+
+
+def test_other_pages_may_not(engine: ScriptedClient) -> None:
+    strict = client_of(engine, allowed_origins=(PAGE,))
+    for origin in ("http://page.example:8443", PAGE + ".evil.example", "https://page.example", "null", ""):
+        assert not cors(strict.options(CHAT, headers=PREFLIGHT | {"Origin": origin}).headers)
+        response = strict.get("/v1/models", headers={"Origin": origin})
+        assert not cors(response.headers) and response.headers["Vary"] == "Origin"
+    assert not cors(strict.get("/v1/models").headers)
+    for response in (
+        client_of(engine).options(CHAT, headers=PREFLIGHT),
+        client_of(engine).get("/health", headers=PREFLIGHT),
+    ):
+        assert not cors(response.headers) and "Vary" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [("allowed_origins", ("page.example",)), ("allowed_origins", ("http://a/",)), ("allowed_origins", ("http://*.a",)),
+     ("root_path", "x"), ("root_path", "/x/"), ("root_path", "/"), ("root_path", "//x"), ("root_path", "/x y")],
+)  # fmt: skip
+def test_malformed_origins_and_paths_are_refused(name: str, bad: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        ServerConfig(**{name: bad})
+
+
+def test_a_root_path_may_be_there_or_cut_off(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, root_path="/llm/v2", api_key=("one",))
+    for path in ("/v1/models", "/v1/models/org/other", "/v1/models/"):
+        plain = http_client.get(path, headers=ONE)
+        assert plain.status_code == 200 and http_client.get("/llm/v2" + path, headers=ONE).json == plain.json
+    for path in ("/llm/v2x/v1/models", "/llm", "/llm/v2", "/llm/v2/", "/llm/v2/llm/v2/v1/models", "/llm/v2/nope"):
+        refusal(http_client.get(path, headers=ONE), 404)
+    refusal(http_client.get("/llm/v2/v1/models"), 401)
+    assert http_client.get("/llm/v2/health").status_code == 200
+    assert http_client.get("/openapi.json", headers=ONE).json["servers"] == [{"url": "/llm/v2"}]
+    assert client_of(engine).get("/openapi.json").json["servers"] == [{"url": "/"}]
+
+
+# --- every method on every route -------------------------------------------------------------------------------------
+
+
+def test_head_and_options_on_all_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    methods: dict[str, set[str]] = defaultdict(set)
+    for rule in http_client.application.url_map.iter_rules():
+        methods[re.sub(r"<(path:)?\w+>", "manta", rule.rule)] |= rule.methods or set()
+    for path, known in methods.items():
+        allowed = http_client.options(path)
+        assert allowed.status_code == 200 and not allowed.data
+        assert set(allowed.headers["Allow"].split(", ")) == known
+        head = http_client.head(path)
+        assert not head.data and head.headers["X-Request-Id"]
+        assert head.status_code == (http_client.get(path).status_code if "GET" in known else 405)
+
+
+# --- a line for each request -----------------------------------------------------------------------------------------
+
+
+def test_a_request_has_a_line_in_the_log(engine: ScriptedClient, capsys: pytest.CaptureFixture[str]) -> None:
+    http_client = client_of(engine, log_requests=True, api_key=("secret-key",))
+    key = {"Authorization": "Bearer secret-key"}
+
+    def line_of(response: Any) -> dict[str, Any]:
+        response.get_data()
+        response.close()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "secret" not in line and "To be" not in line and "Hello" not in line
+        told = json.loads(line)
+        assert told.pop("request_id") == response.headers["X-Request-Id"] and told.pop("time").endswith("+00:00")
+        assert told.pop("status") == response.status_code and 0 <= told["seconds"] < 60
+        assert told["first_token_seconds"] is None or told["first_token_seconds"] <= told["seconds"]
+        del told["seconds"]
+        return told
+
+    body = BODIES[COMPLETIONS] | {"n": 2, "max_tokens": 3}
+    for stream in (False, True):
+        told = line_of(
+            http_client.post(COMPLETIONS, json=body | {"stream": stream}, headers=key | {"X-Request-Id": "mine"})
+        )
+        assert told.pop("first_token_seconds") is not None
+        assert told == {
+            "client": engine.clients[-1], "method": "POST", "path": COMPLETIONS, "model": "manta", "stream": stream,
+            "n": 2, "prompt_tokens": len(TOKENIZER.encode("To be")), "output_tokens": 6,
+        }  # fmt: skip
+    for response in (
+        http_client.post(COMPLETIONS, json={"prompt": "secret"}),
+        http_client.post(COMPLETIONS, json={"prompt": ""}, headers=key),
+        http_client.get("/a%0Ab?secret=1"),
+    ):
+        told = line_of(response)
+        assert told["first_token_seconds"] is None and "output_tokens" not in told
+    post(client_of(engine), COMPLETIONS)
+    assert not capsys.readouterr().err
