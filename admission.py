@@ -434,6 +434,7 @@ class Admission:
                 logit_bias=params.logit_bias,
                 allowed=request.allowed,
                 stops=request.stops,
+                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:

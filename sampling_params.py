@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -130,6 +131,8 @@ class SamplingParams:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
         self._check_tokens()
         self._check_samples()
 
@@ -155,15 +158,28 @@ class SamplingParams:
                     raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
-    def check_vocabulary(self, size: int) -> None:
-        """Check that `logit_bias`, `allowed_token_ids` and `stop_token_ids` name only tokens of so large a vocabulary.
+    def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Check that what lists tokens names only those of so large a vocabulary, and always leaves one to draw.
+
+        Args:
+            size: tokens of the vocabulary.
+            eos_token_ids: the model's own that end a request.
 
         Raises:
-            ValueError: names those that are not.
+            ValueError: names the tokens outside of it, or what leaves none.
         """
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             if outside := [token for token in getattr(self, name) or () if token >= size]:
                 raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
+        barred: set[int] = set()
+        if self.min_tokens:
+            barred.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
+        if barred and all(token in barred for token in self.allowed_token_ids or range(size)):
+            allowed = self.allowed_token_ids and reprlib.repr(self.allowed_token_ids)
+            raise ValueError(
+                f"allowed_token_ids is {allowed}; at least one must be left beside the tokens that end the answer, "
+                f"because min_tokens is {self.min_tokens}"
+            )
 
     @property
     def num_listed(self) -> int:
@@ -188,6 +204,7 @@ class SamplingParams:
                                 ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
                                 ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
                                 ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
+                                ("min_tokens", (0,), "0"),
                                 ("best_of", (None,), "left out")):  # fmt: skip
             if getattr(self, name) not in off:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")

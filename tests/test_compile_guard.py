@@ -64,6 +64,7 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
             params |= {"n": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.05}
         elif kind == 2:
             params |= {"repetition_penalty": 1.2, "logit_bias": {3: 2.0}, "allowed_token_ids": tuple(range(2, 60))}
+            params |= {"min_tokens": 1, "stop_token_ids": (3,)}
         elif kind == 3:
             params |= {"use_beam_search": True, "beam_width": 2, "n": 2, "temperature": 0}
         length = (1, 40, longest, 5, 16)[i % 5]
