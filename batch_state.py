@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cpu import DirectWrites
-from plan import NewRow, StepPlan
-from sampling_params import MAX_LOGIT_BIAS
+from plan import NewRow, StepPlan, bit_words
+from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 NO_ID = 2**31 - 1
 ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for
@@ -81,6 +81,8 @@ class BatchState:
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
+    num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only where there are bad words
+    bad_words: torch.Tensor  # [S, 128, 16] int32, see `ops.mask_words`; set only there, too
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
@@ -96,7 +98,7 @@ class BatchState:
             "token_ids": (slots, max_model_len + 1), "block_tables": (slots, max_blocks), "seeds": (slots, 2),
             "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
             "bitmask": (slots, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
-            "query_starts": (slots + 1,),
+            "query_starts": (slots + 1,), "bad_words": (slots, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         }  # fmt: skip
         names = [name for name in BatchState.__annotations__ if name not in shapes]
         shapes |= dict.fromkeys(names, (slots,))
@@ -168,13 +170,23 @@ class BatchState:
     def _enter_mask(self, row: NewRow) -> int:
         """Note which tokens may be drawn in a row's slot from now on; returns that part of its `kinds`."""
         barred = row.stops if self.held[row.slot] else {}
-        if row.allowed is None and not barred:
+        if row.allowed is None and not barred and not row.bad_words:
             return 0
         bits = np.full(self.places["bitmask"][1], 0xFFFFFFFF, dtype=np.uint32)
         if row.allowed is not None:
             bits = self._bits(row.allowed)
-        self._write("bitmask", row.slot, bits & ~self._bits(barred))
-        return 4
+        bits &= ~self._bits(barred) & ~self._bits(bit_words(word[0] for word in row.bad_words if len(word) == 1))
+        self._write("bitmask", row.slot, bits)
+        # `mask_words` lets a word's last token be drawn where the word does not match, so no other rule may bar it.
+        words = [word for word in row.bad_words if len(word) > 1 and int(bits[word[-1] // 32]) >> word[-1] % 32 & 1]
+        if not words:
+            return 4
+        rows = np.full((2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=np.int32)
+        for i, word in enumerate(words):
+            rows[i, -len(word) :] = word
+        self._write("bad_words", row.slot, rows)
+        self._write("num_prompt", row.slot, array("i", (row.num_prompt,)))
+        return 4 + 8
 
     def _bits(self, words: dict[int, int]) -> np.ndarray:
         """A row of `bitmask` or `stop_bits` from its words that are not 0."""
@@ -240,7 +252,7 @@ class BatchState:
         for slot in slots[samples & (self.held[slots] > 0)].tolist():
             self.held[slot] -= 1
             if not self.held[slot]:  # from this sample on
-                kind = self.adjusted[slot] & ~4 | self._enter_mask(self.held_rows.pop(slot))
+                kind = self.adjusted[slot] & ~12 | self._enter_mask(self.held_rows.pop(slot))
                 self.adjusted[slot] = kind
                 self._write("kinds", slot, array("i", (kind,)))
         return samples
@@ -251,6 +263,8 @@ class BatchState:
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
         """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
+        if adjust is not None:
+            ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust)
         return ops.sample(
             logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
         )

@@ -28,6 +28,7 @@ from reference import (
     apply_writes,
     copy_blocks,
     linear,
+    mask_words,
     post_update,
     prepare_inputs,
     swap_blocks,
@@ -36,8 +37,8 @@ from reference import (
 
 __all__ = [
     "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "linear", "logprobs", "plan_decode", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm",
-    "sample", "swap_blocks",
+    "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "post_update", "prepare_inputs", "qk_norm_rope_store",
+    "rms_norm", "sample", "swap_blocks",
 ]  # fmt: skip
 
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache

@@ -206,6 +206,8 @@ class LLM:
         text, ids = (item, self.tokenizer.encode(item)) if isinstance(item, str) else (None, item)
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise ValueError(f"a prompt is {item!r:.80}; it must be a string or a list of token ids")
+        if params.bad_words:
+            params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         return Choices(str(next(self.ids)), text, ids, params, self.tokenizer)
 
     def _run(self, live: dict[str, Choices], stream: Stream, use_tqdm: bool) -> None:

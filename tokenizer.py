@@ -87,6 +87,11 @@ class Tokenizer:
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it begins a text and as it follows a space: `bad_word_ids` of `SamplingParams`."""
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        return tuple(dict.fromkeys(tuple(self.encode(text, add_special_tokens=False)) for text in texts))
+
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
     ) -> str:

@@ -129,7 +129,9 @@ def test_parameters_that_cannot_be(fields, message):
 def test_a_token_is_always_left(llm):
     eos = llm.core.model_config.eos_token_ids[0]
     params = SamplingParams(allowed_token_ids=(eos, 7), stop_token_ids=(7,), min_tokens=1, max_tokens=3)
-    with pytest.raises(ValueError, match=rf"^allowed_token_ids is \({eos}, 7\); at least one .* min_tokens is 1$"):
+    with pytest.raises(
+        ValueError, match=rf"^allowed_token_ids is \({eos}, 7\); at least one .* min_tokens, 1, and bad_words, \(\), "
+    ):
         llm.generate([5, 6], params, use_tqdm=False)
     for other in ({"min_tokens": 0}, {"ignore_eos": True}, {"allowed_token_ids": (eos, 7, 8)}):
         assert drawn(llm.generate([5, 6], replace(params, **other), use_tqdm=False))[0]
