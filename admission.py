@@ -447,6 +447,8 @@ class Admission:
                 allowed=request.allowed,
                 stops=request.stops,
                 pooling=request.pooling,
+                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
+                bad_words=[list(ids) for ids in params.bad_word_ids],
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:

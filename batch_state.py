@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from cpu import DirectWrites
-from plan import NewRow, StepPlan
-from sampling_params import MAX_LOGIT_BIAS
+from plan import NewRow, StepPlan, bit_words
+from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 
 NO_ID = 2**31 - 1
 ALIGNMENT = 4  # words: every part begins at a multiple of 16 bytes, which is what the kernels are compiled for
@@ -55,7 +55,9 @@ class BatchState:
 
     Some of it is on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
     always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs` and
-    `scores` are needed on the host alone, and `adjusted` mirrors `kinds`.
+    `scores` are needed on the host alone, and `adjusted` mirrors `kinds`. While `held` is not 0 in a slot, stop tokens
+    may not be drawn there: it is one more than the samples for which this goes on, and `held_rows` has what the slot
+    entered with.
 
     The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
     is allocated once requests come. On a CPU the system gives that memory as it is used.
@@ -80,6 +82,8 @@ class BatchState:
     bias_ids: torch.Tensor
     biases: torch.Tensor
     bitmask: torch.Tensor
+    num_prompt: torch.Tensor  # [S] int32, of the known tokens; set only where there are bad words
+    bad_words: torch.Tensor  # [S, 128, 16] int32, see `ops.mask_words`; set only there, too
     stop_bits: torch.Tensor  # [S, V / 32] int32, bit token % 32 of word token // 32: the token ends the sequence
     slots: torch.Tensor  # [S] int32, the slot of each of the step's rows; -1 marks a padding row, which changes nothing
     query_starts: torch.Tensor  # [S + 1] int32, where each row's tokens begin
@@ -95,7 +99,7 @@ class BatchState:
             "token_ids": (slots, max_model_len + 1), "block_tables": (slots, max_blocks), "seeds": (slots, 2),
             "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
             "bitmask": (slots, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
-            "query_starts": (slots + 1,),
+            "query_starts": (slots + 1,), "bad_words": (slots, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
         }  # fmt: skip
         names = [name for name in BatchState.__annotations__ if name not in shapes]
         shapes |= dict.fromkeys(names, (slots,))
@@ -109,7 +113,8 @@ class BatchState:
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
-        self.to_compute, self.num_logprobs, self.adjusted = np.zeros((3, slots), dtype=np.int32)
+        self.to_compute, self.num_logprobs, self.adjusted, self.held = np.zeros((4, slots), dtype=np.int32)
+        self.held_rows: dict[int, NewRow] = {}
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
         self.num_blocks = [0] * slots
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
@@ -120,6 +125,8 @@ class BatchState:
         kinds = dict.fromkeys(plan.released, 0)
         for slot in plan.released:
             self.scores.pop(slot, None)
+            self.held[slot] = 0
+            self.held_rows.pop(slot, None)
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
@@ -145,11 +152,11 @@ class BatchState:
         """Note which tokens end a new row. Mostly they are those of the slot's last row, and nothing is written."""
         if row.stops != self.stops[row.slot]:
             self.stops[row.slot] = row.stops
-            self._write_bits("stop_bits", row.slot, row.stops)
+            self._write("stop_bits", row.slot, self._bits(row.stops))
 
     def _enter_adjustments(self, row: NewRow) -> int:
         """Note what changes the logits of a new row; returns its `kinds`, see `ops.Adjust`."""
-        slot, bias, allowed = row.slot, row.logit_bias, row.allowed
+        slot, bias = row.slot, row.logit_bias
         if row.penalties is not None:
             self._write("penalties", slot, array("f", row.penalties))
             ids = to_device(torch.tensor(row.token_ids), self.device)
@@ -160,14 +167,37 @@ class BatchState:
             ordered = sorted(bias)
             self._write("bias_ids", slot, array("i", ordered + [NO_ID] * (MAX_LOGIT_BIAS - len(bias))))
             self._write("biases", slot, array("f", [bias[token] for token in ordered]))
-        if allowed is not None:
-            self._write_bits("bitmask", slot, allowed)
-        return (row.penalties is not None) + 2 * (bias is not None) + 4 * (allowed is not None)
+        self.held[slot] = row.min_tokens + 1 if row.min_tokens and row.stops else 0
+        if self.held[slot]:
+            self.held_rows[slot] = row
+        return (row.penalties is not None) + 2 * (bias is not None) + self._enter_mask(row)
 
-    def _write_bits(self, name: str, slot: int, words: dict[int, int]) -> None:
-        row = np.zeros(self.places[name][1], dtype=np.uint32)
+    def _enter_mask(self, row: NewRow) -> int:
+        """Note which tokens may be drawn in a row's slot from now on; returns that part of its `kinds`."""
+        barred = row.stops if self.held[row.slot] else {}
+        if row.allowed is None and not barred and not row.bad_words:
+            return 0
+        bits = np.full(self.places["bitmask"][1], 0xFFFFFFFF, dtype=np.uint32)
+        if row.allowed is not None:
+            bits = self._bits(row.allowed)
+        bits &= ~self._bits(barred) & ~self._bits(bit_words(word[0] for word in row.bad_words if len(word) == 1))
+        self._write("bitmask", row.slot, bits)
+        # `mask_words` lets a word's last token be drawn where the word does not match, so no other rule may bar it.
+        words = [word for word in row.bad_words if len(word) > 1 and int(bits[word[-1] // 32]) >> word[-1] % 32 & 1]
+        if not words:
+            return 4
+        rows = np.full((2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, dtype=np.int32)
+        for i, word in enumerate(words):
+            rows[i, -len(word) :] = word
+        self._write("bad_words", row.slot, rows)
+        self._write("num_prompt", row.slot, array("i", (row.num_prompt,)))
+        return 4 + 8
+
+    def _bits(self, words: dict[int, int]) -> np.ndarray:
+        """A row of `bitmask` or `stop_bits` from its words that are not 0."""
+        row = np.zeros(self.places["bitmask"][1], dtype=np.uint32)
         row[list(words)] = list(words.values())
-        self._write(name, slot, row)
+        return row
 
     def _grow(self, slot: int, blocks: list[int]) -> None:
         begin = self.num_blocks[slot]
@@ -216,12 +246,21 @@ class BatchState:
         self.stops = [{} for _ in self.stops]
 
     def advance(self, rows: np.ndarray) -> np.ndarray:
-        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample."""
+        """Count the tokens of `rows` [B, 2] as computed; returns which rows [B] have caught up, and so sample.
+
+        Where a row has sampled as often as it must before a stop token may be drawn, this note is taken back.
+        """
         slots, counts = rows[:, 0], rows[:, 1]
         left = self.to_compute[slots] - counts
         assert (left >= 0).all(), "a row ran past its known tokens"
         samples = left == 0
         self.to_compute[slots] = left + samples
+        for slot in slots[samples & (self.held[slots] > 0)].tolist():
+            self.held[slot] -= 1
+            if not self.held[slot]:  # from this sample on
+                kind = self.adjusted[slot] & ~12 | self._enter_mask(self.held_rows.pop(slot))
+                self.adjusted[slot] = kind
+                self._write("kinds", slot, array("i", (kind,)))
         return samples
 
     def adjust(self, ops: ModuleType) -> Any:
@@ -230,6 +269,8 @@ class BatchState:
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
         """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""
+        if adjust is not None:
+            ops.mask_words(slots, self.token_ids, self.num_known, self.num_prompt, self.bad_words, adjust)
         return ops.sample(
             logits, slots, self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.num_known, adjust
         )

@@ -28,6 +28,7 @@ from reference import (
     apply_writes,
     copy_blocks,
     linear,
+    mask_words,
     pool,
     post_update,
     prepare_inputs,
@@ -37,7 +38,8 @@ from reference import (
 
 __all__ = [
     "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "linear", "logprobs", "plan_decode", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store",
+    "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "pool", "post_update", "prepare_inputs",
+    "qk_norm_rope_store",
     "rms_norm", "sample", "swap_blocks",
 ]  # fmt: skip
 

@@ -1018,12 +1018,78 @@ class Adjust(NamedTuple):
     it at all.
     """
 
-    kinds: torch.Tensor  # [S] int32, which changes the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
+    kinds: torch.Tensor
     penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
     biases: torch.Tensor  # [S, 1024] float32
     bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
+
+
+@triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])
+def mask_words_kernel(
+    slots, token_ids, num_known, num_prompt, bad_words, kinds, bitmask, ids_stride, bits_stride,
+    WORDS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bit v of bitmask[slot] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
+
+    One program per row that samples; bad_words [S, WORDS, LENGTH]. First every v's bit is set, then some are cleared,
+    because two words may end in one token, or in two whose bits share a word of the bitmask.
+    """
+    i_slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
+    if i_slot < 0:
+        return
+    if tl.load(kinds + i_slot) & 8 == 0:
+        return
+    o_w, o_l = tl.arange(0, WORDS), tl.arange(0, LENGTH)
+    p_words = bad_words + i_slot * (WORDS * LENGTH)
+    b_end = tl.load(p_words + o_w * LENGTH + LENGTH - 1)
+    i_known = tl.load(num_known + i_slot)
+    m_w = b_end >= 0
+    b_bit = tl.full([WORDS], 1, tl.int32) << tl.where(m_w, b_end % 32, 0)
+    p_bits = bitmask + i_slot * bits_stride + b_end // 32
+    tl.atomic_or(p_bits, b_bit, mask=m_w)
+    tl.debug_barrier()  # every thread has set its bits before one clears any
+    for i_w in range(0, WORDS, BLOCK):
+        o_b = i_w + tl.arange(0, BLOCK)
+        b_word = tl.load(p_words + (o_b * LENGTH)[:, None] + o_l[None, :])
+        o_at = i_known + 1 - LENGTH + o_l  # the last one is the place of the token to come
+        m_at = (o_at >= tl.load(num_prompt + i_slot)) & (o_at < i_known)
+        b_token = tl.load(token_ids + i_slot * ids_stride + o_at, mask=m_at, other=-2)
+        b_same = (b_word == b_token[None, :]) | (b_word < 0) | (o_l == LENGTH - 1)[None, :]
+        b_last = tl.load(p_words + o_b * LENGTH + LENGTH - 1)
+        m_b = (tl.min(b_same.to(tl.int32), 1) != 0) & (b_last >= 0)
+        b_clear = ~(tl.full([BLOCK], 1, tl.int32) << tl.where(b_last >= 0, b_last % 32, 0))
+        tl.atomic_and(bitmask + i_slot * bits_stride + b_last // 32, b_clear, mask=m_b)
+
+
+def mask_words(
+    slots: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_prompt: torch.Tensor,
+    bad_words: torch.Tensor,
+    adjust: Adjust,
+) -> None:
+    """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
+
+    It is done for every v that ends a word of a slot with bad words (8 in its `kinds`). All else in the bitmask stays.
+
+    Args:
+        slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
+        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
+        bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
+        adjust: its kinds are read, and its bitmask is changed in place.
+    """
+    rows, (_, words, length) = len(slots), bad_words.shape
+    assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.stride(1) == 1
+    assert words & (words - 1) == 0 and length & (length - 1) == 0
+
+    mask_words_kernel[(rows,)](
+        slots, token_ids, num_known, num_prompt, bad_words, adjust.kinds, adjust.bitmask, token_ids.stride(0),
+        adjust.bitmask.stride(0), words, length, min(words, 32),
+    )  # fmt: skip
 
 
 def sample(

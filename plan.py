@@ -31,7 +31,7 @@ class NewRow:
     score: tuple[int, int, int] | None = None
     name: str = ""  # of the request and sample, for the KV sanitizer
     penalties: tuple[float, float, float] | None = None  # repetition, frequency and presence; None: they change nothing
-    num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties
+    num_prompt: int = 0  # how many of the tokens are the prompt, where there are penalties or bad words
     logit_bias: dict[int, float] | None = None
     # Sets of tokens are bits, by word of 32, because many rows may have the same long list: see `bit_words`.
     allowed: dict[int, int] | None = None  # no others are drawn

@@ -5,6 +5,7 @@ A prompt is a text, a list of token ids, or a dict of either. `server.py` has fo
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
@@ -109,6 +110,8 @@ class InputProcessor:
                         f"{name} is {reprlib.repr(value)}; without a tokenizer (skip_tokenizer_init) it must be empty"
                     )
         text, ids, salt = read_prompt(prompt, self.tokenizer)
+        if params.bad_words:
+            params = dataclasses.replace(params, bad_word_ids=self.tokenizer.bad_word_ids(params.bad_words))
         ids = params.truncated(ids, self.facts["max_model_len"])
         choices = Choices(request_id, text, ids, params, self.tokenizer)
         return EngineCoreRequest(request_id, ids, params, salt, priority), choices

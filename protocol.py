@@ -370,7 +370,7 @@ def attributes_of(record: type) -> dict[str, str]:
 
 
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
-OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "min_tokens", "bad_words", "truncate_prompt_tokens")
+OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens")
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
@@ -393,9 +393,9 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (),
     # vLLM's
-    "min_tokens": (0,), "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
+    "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (), "structural_tag": (), "bad_words": ([],), "logits_processors": ([],),
+    "guided_whitespace_pattern": (), "structural_tag": (), "logits_processors": ([],),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "prompt_embeds": (), "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),

@@ -243,7 +243,8 @@ class Adjust(NamedTuple):
     prompt or the output has the token; x -= frequency * times in the output; x -= presence, if it is there at all.
     """
 
-    kinds: torch.Tensor  # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask
+    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
+    kinds: torch.Tensor
     penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
     token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
     bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
@@ -264,6 +265,37 @@ class Adjust(NamedTuple):
             x.copy_(torch.where(counts == 0, x, torch.where(x > 0, x / repetition, x * repetition)))
             times = counts >> 1
             x.sub_(times * frequency).sub_((times > 0) * presence)
+
+
+def mask_words(
+    slots: torch.Tensor,
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_prompt: torch.Tensor,
+    bad_words: torch.Tensor,
+    adjust: Adjust,
+) -> None:
+    """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
+
+    It is done for every v that ends a word of a slot with bad words (8 in its `kinds`). All else in the bitmask stays.
+
+    Args:
+        slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
+        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
+        bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
+        adjust: its kinds are read, and its bitmask is changed in place.
+    """
+    for slot in slots[slots >= 0].tolist():
+        if not adjust.kinds[slot] & 8:
+            continue
+        words = bad_words[slot][bad_words[slot, :, -1] >= 0]
+        places = num_known[slot] + torch.arange(1 - words.shape[1], 0, device=slots.device)
+        output = torch.where(places >= num_prompt[slot], token_ids[slot, places.clamp(min=0)], -2)
+        matches = ((words[:, :-1] == output) | (words[:, :-1] < 0)).all(1)
+        for match in (False, True):  # a token that ends several words must not be drawn if one of them matches
+            for token in words[matches == match, -1].tolist():
+                word, bit = adjust.bitmask[slot, token // 32], torch.ones_like(slots[0]) << token % 32
+                word.copy_(word & ~bit if match else word | bit)
 
 
 def sample(

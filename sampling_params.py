@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import reprlib
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from config import EngineConfig, read_json
 
 INT64 = range(-(2**63), 2**63)
 MAX_LOGIT_BIAS = 1024  # tokens of a request; OpenAI has 300
+MAX_BAD_WORDS = 64  # texts of a request,
+MAX_BAD_WORD_TOKENS = 16  # and tokens of one of them
 RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are whole
     "temperature": (0.0, 100.0), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (0.0, 100.0),
     "presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "length_penalty": (-10.0, 10.0),
@@ -68,6 +72,7 @@ class SamplingParams:
         prompt_logprobs: the same of the prompt's tokens, but for the first.
         min_tokens: of output, before which no end-of-sequence token, stop token or stop string ends it.
         bad_words: texts that are not written: the last token of one is not drawn after the others of it.
+        bad_word_ids: their tokens, which `Tokenizer.bad_word_ids` makes of them; `LLM` and the server fill it in.
         truncate_prompt_tokens: keep this many tokens of the prompt, its last ones; -1 keeps what the context holds
             beside one token of output.
     """
@@ -99,6 +104,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +144,10 @@ class SamplingParams:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
                 raise ValueError(f"stop_token_ids has {token!r}; each must be a whole number from 0 to {2**31 - 1}")
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(self.stop_token_ids)))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
         self._check_tokens()
+        self._check_bad_words()
         self._check_samples()
 
     def _check_tokens(self) -> None:
@@ -163,15 +172,52 @@ class SamplingParams:
                     raise ValueError(f"allowed_token_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
             object.__setattr__(self, "allowed_token_ids", tuple(dict.fromkeys(allowed)))
 
-    def check_vocabulary(self, size: int) -> None:
-        """Check that `logit_bias`, `allowed_token_ids` and `stop_token_ids` name only tokens of so large a vocabulary.
+    def _check_bad_words(self) -> None:
+        """Check `bad_words` and `bad_word_ids`, and bring them into the form of their annotations."""
+        for name, most in (("bad_words", MAX_BAD_WORDS), ("bad_word_ids", 2 * MAX_BAD_WORDS)):
+            given = getattr(self, name)
+            if not isinstance(given, list | tuple | None):
+                raise ValueError(f"{name} is {reprlib.repr(given)}; it must be a list")
+            if len(given := given or ()) > most:
+                raise ValueError(f"{name} has {len(given)} entries; at most {most} are allowed")
+            object.__setattr__(self, name, tuple(given))
+        for word in self.bad_words:
+            if not isinstance(word, str) or not word.strip():
+                raise ValueError(f"bad_words has {reprlib.repr(word)}; each must be a string that is not only spaces")
+        for ids in self.bad_word_ids:
+            if not isinstance(ids, list | tuple) or not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+                count = f"{len(ids)} tokens" if isinstance(ids, list | tuple) else reprlib.repr(ids)
+                raise ValueError(f"bad_words has one of {count}; each must have from 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            for token in ids:
+                if isinstance(token, str) or not is_token(token):
+                    raise ValueError(f"bad_word_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
+        object.__setattr__(self, "bad_word_ids", tuple(tuple(ids) for ids in self.bad_word_ids))
+
+    def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Check that what lists tokens names only those of so large a vocabulary, and always leaves one to draw.
+
+        Args:
+            size: tokens of the vocabulary.
+            eos_token_ids: the model's own that end a request.
 
         Raises:
-            ValueError: names those that are not.
+            ValueError: names the tokens outside of it, or what leaves none.
         """
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            if outside := [token for token in getattr(self, name) or () if token >= size]:
+        if self.bad_words and not self.bad_word_ids:
+            raise ValueError(f"bad_words has {len(self.bad_words)} words; bad_word_ids must have their tokens")
+        listed = {name: getattr(self, name) or () for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+        for name, ids in (listed | {"bad_word_ids": [*chain.from_iterable(self.bad_word_ids)]}).items():
+            if outside := [token for token in ids if token >= size]:
                 raise ValueError(f"{name} has token ids {reprlib.repr(outside)}; allowed: 0 to {size - 1}")
+        barred = {ids[-1] for ids in self.bad_word_ids}
+        if self.min_tokens:
+            barred.update(self.stop_token_ids, () if self.ignore_eos else eos_token_ids)
+        if barred and all(token in barred for token in self.allowed_token_ids or range(size)):
+            allowed = self.allowed_token_ids and reprlib.repr(self.allowed_token_ids)
+            raise ValueError(
+                f"allowed_token_ids is {allowed}; at least one must be left beside those that min_tokens, "
+                f"{self.min_tokens}, and bad_words, {reprlib.repr(self.bad_words)}, keep from being drawn"
+            )
 
     def truncated(self, prompt_token_ids: list[int], max_model_len: int) -> list[int]:
         """The tokens of a prompt that `truncate_prompt_tokens` keeps in so large a context.
@@ -199,7 +245,8 @@ class SamplingParams:
     @property
     def num_listed(self) -> int:
         """Token ids that are listed in it; they travel with each prompt."""
-        return len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
+        words = sum(map(len, self.bad_word_ids))
+        return words + len(self.stop_token_ids) + len(self.allowed_token_ids or ()) + len(self.logit_bias or ())
 
     def _check_samples(self) -> None:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
@@ -219,7 +266,9 @@ class SamplingParams:
                                 ("repetition_penalty", (1.0,), "1"), ("presence_penalty", (0.0,), "0"),
                                 ("frequency_penalty", (0.0,), "0"), ("logit_bias", (None,), "left out"),
                                 ("allowed_token_ids", (None,), "left out"), ("stop", ((),), "empty"),
-                                ("best_of", (None,), "left out"), ("logprobs", (None,), "left out")):  # fmt: skip
+                                ("best_of", (None,), "left out"), ("logprobs", (None,), "left out"),
+                                ("min_tokens", (0,), "0"), ("bad_words", ((),), "empty"),
+                                ("bad_word_ids", ((),), "empty")):  # fmt: skip
             if getattr(self, name) not in off:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with use_beam_search it must be {said}")
 

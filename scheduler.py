@@ -179,7 +179,7 @@ class Scheduler:
 
     def _check_prompt(self, request: Request) -> None:
         num_prompt = request.num_prompt
-        request.params.check_vocabulary(self.vocab_size)
+        request.params.check_vocabulary(self.vocab_size, self.eos_token_ids)
         request.params.check_logprobs(self.config.max_logprobs)
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by a request in flight")

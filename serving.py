@@ -538,6 +538,8 @@ class Api:
         given = {param: fields[param] for param in PARAMS if fields[param] is not None}
         if not fields["use_beam_search"]:  # which takes the model's probabilities as they are
             given = {**defaults, **given}
+        if given.get("bad_words"):
+            given["bad_word_ids"] = self.tokenizer.bad_word_ids(given["bad_words"])
         try:
             params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])

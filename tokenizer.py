@@ -49,6 +49,8 @@ class TextParams(Protocol):
     @property
     def stop(self) -> Sequence[str]: ...
     @property
+    def min_tokens(self) -> int: ...
+    @property
     def include_stop_str_in_output(self) -> bool: ...
     @property
     def skip_special_tokens(self) -> bool: ...
@@ -109,6 +111,11 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as one prompt, with what the model wants around and between them."""
         return self._tokenizer.encode(first, second).ids
+
+    def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it begins a text and as it follows a space: `bad_word_ids` of `SamplingParams`."""
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        return tuple(dict.fromkeys(tuple(self.encode(text, add_special_tokens=False)) for text in texts))
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -369,8 +376,10 @@ class Detokenizer:
         if not self._params.stop:
             self.text += text
             return
-        text = self._held + text
-        matches = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._params.stop if stop in text]
+        before, text, matches = len(self._held), self._held + text, []
+        if self.num_tokens > self._params.min_tokens:  # then one counts that ends in the new text
+            found = ((text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._params.stop)
+            matches = [(at + len(stop), -len(stop), stop) for at, stop in found if at >= 0]
         if matches:  # the one that is complete first, so that it does not matter how tokens cut the text
             end, _, stop = min(matches)
             self.stop_reason, self._held = stop, ""

@@ -153,7 +153,7 @@ class Worker:
     def run_rows(self, plan: StepPlan) -> Launched:
         """Bring to the device what the batch state has noted, and run the plan's rows, by a graph or by `forward`."""
         rows = self.rows
-        if not rows or not rows.decode or plan.rows != rows.planned:
+        if not rows or not rows.decode or plan.rows != rows.planned or self.state.held.any():
             rows = self.rows = self.enter_rows(plan)
         self.state.apply(self.ops)
         shape = rows.shape

@@ -64,6 +64,7 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
             params |= {"n": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.05}
         elif kind == 2:
             params |= {"repetition_penalty": 1.2, "logit_bias": {3: 2.0}, "allowed_token_ids": tuple(range(2, 60))}
+            params |= {"min_tokens": 1, "stop_token_ids": (3,)}
         elif kind == 3:
             params |= {"use_beam_search": True, "beam_width": 2, "n": 2, "temperature": 0}
         length = (1, 40, longest, 5, 16)[i % 5]
@@ -167,7 +168,7 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         "rms_norm_kernel(x: *fp32 aligned, weight: *fp32 aligned, residual: None, y: *fp32 aligned, eps: fp32, "
         "SIZE: 40, HAS_RESIDUAL: False, BLOCK: 64) was not compiled in warm-up"
     )
-    assert len(found) == 15
+    assert len(found) == 16
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) == (name not in ("linear_kernel", "pool_kernel")) and patched == "False"
         assert int(threads) > 1 or os.cpu_count() == 1

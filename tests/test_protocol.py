@@ -76,7 +76,7 @@ BAD = {  # field: values that are refused on both generating routes
         1,
         {str(i): 1 for i in range(1025)},
     ],
-    "min_tokens": [1],
+    "min_tokens": [-1, 1.0, True, "1", 65, 2**31],
     "response_format": [{"type": "json_object"}, "text"],
     "reasoning_effort": [1, "x" * 1025],
     "prediction": [{"type": "content", "content": "a"}],
@@ -98,7 +98,7 @@ BAD = {  # field: values that are refused on both generating routes
     "priority": [1, -1],
     "chat_template": ["{{ messages }}", 5, "x" * 2**17],
     "documents": [{"title": "a"}, "a", ["a"]],
-    "bad_words": [["a"]],
+    "bad_words": ["a", 5, [5], [""], [" "], [["a"]], ["a"] * 65, ["abcdefgh" * 16]],
     "truncate_prompt_tokens": [0, -2, 65, 1.0, "5", True, 2**31],
     "truncation_side": ["middle", 1, ""],
     "allowed_token_ids": [[], [-1], [1.0], [True], ["1"], [5, 1024], 5, {"1": 1}],
@@ -154,7 +154,7 @@ def test_null_is_the_default_and_what_changes_nothing_is_taken(
     for body in (dict.fromkeys(HARMLESS, "any"), {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
         assert post(http_client, route, **body).json["choices"] == plain
     same = {name: values[0] for name, values in NOT_YET.items() if values}
-    assert same["min_tokens"] == 0 and same["function_call"] == "none"
+    assert same["logits_processors"] == [] and same["function_call"] == "none"
     assert post(http_client, route, **same).json["choices"] == plain
     assert len({str(params) for _, params, _ in engine.added}) == 1
 

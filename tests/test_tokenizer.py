@@ -282,6 +282,26 @@ def test_stop_strings(bpe: Tokenizer, stop: tuple[str, ...], include: bool, text
     assert reason is None or (reason in cut and reason not in bpe.decode(ids[: detokenizer.num_tokens - 1]))
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "text"),
+    [
+        (("be",), 0, "To "),
+        (("be",), 2, "To be, or not to "),  # the first "be" is in the text of the first two tokens
+        (("be, or",), 2, "To "),  # a part of it may be
+        (("b", "be, r"), 2, "To be, or not to "),  # what was held back does not count later
+        (("be",), 99, SENTENCE),
+    ],
+)
+def test_no_stop_string_ends_in_the_text_of_min_tokens(bpe: Tokenizer, stop: tuple, min_tokens: int, text: str) -> None:
+    ids = bpe.encode(SENTENCE)
+    assert bpe.decode(ids[:2]) == "To be"
+    params = SamplingParams(stop=stop, min_tokens=min_tokens, max_tokens=100)
+    detokenizer = Detokenizer(bpe, [], params)
+    assert "".join([detokenizer.push([id], False) for id in ids]) + detokenizer.push([], True) == text
+    whole = Detokenizer(bpe, [], params)
+    assert whole.push(ids, True) == text
+
+
 def test_nothing_comes_after_a_stop(bpe: Tokenizer) -> None:
     detokenizer = Detokenizer(bpe, [], SamplingParams(stop=("be",)))
     assert detokenizer.push(bpe.encode("to be or"), False) == "to "
