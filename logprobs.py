@@ -5,7 +5,8 @@
     completion_logprobs, chat_logprobs, prompt_table    the shapes of OpenAI and vLLM
 
 A long prompt has as many log-probabilities as a hundred answers, so all this is made in parts, between which an API
-process serves its other clients.
+process serves its other clients. The tables of the likeliest tokens are JSON as soon as they are made: as objects,
+those of a prompt of 100,000 tokens would take a gigabyte.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
+
+import msgspec
 
 from outputs import Choices, Generation, logprobs_by_token
 from plan import Logprobs
@@ -167,7 +170,7 @@ def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int],
     offsets: list[int] = []
     values: list[float | None] = []
     names: list[str] = []
-    likeliest: list[dict[str, float] | None] = []
+    likeliest: list[msgspec.Raw | None] = []
     for id, found, offset in served(tokens):
         names.append(name(id))
         offsets.append(offset)
@@ -181,7 +184,7 @@ def completion_logprobs(tokens: Iterable[Token], top: int, name: Callable[[int],
             table.setdefault(name(other), finite(its))
         table[names[-1]] = max(value, table.get(names[-1], value))
         values.append(value)
-        likeliest.append(table)
+        likeliest.append(msgspec.Raw(msgspec.json.encode(table)))
     return {"text_offset": offsets, "token_logprobs": values, "tokens": names, "top_logprobs": likeliest}
 
 
@@ -201,17 +204,18 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[dict[str, dict[str, Any]] | None]:
+def prompt_table(asked: Choices, top: int, tokenizer: Tokenizer) -> list[msgspec.Raw | None]:
     """vLLM's `prompt_logprobs`: for each token an object by token id, of itself and the `top` likeliest at its place.
 
     The first token has none.
     """
 
     assert asked.prompt_logprobs is not None
-    tables: list[dict[str, dict[str, Any]] | None] = [None]
+    tables: list[msgspec.Raw | None] = [None]
     for part in in_parts(list(zip(asked.prompt_token_ids[1:], asked.prompt_logprobs, strict=True)), TOKENS_AT_ONCE):
         for id, found in part:
             found = dataclasses.replace(found, ids=found.ids[:top], values=found.values[:top])
             by_token = logprobs_by_token(id, found, tokenizer.token_text).items()
-            tables.append({str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token})
+            table = {str(other): {**vars(its), "logprob": finite(its.logprob)} for other, its in by_token}
+            tables.append(msgspec.Raw(msgspec.json.encode(table)))
     return tables
