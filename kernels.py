@@ -1034,34 +1034,32 @@ def mask_words_kernel(
 ):  # fmt: skip
     """Bit v of bitmask[slot] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
 
-    One program per row that samples; bad_words [S, WORDS, LENGTH]. First every v's bit is set, then some are cleared,
-    because two words may end in one token, or in two whose bits share a word of the bitmask.
+    One program per row that samples; bad_words [S, WORDS, LENGTH]. Several words may end in v. Each finds out whether
+    one of them bars it, so all write the same bit, and their order does not matter.
     """
     i_slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     if i_slot < 0:
         return
     if tl.load(kinds + i_slot) & 8 == 0:
         return
-    o_w, o_l = tl.arange(0, WORDS), tl.arange(0, LENGTH)
+    o_w, o_l, i_known = tl.arange(0, WORDS), tl.arange(0, LENGTH), tl.load(num_known + i_slot)
     p_words = bad_words + i_slot * (WORDS * LENGTH)
+    o_at = i_known + 1 - LENGTH + o_l  # the last one is the place of the token to come
+    m_at = (o_at >= tl.load(num_prompt + i_slot)) & (o_at < i_known)
+    b_token = tl.load(token_ids + i_slot * ids_stride + o_at, mask=m_at, other=-2)
     b_end = tl.load(p_words + o_w * LENGTH + LENGTH - 1)
-    i_known = tl.load(num_known + i_slot)
-    m_w = b_end >= 0
-    b_bit = tl.full([WORDS], 1, tl.int32) << tl.where(m_w, b_end % 32, 0)
-    p_bits = bitmask + i_slot * bits_stride + b_end // 32
-    tl.atomic_or(p_bits, b_bit, mask=m_w)
-    tl.debug_barrier()  # every thread has set its bits before one clears any
+    b_barred = tl.zeros([WORDS], dtype=tl.int32)
     for i_w in range(0, WORDS, BLOCK):
         o_b = i_w + tl.arange(0, BLOCK)
-        b_word = tl.load(p_words + (o_b * LENGTH)[:, None] + o_l[None, :])
-        o_at = i_known + 1 - LENGTH + o_l  # the last one is the place of the token to come
-        m_at = (o_at >= tl.load(num_prompt + i_slot)) & (o_at < i_known)
-        b_token = tl.load(token_ids + i_slot * ids_stride + o_at, mask=m_at, other=-2)
+        b_word = tl.load(p_words + o_b[:, None] * LENGTH + o_l[None, :])
         b_same = (b_word == b_token[None, :]) | (b_word < 0) | (o_l == LENGTH - 1)[None, :]
         b_last = tl.load(p_words + o_b * LENGTH + LENGTH - 1)
-        m_b = (tl.min(b_same.to(tl.int32), 1) != 0) & (b_last >= 0)
-        b_clear = ~(tl.full([BLOCK], 1, tl.int32) << tl.where(b_last >= 0, b_last % 32, 0))
-        tl.atomic_and(bitmask + i_slot * bits_stride + b_last // 32, b_clear, mask=m_b)
+        b_last = tl.where(tl.min(b_same.to(tl.int32), 1) != 0, b_last, -2)
+        b_barred |= tl.max((b_end[:, None] == b_last[None, :]).to(tl.int32), 1)
+    m_w, b_bit = b_end >= 0, tl.full([WORDS], 1, dtype=tl.int32) << (b_end & 31)
+    p_bits = bitmask + i_slot * bits_stride + b_end // 32
+    tl.atomic_and(p_bits, ~b_bit, mask=m_w & (b_barred != 0))
+    tl.atomic_or(p_bits, b_bit, mask=m_w & (b_barred == 0))
 
 
 def mask_words(

@@ -285,9 +285,8 @@ def mask_words(
         bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
         adjust: its kinds are read, and its bitmask is changed in place.
     """
-    for slot in slots[slots >= 0].tolist():
-        if not adjust.kinds[slot] & 8:
-            continue
+    slots = slots[slots >= 0]
+    for slot in slots[adjust.kinds[slots] & 8 > 0].tolist():
         words = bad_words[slot][bad_words[slot, :, -1] >= 0]
         places = num_known[slot] + torch.arange(1 - words.shape[1], 0, device=slots.device)
         output = torch.where(places >= num_prompt[slot], token_ids[slot, places.clamp(min=0)], -2)

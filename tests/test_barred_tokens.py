@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 
 from batch_state import StepShape
 from engine import SamplingParams
@@ -45,14 +48,164 @@ def test_no_answer_ends_before_min_tokens(llm, requests):
         assert after[: len(same)] == same
 
 
+@pytest.fixture(scope="module")
+def barred(llm, requests) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
+    """The same with all that bars tokens at once, and the answers: bad words are of what would be written else."""
+    prompts, params = requests
+    free, asked = llm.generate(prompts, params, use_tqdm=False), []
+    for i, (output, given) in enumerate(zip(free, params, strict=True)):
+        ids = output.outputs[0].token_ids
+        words = [tuple(ids[:2]), tuple(ids[3:6]), tuple(ids[5:9]), (ids[0],)][: 3 + (i % 3 == 2)]
+        allowed = None if i % 4 < 2 else tuple({*range(0, 1024, 2), *ids, *llm.core.model_config.eos_token_ids})
+        asked.append(replace(given, bad_word_ids=words, allowed_token_ids=allowed))
+    return prompts, asked, drawn(llm.generate(prompts, asked, use_tqdm=False))
+
+
+def ends_of(words, ids: list[int]) -> set[int]:
+    """The tokens that would complete one of `words` after the output `ids`."""
+    return {word[-1] for word in words if len(word) == 1 or tuple(ids[1 - len(word) :]) == tuple(word[:-1])}
+
+
+def completions(words, ids: list[int]) -> list[int]:
+    """The places in an output at which one of `words` has been written."""
+    return [i for i, token in enumerate(ids) if token in ends_of(words, ids[:i])]
+
+
+def test_all_that_bars_tokens_does_so_at_once(llm, requests, barred):
+    prompts, params, answers = barred
+    owners = [given for given in params for _ in range(given.n)]
+    for ids, given in zip(answers, owners, strict=True):
+        assert len(ids) > 12 and not completions(given.bad_word_ids, ids)
+        assert not given.allowed_token_ids or {*ids} <= {*given.allowed_token_ids}
+    free = drawn(llm.generate(prompts, requests[1], use_tqdm=False))
+    assert sum(bool(completions(given.bad_word_ids, ids)) for ids, given in zip(free, owners, strict=True)) > 11
+
+
 @pytest.mark.parametrize("fields", BATCHES.values(), ids=BATCHES)
-def test_min_tokens_does_not_depend_on_how_tokens_are_computed(llm, make_llm, requests, fields):
+def test_it_does_not_depend_on_how_tokens_are_computed(llm, make_llm, barred, fields):
     few = FEW if "preemption_mode" in fields else {}
-    made, prompts, params = make_llm(**fields | few), *requests
-    if "batch_invariant" in fields:
-        prompts, params = prompts[:3], params[:3]
-    assert drawn(made.generate(prompts, params, use_tqdm=False)) == drawn(llm.generate(prompts, params, use_tqdm=False))
+    made, (prompts, params, answers) = make_llm(**fields | few), barred
+    if "batch_invariant" in fields:  # slow here
+        prompts, params = [prompt[-12:] for prompt in prompts[:3]], [replace(p, max_tokens=14) for p in params[:3]]
+        answers = drawn(llm.generate(prompts, params, use_tqdm=False))
+    assert drawn(made.generate(prompts, params, use_tqdm=False)) == answers
     assert not few or made.core.metrics()["num_preemptions_total"] > 3
+
+
+SCENE = "Enter the 3th SERVANT, with a torch.\n\n"
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def scene(llm):
+    """What the demo makes of it where it may write all that it likes."""
+    return llm.generate([SCENE], GREEDY, use_tqdm=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "pieces"),
+    [
+        (("MONTAGUE",), 6),  # the first word of the answer
+        (("  mistress",), 3),
+        (("my", "my lord", "you so"), 3),
+        (("MONTAGUE", "PARIS", "ROMEO", "Are", "mistress", "I"), 6),
+    ],
+)
+def test_a_greedy_answer_takes_the_likeliest_that_ends_no_bad_word(llm, scene, words, pieces):
+    """It is the likeliest by the model's own log-probabilities, from which nothing is taken."""
+    params = replace(GREEDY, bad_words=words, logprobs=20)
+    (free,), (held,) = scene.outputs, llm.generate([SCENE], params, use_tqdm=False)[0].outputs
+    made, steps = llm.tokenizer.bad_word_ids(words), []
+    assert max(map(len, made)) == pieces and completions(made, free.token_ids)
+    assert all(word.strip() in free.text for word in words[:1]) and not completions(made, held.token_ids)
+    for i, scores in enumerate(held.logprobs):
+        ranked = sorted(scores, key=lambda token: scores[token].rank)
+        bars = ends_of(made, held.token_ids[:i])
+        assert held.token_ids[i] == next(token for token in ranked if token not in bars)
+        steps.append(ranked[0] in bars)
+    assert any(steps)
+
+
+def test_many_draws_write_no_bad_word(llm):
+    """Until a word has begun its draws are those of an answer without bad words. Its n answers all keep to it."""
+    words = ("GLOUCESTER", "MIRANDA", "CORIOLANUS", "BENVOLIO", "DUKE", "lord", "thou")
+    made = llm.tokenizer.bad_word_ids(words)
+    params = SamplingParams(n=32, max_tokens=16, ignore_eos=True, seed=5)
+    free, held = (drawn(llm.generate([SCENE], replace(params, bad_words=w), use_tqdm=False)) for w in ((), words))
+    longer = [word for word in made if len(word) > 1]
+    assert sum(bool(completions(longer, ids)) for ids in free) > 3
+    assert len(held) == 32 and not any(completions(made, ids) for ids in held)
+    params = replace(params, n=4, bad_word_ids=tuple(longer))
+    for before, after in zip(free, drawn(llm.generate([SCENE], params, use_tqdm=False)), strict=False):
+        begun = next((i for i in range(16) if ends_of(longer, before[:i])), 16)
+        assert after[:begun] == before[:begun]
+
+
+def test_no_stop_string_ends_an_answer_before_min_tokens(llm, scene):
+    """The text goes on to the stop string that the text of the first tokens does not hold, or not all of."""
+    (free,), stop, least = scene.outputs, "MONTAGUE:", 7
+    border = llm.tokenizer.decode(free.token_ids[:least])
+    assert border == "MONTAGUE:\n" and free.text.count(stop) == 2 and free.text.startswith(border + "Are you")
+    second = free.text.index(stop, 1)
+    cases = {
+        (stop, 0): "", (stop, least): free.text[:second], ("\nA", least): border[:-1], ("\nA", least + 1): free.text,
+        ("\n", least): free.text[: free.text.index("\n", len(border))], ("\n", least - 1): border[:-1],
+    }  # fmt: skip
+    params = [replace(GREEDY, stop=(stop,), min_tokens=least) for stop, least in cases]
+    for output, text in zip(llm.generate([SCENE] * len(cases), params, use_tqdm=False), cases.values(), strict=True):
+        (answer,) = output.outputs
+        assert answer.text == text and (answer.finish_reason == "stop") == (text != free.text)
+        assert answer.token_ids == free.token_ids[: len(answer.token_ids)]
+
+
+def test_bad_words_begin_in_the_output(llm):
+    """A prompt that ends in the beginning of a bad word does not bar the rest of it."""
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    ids = llm.tokenizer.encode(SCENE)
+    (first,) = drawn(llm.generate([ids], params, use_tqdm=False))
+    (same,) = drawn(llm.generate([ids], replace(params, bad_word_ids=((ids[-1], first[0]),)), use_tqdm=False))
+    (other,) = drawn(llm.generate([ids], replace(params, bad_word_ids=(tuple(first[:2]),)), use_tqdm=False))
+    assert same == first and other[0] == first[0] and other[1] != first[1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "graphs"),
+    [("cpu", False), ("reference", True), pytest.param("triton", True, marks=pytest.mark.interpreted)],
+)
+def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, graphs):  # noqa: F811
+    """Rows with words, stop tokens held back and lists of allowed tokens, in one batch with rows that have none."""
+    rng, worker, seen = random.Random(4), make(backend=backend, max_num_seqs=5), []
+    logits = worker.model.logits
+    monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
+    monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
+    free = worker.step(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])])).token_ids[0]
+    if graphs:
+        with torch.inference_mode():
+            worker.graph_sizes, shape = [5], StepShape(5, 5, 5, 5, 1, True)
+            worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
+            worker.state.apply(worker.ops)
+            graph = FakeGraph(worker, shape)
+            worker.graphs[shape] = graph, graph.ids
+    new = [row(i, [1, 2, *([free] if i == 4 else [])]) for i in range(5)]
+    few, everything = (free, 5, 9, 31, 32, 96), range(97)
+    for each in new[1:]:
+        each.num_prompt = 2  # row 4 comes back after a preemption, with one token of output
+        each.bad_words = [[free, token] for token in few[:4]] + [[free, free, 5], [7], [31, 96]]
+    new[2].allowed, new[3].allowed = bit_words(few), bit_words(few)
+    new[3].stops, new[3].min_tokens = bit_words([5, 96]), 3
+    new[4].bad_words = [[rng.randrange(97), rng.randrange(97)] for _ in range(97)] + [[free, i] for i in range(30)]
+    outputs, met = [[], [], [], [], [free]], 0
+    for step in range(8):
+        rows = [(i, 1 if step else len(new[i].token_ids)) for i in range(5)]
+        plan = StepPlan(step + 1, rows=rows, new=[] if step else new, released=[] if step else [0])
+        ids = worker.step(plan).token_ids
+        for i, x in enumerate(seen[-1][:5]):
+            allowed = {*(few if i in (2, 3) else everything)} - ends_of(new[i].bad_words, outputs[i])
+            allowed -= {5, 96} if i == 3 and step < 3 else set()
+            assert ids[i] == max(allowed, key=lambda token: float(x[token])), (step, i)
+            met += ids[i] != int(x.argmax())
+            outputs[i].append(ids[i])
+    assert met > 8 and (not graphs or graph.replays == 7)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -118,6 +271,16 @@ def test_a_slot_that_is_left_early_bars_nothing_for_the_next(make):  # noqa: F81
         ({"min_tokens": 17}, r"^min_tokens is 17; it must be at most max_tokens, 16$"),
         ({"min_tokens": -1}, r"^min_tokens is -1; it must be a whole number from 0 to"),
         ({"min_tokens": 1, "use_beam_search": True}, r"^min_tokens is 1; with use_beam_search it must be 0$"),
+        ({"bad_words": ["a"], "use_beam_search": True}, r"^bad_words is .'a',.; with use_beam_search it must be empty"),
+        ({"bad_word_ids": [[1]], "use_beam_search": True}, r"^bad_word_ids is .*; with use_beam_search it must be e"),
+        ({"bad_words": "word"}, r"^bad_words is 'word'; it must be a list$"),
+        ({"bad_words": ["a"] * 65}, r"^bad_words has 65 entries; at most 64 are allowed$"),
+        ({"bad_words": ["a", " \n"]}, r"^bad_words has ' .n'; each must be a string that is not only spaces$"),
+        ({"bad_words": [5]}, r"^bad_words has 5; each must be a string"),
+        ({"bad_word_ids": [[5]] * 129}, r"^bad_word_ids has 129 entries; at most 128 are allowed$"),
+        ({"bad_word_ids": [[5] * 17]}, r"^bad_words has one of 17 tokens; each must have from 1 to 16 tokens$"),
+        ({"bad_word_ids": [[]]}, r"^bad_words has one of 0 tokens"),
+        ({"bad_word_ids": [[-1]]}, r"^bad_word_ids has -1; each must be a whole number from 0 to 2\^31 - 1$"),
     ],
 )
 def test_parameters_that_cannot_be(fields, message):
@@ -137,3 +300,8 @@ def test_a_token_is_always_left(llm):
         assert drawn(llm.generate([5, 6], replace(params, **other), use_tqdm=False))[0]
     with pytest.raises(ValueError, match=r"^allowed_token_ids is None; at least one"):
         llm.generate([5, 6], SamplingParams(stop_token_ids=tuple(range(1024)), min_tokens=1), use_tqdm=False)
+    params = SamplingParams(allowed_token_ids=(5, 7), bad_word_ids=((5,), (9, 7)))  # after 9 none would be left
+    with pytest.raises(ValueError, match=r"^allowed_token_ids is \(5, 7\); at least one"):
+        llm.generate([5, 6], params, use_tqdm=False)
+    with pytest.raises(ValueError, match=r"^bad_word_ids has token ids \[1024\]; allowed: 0 to 1023$"):
+        llm.generate([5, 6], SamplingParams(bad_word_ids=((5, 1024),)), use_tqdm=False)

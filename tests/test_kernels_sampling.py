@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -173,6 +174,54 @@ def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
     together = run("sample", device, logits, slots, *state)
     alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in range(5)]
     assert torch.equal(together, torch.cat(alone))
+
+
+@few
+@given(st.sampled_from([(2, 2), (8, 4), (64, 4), (128, 16)]), st.integers(0, 2**31))
+def test_mask_words(device: str, sizes: tuple[int, int], seed: int) -> None:
+    """Few tokens, so that words share their ends and are beginnings of each other, and outputs that end like words.
+
+    Tokens 30 to 33 lie in two words of the bitmask. Slot 4 is in no row, and slots without 8 in their kinds stay.
+    """
+    rng, (count, length), tokens = random.Random(seed), sizes, (0, 30, 31, 32, 33)
+    some, slots = tokens[: rng.choice((2, 3, 5))], ints(2, -1, 0, 3, -1, 1)
+    kinds = ints(12, rng.choice((8, 15)), rng.choice((0, 7)), 12, 12)
+    known, bits = ints(*(rng.randint(1, 20) for _ in range(5))), torch.randint(-(2**31), 2**31, (5, 2)).int()
+    prompt = ints(*(rng.randint(max(0, n - rng.choice((0, 1, 20))), n) for n in known.tolist()))
+    ids, bad = torch.tensor(rng.choices(some, k=5 * 21)).int().view(5, 21), torch.full((5, count, length), -1).int()
+    want, states = bits.clone(), []
+    for slot in range(5):
+        output, told = ids[slot, prompt[slot] : known[slot]].tolist(), {}
+        for i in range(rng.randint(1, count)):
+            word = rng.choices(some, k=rng.randint(2, length))
+            if rng.random() < 0.3:
+                word = [*output[1 - len(word) :], word[-1]]
+            bad[slot, i, -len(word) :] = ints(*word)
+            begun = len(word) <= len(output) + 1 and word[:-1] == output[len(output) + 1 - len(word) :]
+            told[word[-1]] = told.get(word[-1], False) or begun
+        for token, barred in told.items() if slot < 4 and kinds[slot] & 8 else ():
+            word = int(want[slot, token // 32]) & 0xFFFFFFFF
+            word = word & ~(1 << token % 32) if barred else word | 1 << token % 32
+            want[slot, token // 32] = word - (word >> 31 << 32)
+    rest = torch.zeros(5)
+    for ops in (kernels, reference):
+        states.append(bits.clone())
+        adjust = ops.Adjust(kinds, rest, rest, rest, rest, states[-1])
+        args = slots, ids, known, prompt, bad, adjust
+        run("mask_words", device, *args) if ops is kernels else ops.mask_words(*args)
+    assert torch.equal(states[1], want) and torch.equal(states[0], want)
+
+
+@pytest.mark.parametrize("others", [1, 127])
+def test_one_word_that_matches_bars_its_end(device: str, others: int) -> None:
+    """It does so wherever it stands among words with the same end, which do not match."""
+    for place in {0, others // 2, others}:
+        bad, bits, rest = torch.full((1, others + 1, 4), -1).int(), torch.zeros(1, 1).int(), torch.zeros(1)
+        bad[0, :, 1:], bad[0, place, 1:] = ints(5, 6, 31), ints(5, 7, 31)
+        adjust = kernels.Adjust(ints(12), rest, rest, rest, rest, bits)
+        for tokens, left in ((ints(5, 7, 9), 0), (ints(5, 8, 9), -(2**31)), (ints(4, 7, 9), -(2**31))):
+            run("mask_words", device, ints(0), tokens[None], ints(2), ints(0), bad, adjust)
+            assert bits.item() == left
 
 
 @settings(parent=few, max_examples=60)

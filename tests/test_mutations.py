@@ -39,6 +39,8 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "attention_prefill": (
         "i_len - i_count + o_token", "i_len - i_count + o_token - 1",
         test_kernels.test_attention_prefill, ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False)),
+    "mask_words": (
+        "o_at < i_known", "o_at < i_known - 1", test_kernels_sampling.test_one_word_that_matches_bars_its_end, (1,)),
     "sample_chunks": (
         "o_v, o_v < V)", "o_v, o_v < V - 1)",
         test_kernels_sampling.test_sample, (True, 1000, 1.0, 40, 1.0, 0.0, "normal", F32, True, None)),
