@@ -89,7 +89,11 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         kinds = ("application/json", "text/event-stream") if route in GENERATE + ANSWER else ("application/json",)
         found = replies(message_error if route in TURNS else error, *kinds)
         paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": found}}
-        components[REQUESTS[route].__name__]["required"] = list(NEEDED.get(route, ()))
+        fields = components[REQUESTS[route].__name__]
+        fields["required"] = list(NEEDED.get(route, ()))
+        for name in fields["required"]:  # what must be there may not be null
+            fields["properties"][name]["anyOf"].remove({"type": "null"})
+            del fields["properties"][name]["default"]
     for (method, path), summary in BODILESS.items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}

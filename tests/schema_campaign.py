@@ -27,6 +27,7 @@ from served import Server, eventually, serving
 POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
 # Answers are short, so that time goes into requests.
 FLAGS = ("--max-model-len", "96", "--max-output-tokens", "1024", "--max-num-seqs", "32", "--log-requests")
+NAMED = re.compile(r"(?s)^(/v1/responses|/v1/models|/explain)/.*?(/input_items|/cancel|)$")
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
     "allow_header_conformance",
@@ -35,13 +36,13 @@ CHECKS = (
 
 def narrowed(schema: dict[str, Any], server: Server) -> dict[str, Any]:
     """The schema with the model's name, few tokens of output and ids that are there, or else most would be refused."""
-    most = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 40}, {"type": "null"}]}
+    few = {name: {"enum": [1, 2, 5, 16, 40]} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")}
+    few["model"] = {"enum": ["demo"]}
     for fields in schema["components"]["schemas"].values():
-        known = fields["properties"]
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "model"):
-            if name in known:
-                known[name] = {"enum": ["demo"]} if name == "model" else most
-    ids = {"name": ["demo"], "id": []}
+        fields["properties"] |= {name: few[name] for name in few if name in fields["properties"]}
+    tokenize = schema["components"]["schemas"]["TokenizeRequest"]  # that one of two must be there only a check tells
+    tokenize["anyOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
+    ids: dict[str, list[str]] = {"name": ["demo"], "id": []}
     if "/v1/responses" in schema["paths"]:
         client = server.client()
         ids["id"] = [client.responses.create(model="demo", input="a", max_output_tokens=2).id for _ in range(100)]
@@ -81,7 +82,7 @@ def report(log: str) -> None:
     for line in log.splitlines():
         if line.startswith("{"):
             told = json.loads(line)
-            place = re.sub(r"^(/v1/responses/|/v1/models/|/explain/).*?(/input_items|/cancel)?$", r"\1*\2", told["path"])
+            X
             seen.setdefault(f"{told['method']} {place}", Counter())[told["status"]] += 1
     for route, statuses in sorted(seen.items()):
         print(f"{sum(statuses.values()):6} {route[:60]:60} {dict(sorted(statuses.items()))}")
