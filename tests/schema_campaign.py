@@ -82,7 +82,7 @@ def report(log: str) -> None:
     for line in log.splitlines():
         if line.startswith("{"):
             told = json.loads(line)
-            X
+            place = NAMED.sub(r"\1/*\2", told["path"])
             seen.setdefault(f"{told['method']} {place}", Counter())[told["status"]] += 1
     for route, statuses in sorted(seen.items()):
         print(f"{sum(statuses.values()):6} {route[:60]:60} {dict(sorted(statuses.items()))}")
