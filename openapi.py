@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from config import VERSION
-from protocol import NEEDED, PATHS, REQUESTS
+from protocol import ANSWER, GENERATE, NEEDED, PATHS, REQUESTS, TURNS
+from responses import MOST_ITEMS
 
 STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",
     404: "There is no such model or route.", 405: "The route does not take this method.",
-    413: "The body is too large.", 429: "Too much is in flight.", 500: "An error of the server's own.",
+    413: "The body is too large.", 415: "The content type is not application/json.",
+    429: "Too much is in flight.", 500: "An error of the server's own.",
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
 GETS = {
@@ -26,6 +28,12 @@ BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
 }
+QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
+    "/v1/responses/{id}/input_items": {
+        "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
+        "after": {"type": "string"},
+    },
+}  # fmt: skip
 
 
 class Mistake(msgspec.Struct):
@@ -43,27 +51,57 @@ class ErrorReply(msgspec.Struct):
     error: Mistake
 
 
+class MessageMistake(msgspec.Struct):
+    """What was wrong, as Anthropic spells it."""
+
+    type: str
+    message: str
+
+
+class MessageErrorReply(msgspec.Struct):
+    """The body of a reply other than 200 on Anthropic's routes."""
+
+    type: Literal["error"]
+    error: MessageMistake
+
+
+def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
+    """What a route may answer: 200 with one of these content types, else with the schema of an error."""
+    content = {kind: {"schema": {"type": "object" if kind == "application/json" else "string"}} for kind in kinds}
+    wrong = {"content": {"application/json": {"schema": error}}}
+    return {
+        "200": {"description": "The answer.", "content": content},
+        **{str(status): {"description": text, **wrong} for status, text in STATUSES.items()},
+    }
+
+
 def openapi(root_path: str = "") -> dict[str, Any]:
     """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
 
     `root_path` is what stands before the routes.
     """
-    types = [*REQUESTS.values(), ErrorReply]
+    types = [*REQUESTS.values(), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
-    wrong = {"content": {"application/json": {"schema": refs[-1]}}}
-    replies: dict[str, Any] = {"200": {"description": "The answer."}}
-    replies |= {str(status): {"description": text, **wrong} for status, text in STATUSES.items()}
+    error, message_error = refs[-2:]
     paths: dict[str, Any] = {}
     for (route, (path, *_)), ref in zip(PATHS.items(), refs, strict=False):
         body = {"required": True, "content": {"application/json": {"schema": ref}}}
-        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": replies}}
-        components[REQUESTS[route].__name__]["required"] = list(NEEDED.get(route, ()))
+        kinds = ("application/json", "text/event-stream") if route in GENERATE + ANSWER else ("application/json",)
+        found = replies(message_error if route in TURNS else error, *kinds)
+        paths[path] = {"post": {"operationId": route, "requestBody": body, "responses": found}}
+        fields = components[REQUESTS[route].__name__]
+        fields["required"] = list(NEEDED.get(route, ()))
+        for name in fields["required"]:  # what must be there may not be null
+            fields["properties"][name]["anyOf"].remove({"type": "null"})
+            del fields["properties"][name]["default"]
     for (method, path), summary in BODILESS.items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
             for n in re.findall(r"{(\w+)}", path)
         ]
-        operation = {"summary": summary, "parameters": places, "responses": replies}
+        places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
+        found = replies(error, "text/plain" if path == "/metrics" else "application/json")
+        operation = {"summary": summary, "parameters": places, "responses": found}
         paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from config import ServerConfig
-from messages import chat_messages, joined_turns, response_items, template_variables
+from messages import ITEM_ROLES, ITEM_TEXTS, chat_messages, joined_turns, response_items, template_variables
 from sampling_params import RANGES, PoolingParams, SamplingParams
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -324,31 +324,37 @@ PROMPT = shown(anyOf=[
     {"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
     IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
 ])  # fmt: skip
-TEXT = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-}
 STRING = {"type": "string", "minLength": 1}
 TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
 DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
-SYSTEM = shown(anyOf=[{"type": "string"}, {"type": "array", "items": TEXT}])
-CONVERSATION = shown(type="array", minItems=1, items={
-    "type": "object", "required": ["role", "content"], "properties": {
-        "role": {"type": "string"}, "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT}]},
-    },
-})  # fmt: skip
-PART = {
-    "type": "object", "required": ["type", "text"],
-    "properties": {"type": {"enum": ["input_text", "output_text", "text"]}, "text": {"type": "string"}},
-}  # fmt: skip
-INPUT = shown(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": {
-    "type": "object", "required": ["role", "content"], "properties": {
-        "type": {"const": "message"}, "role": {"enum": ["user", "assistant", "system", "developer"]},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": PART}]},
-    },
-}}])  # fmt: skip
+TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
+TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
+ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
+ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
+
+
+def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
+    """The schema of a text, or of a list of parts of these kinds that have only `known` keys."""
+    keys: dict[str, Any] = {key: {} for key in known} | {"type": {"enum": kinds}, "text": {"type": "string"}}
+    part = {"type": "object", "properties": keys, "required": ["type", "text"], "additionalProperties": False}
+    return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
+
+
+def conversation(others: bool, **keys: Any) -> dict[str, Any]:
+    """The schema of a list of messages with a role, a content and maybe the rest of `keys`, or `others` as well."""
+    required = ["role", "content"]
+    message = {"type": "object", "properties": keys, "required": required, "additionalProperties": others}
+    return {"type": "array", "minItems": 1, "items": message}
+
+
+BLOCKS = content_of(["text"], TEXT_BLOCK)
+PARTS = content_of(ITEM_TEXTS, ITEM_PART)
+SYSTEM = shown(**BLOCKS)
+CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], TEXT_PART)))
+ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
+ITEM_KEYS = {"type": {"const": "message"}, "role": {"enum": ITEM_ROLES}, "content": PARTS, "id": {"type": "string"}}
+INPUT = shown(anyOf=[{"type": "string"}, conversation(False, **({key: {} for key in ITEM} | ITEM_KEYS))])
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -374,10 +380,6 @@ OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
-TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
-TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
-ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
-ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
 # What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
 NEVER_THERE = (
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
@@ -484,10 +486,11 @@ def routes_of(name: str) -> tuple[str, ...]:
 
 FIELDS = (
     Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
-    Field("prompt", PROMPT, None, (COMPLETIONS, TOKENIZE), prompts, "A text, or token ids, or a list of such."),
+    Field("prompt", PROMPT, None, (COMPLETIONS,), prompts, "A text, or token ids, or a list of such."),
+    Field("prompt", shown(**STRING), None, (TOKENIZE,), prompts, "A text; or else there are messages."),
     Field("suffix", str, None, (COMPLETIONS,), None, "What comes after the text that is to be filled in."),
     Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
-    Field("messages", CONVERSATION, None, TURNS, turns, "The last may be an answer's beginning."),
+    Field("messages", ALTERNATING, None, TURNS, turns, "The last may be an answer's beginning."),
     Field("system", SYSTEM, None, TURNS, system_text, "Comes before the messages."),
     Field("input", INPUT, None, (RESPONSES,), input_items, "A text, or messages."),
     Field("instructions", str, None, (RESPONSES,), about="Come first; not a part of the stored conversation."),

@@ -16,6 +16,7 @@ import dataclasses
 import datetime
 import errno
 import hmac
+import json
 import os
 import re
 import signal
@@ -165,7 +166,10 @@ class RootPath:
 
 
 def log_line(name: str, client: str, method: str, path: str, status: int, begun: float, run: Run | None) -> None:
-    """Write what there is to tell of a request, in JSON, so that nothing that a client sends can look like a line."""
+    """Write what there is to tell of a request, in JSON, so that nothing that a client sends can look like a line.
+
+    It is ASCII, because some readers break lines at other characters, too, and terminals obey some of them.
+    """
     now = time.monotonic()
     told = {} if run is None else run.summary()
     first = told.pop("first_token_time", None)
@@ -174,7 +178,7 @@ def log_line(name: str, client: str, method: str, path: str, status: int, begun:
         "client": client, "method": method, "path": path[:256], "status": status, **told,
         "first_token_seconds": None if first is None else round(first - begun, 4), "seconds": round(now - begun, 4),
     }  # fmt: skip
-    say(msgspec.json.encode(line).decode())
+    say(json.dumps(line))
 
 
 def view_of(api: Api, route: str) -> Callable[[], Response]:

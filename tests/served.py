@@ -70,6 +70,13 @@ class Server:
             response = connection.getresponse()
             return response.status, response.read().decode()
 
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=10)
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
     def metric(self, name: str) -> float:
         return float(re.search(rf"^manta_{name} (\S+)$", self.get("/metrics")[1], re.MULTILINE)[1])
 

@@ -193,6 +193,7 @@ def test_a_request_has_a_line_in_the_log(engine: ScriptedClient, capsys: pytest.
         http_client.post(COMPLETIONS, json={"prompt": "secret"}),
         http_client.post(COMPLETIONS, json={"prompt": ""}, headers=key),
         http_client.get("/a%0Ab?secret=1"),
+        http_client.get("/a%E2%80%A8b%C2%85c%C2%9Bd"),  # separators of lines, and what begins a terminal's order
     ):
         told = line_of(response)
         assert told["first_token_seconds"] is None and "output_tokens" not in told

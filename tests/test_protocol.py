@@ -455,3 +455,20 @@ def test_the_schema_is_that_of_the_structs_that_validate(http_client: FlaskClien
     }
     others = {(path, "post") for _, *paths in PATHS.values() for path in paths}
     assert rules == {(path, method) for path, methods in schema["paths"].items() for method in methods} | others
+
+
+def test_the_schema_says_what_comes_back(http_client: FlaskClient) -> None:
+    """The content types of an answer, and the form of errors, which on Anthropic's routes is another."""
+    schema = http_client.get("/openapi.json").json
+    json_type, stream = "application/json", "text/event-stream"
+    wanted = {
+        ("/v1/completions", "post"): {json_type, stream}, ("/v1/messages", "post"): {json_type, stream},
+        ("/tokenize", "post"): {json_type}, ("/health", "get"): {json_type}, ("/metrics", "get"): {"text/plain"},
+    }  # fmt: skip
+    for (path, method), kinds in wanted.items():
+        assert set(schema["paths"][path][method]["responses"]["200"]["content"]) == kinds
+    assert http_client.get("/metrics").mimetype == "text/plain"
+    for path, method in (("/v1/messages/count_tokens", "post"), ("/v1/completions", "post")):
+        content = schema["paths"][path][method]["responses"]["400"]["content"]
+        shape = schema["components"]["schemas"][content[json_type]["schema"]["$ref"].rpartition("/")[2]]
+        assert set(http_client.post(path, json={}).json) == set(shape["properties"]) == set(shape["required"])

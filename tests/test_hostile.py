@@ -1,0 +1,603 @@
+"""Hostile requests: each is refused with an error of its route's form, in time, and the next good one is answered."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import socket
+import struct
+import zlib
+from collections.abc import Iterator
+from http.client import HTTPResponse
+from typing import Any
+
+import msgspec
+import pytest
+from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
+
+from config import DEMO, ServerConfig
+from processes import Board
+from protocol import KNOWN, PATHS, ROUTES, TURNS
+from scripted import CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of
+from served import Server, eventually, serving
+from server import create_app
+from serving import Api
+from tokenizer import Tokenizer
+
+ANTHROPIC = [PATHS[route][0] for route in TURNS]
+TALK = [{"role": "user", "content": "Hi"}]
+GOOD: dict[str, dict[str, Any]] = {
+    "completions": {"prompt": "To be", "max_tokens": 1}, "chat": {"messages": TALK, "max_tokens": 1},
+    "tokenize": {"prompt": "a"}, "detokenize": {"tokens": [5]}, "responses": {"input": "a", "max_output_tokens": 1},
+    "messages": {"messages": TALK, "max_tokens": 1}, "count_tokens": {"messages": TALK}, "embeddings": {"input": "a"},
+    "pooling": {"input": "a"}, "classify": {"input": "a"}, "score": {"text_1": "a", "text_2": "b"},
+    "rerank": {"query": "a", "documents": ["b"]},
+}  # fmt: skip
+HASTY = Tokenizer(DEMO, max_template_seconds=0.2)
+TASK_OF = {"embeddings": "embed", "pooling": "embed", "score": "embed", "rerank": "embed", "classify": "classify"}
+
+
+def check_error(status: int, content_type: str, data: bytes, path: str, statuses: range | list[int]) -> None:
+    """The reply is an error of one of these statuses, in the form that the route has for it."""
+    assert status in statuses, (status, data[:1000])
+    assert content_type == "application/json"
+    told = json.loads(data)
+    if path in ANTHROPIC:
+        assert set(told) == {"type", "error"} and told["type"] == "error" and set(told["error"]) == {"type", "message"}
+    else:
+        assert set(told) == {"error"} and set(told["error"]) == {"message", "type", "param", "code"}
+    assert 0 < len(told["error"]["message"]) <= 1000
+
+
+def check_refused(response: TestResponse, path: str, statuses: range | list[int] = range(400, 500)) -> None:
+    check_error(response.status_code, response.mimetype, response.data, path, statuses)
+
+
+class Apps:
+    """An app for each task, all around one scripted engine. Their templates have little time."""
+
+    def __init__(self, engine: ScriptedClient, **options: Any):
+        facts, config = FACTS | {"labels": ("bad", "good"), "hidden_size": 32}, ServerConfig(**options)
+        self.clients = {
+            task: create_app(Api(engine, HASTY, facts | {"task": task}, config, ["manta"], Board())).test_client()
+            for task in ("generate", "embed", "classify")
+        }
+
+    def send(self, route: str, body: Any) -> TestResponse:
+        """Send a body, which is JSON unless it is bytes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        client = self.clients[TASK_OF.get(route, "generate")]
+        return client.post(PATHS[route][0], data=data, content_type="application/json")
+
+    def check_good(self, route: str) -> None:
+        assert self.send(route, GOOD[route]).status_code == 200
+
+
+@pytest.fixture
+def apps(engine: ScriptedClient) -> Apps:
+    return Apps(engine, max_body_bytes=2**20, max_json_depth=32, trust_request_chat_template=True)
+
+
+# --- every field of every route ---------------------------------------------------------------------------------------
+
+WRONG: dict[str, list[Any]] = {  # for each of JSON's types values that no field with other types may take
+    "boolean": [True],
+    "string": ["\0", "ÿ" * 5000, ""],
+    "object": [{}, {"a": {"b": [None]}}],
+    "array": [[{}], [[]], []],
+    "number": [1.5, -1e308, 5e-324],
+    "integer": [7, -1, 2**63, -(2**200), 10**400],
+}
+BIGGEST = [2**31, 2**63 - 1, -(2**31) - 1, 10**400, 1e308, -1e-320, "a" * 2**17, "\0", [[[]]] * 99, {"": {"": {}}}]
+
+
+def json_types(schema: dict[str, Any]) -> set[str]:
+    """The types that a schema allows; none where it allows all."""
+    if "anyOf" in schema:
+        return set.union(*map(json_types, schema["anyOf"]))
+    if "enum" in schema:
+        return {"string"}
+    return {schema["type"], "integer"} if schema.get("type") == "number" else {schema["type"]} if schema else set()
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_wrong_types_and_extremes_in_every_field(apps: Apps, route: str) -> None:
+    """A wrong type is a 400 that names the field. An extreme of the right type may be none, but then it works."""
+    sent = 0
+    for i, (name, field) in enumerate(KNOWN[route].items()):
+        types = json_types(msgspec.json.schema(field.type))
+        wrong = [values[i % len(values)] for kind, values in WRONG.items() if types and kind not in types]
+        for value in wrong:
+            response = apps.send(route, GOOD[route] | {name: value})
+            check_refused(response, PATHS[route][0], [400])
+            assert name in response.text
+            apps.check_good(route)
+        for value in (BIGGEST[i % len(BIGGEST)], BIGGEST[i * 7 % len(BIGGEST)]):
+            response = apps.send(route, GOOD[route] | {name: value})
+            if response.status_code != 200:
+                check_refused(response, PATHS[route][0])
+            apps.check_good(route)
+        sent += len(wrong) + 2
+    assert sent > 10
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+DEEP = 20_000
+PROMPT = b'{"max_tokens": 1, "prompt": '
+NO_REQUESTS = {
+    "nothing": b"",
+    "a null": b"null",
+    "a list": b"[]",
+    "a string": b'"prompt"',
+    "a number": b"1",
+    "no JSON": b"prompt=To+be",
+    "JSON in a form": b'body={"prompt": "a"}',
+    "two objects": b'{"prompt": "a"} {}',
+    "a comma too many": b'{"prompt": "a",}',
+    "a comment": b'{"prompt": "a" /* b */}',
+    "single quotes": b"{'prompt': 'a'}",
+    "a byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "UTF-32": '{"prompt": "a"}'.encode("utf-32"),
+    "gzip": b"\x1f\x8b\x08\x00\x00\x00",
+    "zlib": zlib.compress(b"{}" * 99),
+    "a pickle": b"\x80\x04K\x01.",
+    "NULs": b"\0" * 1000,
+    "a NUL at the end": b'{"prompt": "a"}\0',
+    "a raw NUL": PROMPT + b'"a\0b"}',
+    "a raw newline": PROMPT + b'"a\nb"}',
+    "a cut body": PROMPT + b'"a',
+    "a cut escape": PROMPT + b'"\\u00"}',
+    "an unknown escape": PROMPT + b'"\\x41"}',
+    "deep lists": b"[" * DEEP,
+    "deep objects": b'{"a":' * DEEP,
+    "deep and closed": b'{"prompt":' + b"[" * 990 + b"]" * 990 + b"}",
+    "deep in a field that nobody looks at": b'{"prompt": "a", "user": ' + b"[" * 40 + b"]" * 40 + b"}",
+    "deep and mixed": PROMPT + b'[{"a":' * 500 + b"1" + b"}]" * 500 + b"}",
+    "a lone surrogate": PROMPT + b'"\\ud800"}',
+    "a low surrogate": PROMPT + b'"\\udc00"}',
+    "surrogates the wrong way round": PROMPT + b'"\\udc00\\ud800"}',
+    "half a pair": PROMPT + b'"\\ud83d\\u0041"}',
+    "a surrogate in a key": b'{"prompt": "a", "\\ud800": 1}',
+    "a surrogate in UTF-8": PROMPT + b'"\xed\xa0\x80"}',
+    "overlong UTF-8": PROMPT + b'"\xc0\xaf"}',
+    "an overlong NUL": PROMPT + b'"\xc0\x80"}',
+    "Latin-1": PROMPT + b'"\xe9"}',
+    "cut UTF-8": PROMPT + b'"\xf0\x9f\x98"}',
+    "beyond Unicode": PROMPT + b'"\xf4\x90\x80\x80"}',
+    "0xff": PROMPT + b'"\xff"}',
+    "broken UTF-8 in a key": b'{"prompt": "a", "\xff": 1}',
+    "broken UTF-8 outside": b'{"prompt": "a"\xff}',
+    "NaN": b'{"prompt": "a", "temperature": NaN}',
+    "infinity": b'{"prompt": "a", "temperature": Infinity}',
+    "minus infinity": b'{"prompt": "a", "temperature": -Infinity}',
+    "1e999": b'{"prompt": "a", "temperature": 1e999}',
+    "NaN in a bias": b'{"prompt": "a", "logit_bias": {"5": NaN}}',
+    "a string NaN": b'{"prompt": "a", "temperature": "NaN"}',
+    "-1e999": b'{"prompt": "a", "min_p": -1e999}',
+    "a long number": b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    "a long fraction": b'{"prompt": "a", "seed": 0.' + b"9" * 100_000 + b"}",
+    "hexadecimal": b'{"prompt": "a", "seed": 0x1}',
+    "a leading zero": b'{"prompt": "a", "seed": 01}',
+    "a plus": b'{"prompt": "a", "seed": +1}',
+    "a long field name": b'{"prompt": "a", "' + b"x" * 500_000 + b'": 1}',
+    "many field names": json.dumps({"prompt": "a"} | {f"field{i}": 1 for i in range(20_000)}).encode(),
+    "a field name of NULs": b'{"prompt": "a", "' + b"\\u0000" * 1000 + b'": 1}',
+    "no field name": b'{"prompt": "a", "": 1}',
+    "a field name of a class": b'{"prompt": "a", "__class__": 1}',
+    "a field in capitals": b'{"Prompt": "a"}',
+    "two prompts, the last one wrong": b'{"prompt": "a", "prompt": 5}',
+    "many prompts": b'{"prompt": ["a"' + b', "a"' * 2000 + b"]}",
+    "many stops": b'{"prompt": "a", "stop": ["a"' + b', "a"' * 100 + b"]}",
+    "a long stop": b'{"prompt": "a", "stop": "' + b"(a+)+" * 999 + b'"}',
+    "an empty stop": b'{"prompt": "a", "stop": [""]}',
+    "a stop of lists": b'{"prompt": "a", "stop": [[["a"]]]}',
+    "a long prompt": PROMPT + b'"' + b"a " * 200_000 + b'"}',
+    "a prompt of one character": PROMPT + b'"' + b"a" * 900_000 + b'"}',
+    "a prompt of special tokens": PROMPT + b'"' + b"<|end|>" * 1000 + b'"}',
+    "spaces": b" " * 900_000,
+    "token ids beyond": b'{"prompt": [1024]}',
+    "token ids below": b'{"prompt": [-1]}',
+    "a token that is true": b'{"prompt": [true]}',
+    "token ids of two kinds": b'{"prompt": [5, "a"]}',
+    "an empty prompt": b'{"prompt": ""}',
+    "no prompts": b'{"prompt": []}',
+    "an empty list among them": b'{"prompt": [[5], []]}',
+    "too many answers": b'{"prompt": ["a", "b"], "n": 65536}',
+    "too many beams": b'{"prompt": "a", "use_beam_search": true, "beam_width": 1024, "n": 1024, "max_tokens": 9999999}',
+    "lists of answers": b'{"prompt": "a", "best_of": [1]}',
+    "too much output": b'{"prompt": "a", "max_tokens": 2147483647}',
+    "a bias of all": json.dumps({"prompt": "a", "logit_bias": {str(i): 1 for i in range(30_000)}}).encode(),
+    "a bias of no token": b'{"prompt": "a", "logit_bias": {"x": 1}}',
+    "a bias of spaces": b'{"prompt": "a", "logit_bias": {" 5 ": 1}}',
+    "a bias of 1e2": b'{"prompt": "a", "logit_bias": {"1e2": 1}}',
+    "a bias of Arabic digits": '{"prompt": "a", "logit_bias": {"٥": 1}}'.encode(),
+    "a bias of _": b'{"prompt": "a", "logit_bias": {"1_0": 1}}',
+    "every token barred": json.dumps({"prompt": "a", "bad_words": ["a" * i for i in range(1, 400)]}).encode(),
+}
+
+
+@pytest.mark.parametrize("what", NO_REQUESTS)
+def test_bodies_that_are_no_requests(apps: Apps, what: str) -> None:
+    check_refused(apps.send("completions", NO_REQUESTS[what]), COMPLETIONS)
+    apps.check_good("completions")
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "completions"])
+def test_no_route_takes_what_is_no_json(apps: Apps, route: str) -> None:
+    for what in (
+        "nothing",
+        "a list",
+        "NULs",
+        "deep lists",
+        "deep objects",
+        "Latin-1",
+        "a lone surrogate",
+        "NaN",
+        "spaces",
+    ):
+        check_refused(apps.send(route, NO_REQUESTS[what]), PATHS[route][0], [400])
+        apps.check_good(route)
+    check_refused(apps.send(route, b"x" * 2**21), PATHS[route][0], [413])
+    apps.check_good(route)
+
+
+HARMLESS = {
+    "NULs in a prompt": {"prompt": "\0" * 20},
+    "special tokens": {"prompt": "<|end|>" * 30},
+    "all of Unicode's ends": {"prompt": "\ufffe\uffff\U0010ffff\u202e\ufeff"},
+    "stops like patterns": {"stop": ["(a+)+$", "(.*)*!", "[", "\\"] * 16},
+    "stops of one letter": {"stop": ["H" * i for i in range(2, 66)], "max_tokens": 40},
+    "a stop of NULs": {"stop": "\0" * 512},
+    "a long name": {"user": "x" * 500_000},
+    "a deep field that nobody looks at": {"metadata": {"a": [[[[{}]]]]}},
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_looks_hostile_and_is_not(apps: Apps, what: str) -> None:
+    assert apps.send("completions", GOOD["completions"] | HARMLESS[what]).status_code == 200
+
+
+def test_of_two_fields_of_one_name_the_last_counts(apps: Apps) -> None:
+    """As in the JSON of most languages; see also above."""
+    answer = apps.send("completions", b'{"prompt": 5, "prompt": "a", "max_tokens": 9, "max_tokens": 1}')
+    assert answer.json["usage"]["completion_tokens"] == 1
+
+
+# --- conversations and templates --------------------------------------------------------------------------------------
+
+MESSAGES_OF: dict[str, Any] = {
+    "none": [],
+    "an object": {},
+    "of null": [None],
+    "of text": ["Hi"],
+    "of lists": [[TALK]],
+    "no role": [{"content": "a"}],
+    "a role of 5": [{"role": 5, "content": "a"}],
+    "no content": [{"role": "user"}],
+    "a content of 5": [{"role": "user", "content": 5}],
+    "a content of an object": [{"role": "user", "content": {"text": "a"}}],
+    "a part of text": [{"role": "user", "content": ["a"]}],
+    "a part of null": [{"role": "user", "content": [None]}],
+    "no type": [{"role": "user", "content": [{"text": "a"}]}],
+    "an image": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+    "a type of a list": [{"role": "user", "content": [{"type": ["text"], "text": "a"}]}],
+    "a text of 5": [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+    "a text of a list": [{"role": "user", "content": [{"type": "text", "text": ["a"]}]}],
+    "long": [{"role": "user", "content": "a " * 100_000}],
+    "many": TALK * 5000,
+}
+
+
+@pytest.mark.parametrize("what", MESSAGES_OF)
+def test_conversations_that_are_none(apps: Apps, what: str) -> None:
+    for route in ("chat", "messages", "count_tokens", "responses", "tokenize"):
+        name = "input" if route == "responses" else "messages"
+        body = {field: value for field, value in GOOD[route].items() if field != "prompt"} | {name: MESSAGES_OF[what]}
+        if route in ("count_tokens", "tokenize") and what in ("long", "many"):
+            continue  # is counted, however long
+        check_refused(apps.send(route, body), PATHS[route][0], [400])
+        apps.check_good(route)
+
+
+TEMPLATES = {
+    "a loop": "{% for i in range(10**9) %}{% endfor %}",
+    "loops in loops": "{% for i in range(999) %}" * 9 + "{% endfor %}" * 9,
+    "a long range": "{{ range(10**12) | list }}",
+    "a power": "{{ 9**9**9 }}",
+    "a product": "{{ 'a' * 10**10 }}",
+    "a product of lists": "{{ [0] * 10**10 }}",
+    "a shift": "{{ 1 << 10**10 }}",
+    "a wide format": "{{ '%1000000000d' % 1 }}",
+    "a width": "{{ '{:1000000000}'.format(1) }}",
+    "a center": "{{ 'a' | center(10**10) }}",
+    "an indent": "{{ 'a' | indent(10**10, true) }}",
+    "a macro of itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "deep brackets": "{{ " + "(" * 2000 + "1" + ")" * 2000 + " }}",
+    "deep lists": "{{ " + "[" * 500 + "]" * 500 + " }}",
+    "deep ifs": "{% if 1 %}" * 500 + "{% endif %}" * 500,
+    "a class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ cycler.__init__.__globals__ }}",
+    "an import": "{% import 'os' as os %}{{ os }}",
+    "an include": "{% include '/etc/passwd' %}",
+    "an extension": "{% extends 'a' %}",
+    "no end": "{% for",
+    "an unknown tag": "{% exec %}",
+    "an exception": "{{ raise_exception('no') }}",
+    "1 / 0": "{{ 1 / 0 }}",
+    "an unknown filter": "{{ 1 | nope }}",
+    "an attribute": "{{ messages.nope.nope }}",
+    "a long one": "a" * 2**17,
+    "doubling": "{% set x = namespace(v='ab') %}" + "{% set x.v = x.v ~ x.v %}" * 60 + "{{ x.v }}",
+    "a join": "{{ (range(99999) | list | join('a' * 99999)) }}",
+    "a recursive loop": "{% for i in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+    "a replacement": "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
+    "a lipsum": "{{ lipsum(n=10**8) }}",
+}
+
+
+@pytest.mark.parametrize("what", TEMPLATES)
+def test_templates_that_never_end_or_look_around(apps: Apps, what: str) -> None:
+    check_refused(apps.send("chat", GOOD["chat"] | {"chat_template": TEMPLATES[what]}), CHAT, [400])
+    apps.check_good("chat")
+
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Content-Type": "multipart/form-data"}, 415),
+        ({"Content-Type": "multipart/form-data; boundary=" + "x" * 9999}, 415),
+        ({"Content-Type": "text/html", "Origin": "http://a.example"}, 415),
+        ({"Content-Type": "\xff", "Origin": "null"}, 415),
+        ({"Authorization": "Bearer"}, 401),
+        ({"Authorization": "Bearer \xff\xfe"}, 401),
+        ({"Authorization": "Bearer " + "x" * 99_999}, 401),
+        ({"Authorization": "Basic b25lOm9uZQ=="}, 401),
+        ({"X-Api-Key": "one\x00"}, 401),
+        ({"X-Api-Key": "one,one"}, 401),
+        ({"Authorization": "bearer  one"}, 401),
+    ],
+)
+def test_hostile_headers(engine: ScriptedClient, headers: dict[str, str], status: int) -> None:
+    keyed = client_of(engine, api_key=() if status == 415 else ("one",))
+    for path in (COMPLETIONS, "/v1/messages"):
+        check_refused(keyed.post(path, data=b"{}", headers=headers), path, [status])
+    good = keyed.post(COMPLETIONS, json=GOOD["completions"], headers={"X-Api-Key": "one"})
+    assert good.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../../etc/passwd",
+        "/%2e%2e/%2e%2e/etc/passwd",
+        "/%00",
+        "/v1/models/%00",
+        "/v1/models/..%2f..%2fetc",
+        "/%ff%fe",
+        "/v1/models/%ff",
+        "/explain/%00",
+        "/explain/" + "x" * 60_000,
+        "/v1/responses/%00",
+        "/v1/responses/" + "%F0%9F%98" * 99,
+        "/v1/responses/a/input_items?limit=9" + "9" * 5000,
+        "/v1/responses/a?x=" + "&x=" * 5000,
+        "/v1/completions/%0d%0aX-A:%20b",
+        "/" + "a/" * 9999,
+        "//evil.example",
+        "/\\evil.example",
+        "/v1/models/{{7*7}}",
+        "/v1/models/%25s%25n",
+        "/;a=b?c#d",
+    ],
+)
+def test_hostile_paths(http_client: FlaskClient, path: str) -> None:
+    response = http_client.get(path)
+    check_refused(response, path)
+    assert "X-A" not in response.headers
+    for id in ("\0", "x" * 4000):  # in the query
+        check_refused(
+            http_client.get("/v1/responses/a/input_items", query_string={"after": id, "order": id}), path, [404]
+        )
+    assert http_client.get("/v1/models").status_code == 200
+
+
+# --- what is no HTTP: the real thing ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("hostile")
+    with serving(folder, "--body-timeout", "1", "--max-body-bytes", "4096") as running:
+        yield running
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=20)
+
+
+def replies_to(server: Server, raw: bytes, hang_up: bool = True) -> list[tuple[int, str, bytes]]:
+    """Status, content type and content of each reply to these bytes, until the server hangs up."""
+    with connect(server) as sock:
+        with contextlib.suppress(OSError):  # it may have answered, and hung up, before it has read all
+            sock.sendall(raw)
+            if hang_up:
+                sock.shutdown(socket.SHUT_WR)
+        got = bytearray()
+        with contextlib.suppress(ConnectionResetError):  # what it has not read when it hangs up resets the connection
+            while part := sock.recv(65536):
+                got += part
+    found, rest = [], bytes(got)
+    while rest:
+        head, _, rest = rest.partition(b"\r\n\r\n")
+        status, *lines = head.decode().split("\r\n")
+        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
+        size = int(headers["content-length"])
+        found.append((int(status.split()[1]), headers["content-type"], rest[:size]))
+        assert len(found[-1][2]) == size
+        rest = rest[size:]
+    return found
+
+
+def check_serves(server: Server) -> None:
+    status, content = server.post(COMPLETIONS, {"prompt": "To be", "max_tokens": 1})
+    assert status == 200 and json.loads(content)["choices"]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+BODY = b'{"prompt": "a", "max_tokens": 1}'
+WHOLE = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
+NO_HTTP = {
+    "a negative length": HEAD + b"Content-Length: -1\r\n\r\n{}",
+    "a length of words": HEAD + b"Content-Length: two\r\n\r\n{}",
+    "a length with a plus": HEAD + b"Content-Length: +2\r\n\r\n{}",
+    "a length of _": HEAD + b"Content-Length: 1_0\r\n\r\n{}        ",
+    "a length of 0x2": HEAD + b"Content-Length: 0x2\r\n\r\n{}",
+    "an empty length": HEAD + b"Content-Length: \r\n\r\n{}",
+    "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ",
+    "a list of lengths": HEAD + b"Content-Length: 2, 3\r\n\r\n{} ",
+    "a huge length": HEAD + b"Content-Length: " + b"9" * 99 + b"\r\n\r\n{}",
+    "a length too long": HEAD + b"Content-Length: 9\r\n\r\n{}",
+    "a length and chunks": HEAD + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunks twice": HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "chunks within": HEAD + b"Transfer-Encoding: chunked, identity\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "an encoding with a tab": HEAD + b"Transfer-Encoding: \x0bchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "gzip": HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of no number": CHUNKED + b"zz\r\n{}\r\n0\r\n\r\n",
+    "a chunk of less than 0": CHUNKED + b"-2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of 0x": CHUNKED + b"0x2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of _": CHUNKED + b"0_2\r\n{}\r\n0\r\n\r\n",
+    "a chunk of spaces": CHUNKED + b" 2\r\n{}\r\n0\r\n\r\n",
+    "a chunk too long": CHUNKED + b"2\r\n{}{}\r\n0\r\n\r\n",
+    "a chunk too short": CHUNKED + b"9\r\n{}\r\n0\r\n\r\n",
+    "a huge chunk": CHUNKED + b"F" * 99 + b"\r\n{}",
+    "a chunk of no size": CHUNKED + b"\r\n{}\r\n",
+    "a long size": CHUNKED + b"0" * 100_000 + b"2\r\n{}\r\n0\r\n\r\n",
+    "a long extension": CHUNKED + b"2;" + b"a" * 100_000 + b"\r\n{}\r\n0\r\n\r\n",
+    "no last chunk": CHUNKED + b"2\r\n{}\r\n",
+    "too many chunks": CHUNKED + b"1\r\n \r\n" * 9000 + b"0\r\n\r\n",
+    "nothing after the head": HEAD + b"Content-Length: 9\r\n\r\n",
+    "many headers": GET + b"".join(b"X-%d: 1\r\n" % i for i in range(5000)) + b"\r\n",
+    "a long header": GET + b"X: " + b"x" * 10**6 + b"\r\n\r\n",
+    "a long name": GET + b"x" * 10**6 + b": 1\r\n\r\n",
+    "a header of no name": GET + b": 1\r\n\r\n",
+    "no colon": GET + b"X\r\n\r\n",
+    "a name with a space": GET + b"X : 1\r\n\r\n",
+    "a name of NULs": GET + b"\0: 1\r\n\r\n",
+    "a NUL": GET + b"X: \0\r\n\r\n",
+    "a folded header": GET + b"X: 1\r\n 2\r\n\r\n",
+    "a name of Latin-1": GET + b"\xff: 1\r\n\r\n",
+    "a bare return": GET + b"X: 1\r2\r\n\r\n",
+    "no head": b"\r\n\r\n\r\n\r\n\r\n\r\n",
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "HTTP/3": b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n",
+    "HTTP/1.x": b"GET /health HTTP/1.x\r\n\r\n",
+    "no version": b"GET /health HTTP\r\n\r\n",
+    "HTTP/11": b"GET /health HTTP/11.1\r\n\r\n",
+    "a small method": b"get /health HTTP/1.1\r\n\r\n",
+    "no path": b"GET HTTP/1.1\r\n\r\n",
+    "a long path": b"GET /" + b"x" * 10**6 + b" HTTP/1.1\r\n\r\n",
+    "a long method": b"G" * 10**6 + b" / HTTP/1.1\r\n\r\n",
+    "an odd method": b"G\xffT / HTTP/1.1\r\n\r\n",
+    "spaces": b"GET  /health  HTTP/1.1\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "TLS": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(range(256)),
+    "NULs": b"\0" * 9999,
+    "noise": bytes(range(256)) * 40,
+    "SSH": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "a command": b"EHLO x\r\n",
+    "a proxy": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+    "a whole address": b"GET http://evil.example/nope HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+    "tea": GET + b"Expect: tea\r\n\r\n",
+    "a body too large": HEAD + b"Content-Length: 5000\r\n\r\n" + b" " * 5000,
+}
+
+
+@pytest.mark.parametrize("what", NO_HTTP)
+def test_what_is_no_http(server: Server, what: str) -> None:
+    found = replies_to(server, NO_HTTP[what])
+    assert len(found) == 1
+    check_error(*found[0], "", range(400, 500))
+    check_serves(server)
+
+
+@pytest.mark.parametrize("raw", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x", HEAD])
+def test_half_a_head_is_no_request(server: Server, raw: bytes) -> None:
+    assert not replies_to(server, raw)
+    check_serves(server)
+
+
+def test_each_of_several_requests_at_once_has_its_reply(server: Server) -> None:
+    """What cannot be read is the last of them, because nobody knows where the next one begins."""
+    good = WHOLE.replace(b"Connection: close\r\n", b"")
+    bad = HEAD + b"Content-Length: 3\r\n\r\n{]}"
+    assert [status for status, *_ in replies_to(server, good * 20 + WHOLE, False)] == [200] * 21
+    for raw in (bad, bad * 3):
+        found = replies_to(server, good + raw + WHOLE + good, False)
+        assert [status for status, *_ in found] == [200] + [400] * (len(raw) // len(bad)) + [200]
+    for what in ("a negative length", "two lengths", "a length and chunks", "a chunk of 0x", "no colon", "no version"):
+        found = replies_to(server, good + NO_HTTP[what] + good, False)
+        assert [status for status, *_ in found] == [200, 400], what
+        check_error(*found[1], "", [400])
+    check_serves(server)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages"])
+def test_bodies_that_hardly_come(server: Server, path: str) -> None:
+    """Twenty at once, a byte at a time, hold up nobody, and have an end."""
+    head = HEAD.replace(COMPLETIONS.encode(), path.encode())
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(connect(server)) for _ in range(20)]
+        for i, sock in enumerate(socks):
+            sock.sendall(head + (b"Content-Length: 999\r\n\r\n" if i % 2 else b"Transfer-Encoding: chunked\r\n\r\n"))
+        for _ in range(4):
+            for i, sock in enumerate(socks):
+                sock.sendall(b" " if i % 2 else b"1\r\n \r\n")
+            check_serves(server)
+        for sock in socks:
+            with contextlib.closing(HTTPResponse(sock)) as response:
+                response.begin()
+                kind = response.getheader("Content-Type", "")
+                check_error(response.status, kind, response.read(), path, [400])
+    check_serves(server)
+
+
+LONG: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Once", "max_tokens": 900}, "/v1/messages": {"messages": TALK, "max_tokens": 900},
+    CHAT: {"messages": TALK, "max_tokens": 900, "n": 2}, "/v1/responses": {"input": "Hi", "max_output_tokens": 900},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", LONG)
+def test_clients_that_hang_up(server: Server, path: str) -> None:
+    """In the middle of the body, before the first event, after some of them, and with a reset instead of an end."""
+    body = LONG[path] | {"ignore_eos": True, "stream": True}
+    payload = json.dumps(body).encode()
+    with connect(server) as sock:
+        sock.sendall(HEAD.replace(COMPLETIONS.encode(), path.encode()) + b"Content-Length: 999\r\n\r\n" + payload[:20])
+    check_serves(server)
+    for events, reset in itertools.product((0, 1, 3), (False, True)):
+        with server.connect("POST", path, body) as sock:
+            if reset:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with sock.makefile("rb") as file:
+                for _ in range(events):
+                    next(line for line in file if line.startswith(b"data: "))
+        check_serves(server)
+    eventually(lambda: server.running() == 0, 5)
+
+
+def test_nothing_of_all_that_was_a_mistake_of_the_servers(server: Server) -> None:
+    assert server.family() == server.pids
+    log = server.log.read_text()
+    assert "Traceback" not in log and "failed" not in log
