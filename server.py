@@ -148,6 +148,11 @@ def is_preflight() -> bool:
     return request.method == "OPTIONS" and asks
 
 
+def for_anthropic() -> bool:
+    """Whether this request is to a route of Anthropic's API."""
+    return request.path.rstrip("/").endswith((*PATHS[MESSAGES], *PATHS[COUNT_TOKENS]))
+
+
 class RootPath:
     """A WSGI app that answers under `root_path` as well as without it, for proxies that cut it off or do not.
 
@@ -271,6 +276,8 @@ def create_app(api: Api) -> Flask:
         given = request.headers.get("X-Request-Id", "")
         name = given if REQUEST_ID.fullmatch(given) else g.name
         response.headers["X-Request-Id"] = name
+        if for_anthropic():
+            response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
         if config.log_requests:
             seen = name, g.client, request.method, request.root_path + request.path, response.status_code, g.begun
             caller = g.get("caller")
@@ -287,8 +294,7 @@ def create_app(api: Api) -> Flask:
         if isinstance(error, HTTPException):
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
-        anthropic = request.path.rstrip("/").endswith((*PATHS[MESSAGES], *PATHS[COUNT_TOKENS]))
-        response = reply(message_error(answer) if anthropic else answer.body(), answer.status)
+        response = reply(message_error(answer) if for_anthropic() else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 

@@ -399,6 +399,13 @@ def test_what_is_for_the_template_gets_there(
     assert seen == [variables]
 
 
+def test_anthropics_clients_find_the_request_id(http_client: FlaskClient) -> None:
+    for route, fields in ((TALK, {}), (TALK, {"stream": True}), (TALK, {"max_tokens": -1}), (COUNT, {})):
+        headers = post(http_client, route, **fields).headers
+        assert headers["Request-Id"] == headers["X-Request-Id"]
+    assert "Request-Id" not in post(http_client, ASK).headers
+
+
 def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient) -> None:
     http_client = client_of(engine, max_body_bytes=1024, api_key=("red",), max_queue=2)
     kind = "invalid_request_error"

@@ -1,0 +1,83 @@
+"""Anthropic's SDK for Python."""
+
+import asyncio
+import os
+
+import anthropic
+
+URL = os.environ["DEMO_URL"]
+SUM = [{"role": "user", "content": "What is 23 + 58?"}]
+FIELDS = {"model": "demo", "messages": SUM, "max_tokens": 32, "extra_body": {"temperature": 0}}
+client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
+
+
+def text_of(message):
+    return "".join(block.text for block in message.content if block.type == "text")
+
+
+def refused(kind, *words, **fields):
+    try:
+        client.messages.create(**FIELDS | fields)
+    except kind as error:
+        assert all(word in str(error) for word in words) and error.body["error"]["type"], error
+        assert error.body["type"] == "error", error.body
+        return error
+    raise AssertionError(f"{fields} is not refused")
+
+
+def messages():
+    answer = client.messages.create(**FIELDS)
+    assert "81" in text_of(answer) and (answer.role, answer.stop_reason) == ("assistant", "end_turn")
+    assert answer.usage.input_tokens > 0 and answer.usage.output_tokens > 0 and answer._request_id
+    counted = client.messages.count_tokens(model="demo", messages=SUM)
+    assert counted.input_tokens == answer.usage.input_tokens
+    blocks = [{"role": "user", "content": [{"type": "text", "text": SUM[0]["content"]}]}]
+    assert text_of(client.messages.create(**FIELDS | {"messages": blocks})) == text_of(answer)
+    cut = client.messages.create(**FIELDS | {"max_tokens": 1})
+    assert cut.stop_reason == "max_tokens" and cut.usage.output_tokens == 1
+    stopped = client.messages.create(**FIELDS, stop_sequences=["1"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "1") and "1" not in text_of(stopped)
+    begun = client.messages.create(**FIELDS | {"messages": [*SUM, {"role": "assistant", "content": "8"}]})
+    assert text_of(begun).startswith("1")
+    system = client.messages.create(**FIELDS, system="Be brief.")
+    assert system.usage.input_tokens > answer.usage.input_tokens
+
+
+def streams():
+    whole = client.messages.create(**FIELDS)
+    events = list(client.messages.create(**FIELDS, stream=True))
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"] and kinds[-2:] == ["message_delta", "message_stop"]
+    assert events[-2].usage.output_tokens == whole.usage.output_tokens
+    with client.messages.stream(**FIELDS) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == text_of(final) == text_of(whole) and final.stop_reason == "end_turn"
+    assert final.usage.input_tokens == whole.usage.input_tokens
+
+
+def errors():
+    refused(anthropic.BadRequestError, "temperature", extra_body={"temperature": -1})
+    refused(anthropic.BadRequestError, "messages", messages=[])
+    refused(anthropic.BadRequestError, "maximum context", messages=[{"role": "user", "content": "word " * 5000}])
+    refused(anthropic.BadRequestError, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    refused(anthropic.NotFoundError, model="other")
+    assert [model.id for model in client.models.list()] == ["demo"]
+
+
+async def many():
+    async with anthropic.AsyncAnthropic(base_url=URL, api_key="none", timeout=60) as asynchronous:
+
+        async def ask(a):
+            words = [{"role": "user", "content": f"What is {a} + 58?"}]
+            async with asynchronous.messages.stream(**FIELDS | {"messages": words}) as stream:
+                return await stream.get_final_text()
+
+        sums = [str(a + 58) in text for a, text in enumerate(await asyncio.gather(*map(ask, range(16))))]
+        assert sum(sums) >= 13, sums
+
+
+messages()
+streams()
+errors()
+asyncio.run(many())
