@@ -124,15 +124,20 @@ def normalizes(folder: str) -> bool:
 def trained_length(folder: str, most: int) -> int | None:
     """The tokens of a prompt that a folder of sentence-transformers allows, at most `most`; None if it does not say.
 
+    Version 6 of the library saves it with the tokenizer, earlier ones in a file of their own.
+
     Raises:
         ValueError: what it says is no number of tokens.
     """
-    name = "sentence_bert_config.json"
-    if (length := read_json(folder, name, {}).get("max_seq_length")) is None:
-        return None
-    if isinstance(length, bool) or not isinstance(length, int) or length < 2:
-        raise ValueError(f"{name}: max_seq_length is {length!r:.80}; it must be a whole number from 2")
-    return min(length, most)
+    files = {"sentence_bert_config.json": "max_seq_length"}
+    if is_sentence_transformer(folder):
+        files["tokenizer_config.json"] = "model_max_length"  # 1e30 where nobody has said it
+    for name, key in files.items():
+        if (length := read_json(folder, name, {}).get(key)) is not None:
+            if isinstance(length, bool) or not isinstance(length, int | float) or not length >= 2 or length % 1:
+                raise ValueError(f"{name}: {key} is {length!r:.80}; it must be a whole number from 2")
+            return int(min(length, most))
+    return None
 
 
 def check_pooling(

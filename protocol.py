@@ -271,7 +271,7 @@ RESPONSES, MESSAGES, COUNT_TOKENS = "responses", "messages", "count_tokens"
 GENERATE, POOL = (COMPLETIONS, CHAT), (EMBEDDINGS, POOLING, CLASSIFY, SCORE, RERANK)
 ANSWER = (RESPONSES, MESSAGES)  # with one message, in a shape of their own
 TURNS = (MESSAGES, COUNT_TOKENS)  # Anthropic's
-CUT = (*GENERATE, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)  # that cut long prompts where asked to
+CUT = (*GENERATE, TOKENIZE, *POOL)  # that cut long prompts where asked to
 PATHS = {  # the first is the one in the schema, the others are those of other servers
     COMPLETIONS: ("/v1/completions",), CHAT: ("/v1/chat/completions",), TOKENIZE: ("/tokenize",),
     DETOKENIZE: ("/detokenize",), RESPONSES: ("/v1/responses",), MESSAGES: ("/v1/messages",),
@@ -541,7 +541,7 @@ FIELDS = (
         Literal["left", "right"],
         None,
         CUT,
-        about="Where a prompt loses tokens: left, which is the default, or right.",
+        about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
     ),
     Field("cache_salt", Name, "", GENERATE + ANSWER, about="Requests of equal salt share cached prefixes."),
     Field("priority", Int32, 0, GENERATE + ANSWER + POOL, about="The lowest goes first, under the policy `priority`."),

@@ -247,9 +247,9 @@ class Api:
         self._need_task("embed", "score")
         if self.facts["task"] == "score":
             pairs = zip(first * (len(second) // len(first)), second, strict=True)
-            prompts: list[Any] = [(None, self.tokenizer.encode_pair(*pair)) for pair in pairs]
+            prompts: list[Any] = [self._prompt(fields, pair, True) for pair in pairs]
             return [embeddings.numbers(found)[0] for found in self._pool(kind, fields, caller, prompts)], prompts
-        prompts = [self._tokens(text, True) for text in first + second]
+        prompts = [self._prompt(fields, text, True) for text in first + second]
         found = [embeddings.numbers(pooled) for pooled in self._pool(kind, fields, caller, prompts)]
         left = found[: len(first)] * (len(second) // len(first))
         return [embeddings.cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
@@ -422,11 +422,15 @@ class Api:
         return None
 
     def _prompt(
-        self, fields: dict[str, Any], prompt: str | list[int], add_special_tokens: bool, output: int = 0
+        self,
+        fields: dict[str, Any],
+        prompt: str | list[int] | tuple[str, str],
+        add_special_tokens: bool,
+        output: int = 0,
     ) -> tuple[str | None, list[int]]:
         """A prompt's text, if that is all of it, and its tokens, after `truncate_prompt_tokens`.
 
-        `output` is how many tokens -1 leaves to the output.
+        A pair of texts is one prompt. `output` is how many tokens -1 leaves to the output.
         """
         limit, keep = self.facts["max_model_len"], fields["truncate_prompt_tokens"]
         if keep is None:
@@ -435,30 +439,42 @@ class Api:
             message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
             raise ApiError(400, message, "truncate_prompt_tokens")
         keep = max(1, limit - output) if keep == -1 else keep
-        first = fields["truncation_side"] == "right"
-        longest = (keep + CUT_MARGIN) * self.tokenizer.longest_token  # what is beyond can be no part of what is kept
-        if isinstance(prompt, str) and len(prompt) > longest:
-            prompt = prompt[:longest] if first else prompt[-longest:]
-        text, ids = self._tokens(prompt, add_special_tokens, cut=True)
-        return (text, ids) if len(ids) <= keep else (None, ids[:keep] if first else ids[-keep:])
+        # As in vLLM: an answer follows the end of its prompt, and what is pooled was trained with texts cut there.
+        side = fields["truncation_side"] or ("left" if self.facts["task"] == "generate" else "right")
+        return self._tokens(prompt, add_special_tokens, keep, side)
 
     def _tokens(
-        self, prompt: str | list[int], add_special_tokens: bool, cut: bool = False
+        self,
+        prompt: str | list[int] | tuple[str, str],
+        add_special_tokens: bool,
+        keep: int | None = None,
+        side: str = "left",
     ) -> tuple[str | None, list[int]]:
         limit, vocab_size = self.facts["max_model_len"], self.facts["vocab_size"]
         if isinstance(prompt, list):
             if (highest := max(map(max, in_parts(prompt)))) >= vocab_size:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
-            return None, prompt
-        if not cut and len(prompt) > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
-            raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
-        if len(prompt) > LONG_TEXT:
-            ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
+            if keep is None:
+                return None, prompt
+            return None, (prompt[:keep] if side == "right" else prompt[-keep:])
+        texts: tuple[str, ...] = (prompt,) if isinstance(prompt, str) else prompt
+        if keep is not None:
+            longest = (keep + CUT_MARGIN) * self.tokenizer.longest_token  # nothing beyond is kept
+            texts = tuple(text[:longest] if side == "right" else text[-longest:] for text in texts)
+        size = sum(map(len, texts))
+        if keep is None and size > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
+            raise too_long(limit, f"the prompt has {size} characters", "prompt")
+        run = self.threads.apply if size > LONG_TEXT else lambda encode, arguments: encode(*arguments)
+        cut = False
+        if keep is not None:
+            ids, cut = run(self.tokenizer.encode_cut, (texts, keep, side, add_special_tokens))
+        elif isinstance(prompt, str):
+            ids = run(self.tokenizer.encode, (prompt, add_special_tokens))
         else:
-            ids = self.tokenizer.encode(prompt, add_special_tokens)
+            ids = run(self.tokenizer.encode_pair, prompt)
         if not ids:
             raise ApiError(400, "the prompt is empty; it must have at least 1 token", "prompt")
-        return prompt, ids
+        return (None if cut or not isinstance(prompt, str) else prompt), ids
 
     def _generate(
         self,

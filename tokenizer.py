@@ -100,9 +100,12 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; `add_special_tokens` puts what the model wants around a raw prompt (BOS)."""
+        return self._encoding(text, add_special_tokens).ids
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if len(text) > LONG_TEXT:
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """What `encode` gives for each of several texts, on all cores."""
@@ -111,6 +114,31 @@ class Tokenizer:
     def encode_pair(self, first: str, second: str) -> list[int]:
         """Token ids of two texts as one prompt, with what the model wants around and between them."""
         return self._tokenizer.encode(first, second).ids
+
+    def encode_cut(
+        self, texts: tuple[str, ...], most: int, side: str, add_special_tokens: bool = True
+    ) -> tuple[list[int], bool]:
+        """Token ids of one text, or of two as one prompt, without those beyond `most`; and whether there were any.
+
+        As in transformers, the texts lose tokens and keep what the model wants around them, and of two texts the longer
+        one loses tokens until both are as long. `side` is where they lose them: left or right.
+        """
+        parts = [self._encoding(text, False) for text in texts]
+        added = self._tokenizer.num_special_tokens_to_add(len(parts) == 2) if add_special_tokens else 0
+        room, lengths = max(0, most - added), [len(part.ids) for part in parts]
+        if cut := sum(lengths) > room:
+            if len(parts) == 1:
+                shares = [room]
+            else:
+                fewer = min(*lengths, room // 2)
+                shares = [fewer, room - fewer] if lengths[0] <= lengths[1] else [room - fewer, fewer]
+            for part, share in zip(parts, shares, strict=True):
+                part.truncate(share, direction=side)
+        pair = parts[1] if len(parts) == 2 else None
+        ids = self._tokenizer.post_process(parts[0], pair, add_special_tokens).ids
+        if len(ids) > most:  # they are only what is around the texts
+            return (ids[:most] if side == "right" else ids[-most:]), True
+        return ids, cut
 
     def bad_word_ids(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it begins a text and as it follows a space: `bad_word_ids` of `SamplingParams`."""

@@ -16,6 +16,7 @@ Each line below goes after `python bench/bench.py`:
     startup                                      from the server's start to its first token, by phase
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
     latency --breakdown 256                      microseconds of each phase of a step
+    embed                                        embeddings of short texts, sentence-transformers beside it
     make-model FOLDER                            random weights of a real shape, to measure with
 
 `--json FILE`, before the command, also writes the figures to a file, with the machine, the versions and the date.
@@ -24,6 +25,7 @@ Each line below goes after `python bench/bench.py`:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -39,6 +41,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
 
+import bench_embed
 import bench_engine
 import bench_process
 import bench_serve
@@ -57,6 +60,10 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model`
         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
         "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
     },
+}  # fmt: skip
+SHAPES["small"] = SHAPES["qwen3-0.6b"] | {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 30000, "max_position_embeddings": 8192,
 }  # fmt: skip
 
 
@@ -213,6 +220,23 @@ def overload_figures(model: str, repeats: int) -> Figures:
     return figures
 
 
+def embed_figures(args: argparse.Namespace) -> Figures:
+    """The figures of `embed`: of a model with random weights, which is made for it and removed."""
+    pythons, shape = bench_engine.peer_pythons(args), SHAPES[args.shape] | {"dtype": args.dtype}
+    options = {name: getattr(args, name) for name in ("dtype", "device", "threads")}
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        make_model(Path(name), shape)
+        bench_embed.make_embedder(Path(name), shape["hidden_size"])
+        peers = []
+        for engine, python in zip(args.peer, pythons, strict=True):
+            peers.append(
+                bench_engine.Peer(engine, python, [name, "--threads", str(args.threads), "--device", args.device])
+            )
+            stack.callback(peers[-1].close)
+        texts = bench_embed.short_texts(args.texts, shape["vocab_size"])
+        return bench_embed.embed_figures(name, texts, args.repeats, options, peers)
+
+
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
     """Write a Qwen3 checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
 
@@ -275,6 +299,19 @@ def machine() -> dict[str, str]:
         "date": datetime.date.today().isoformat(), "cpu": model, "python": platform.python_version(), "manta": VERSION,
         "command": " ".join(["python", "bench/bench.py", *(Path(word).name for word in sys.argv[1:])]),
     }  # fmt: skip
+
+
+def add_embed(commands: Any) -> None:
+    """Add the command `embed` with its options."""
+    embed = commands.add_parser("embed")
+    embed.add_argument("--shape", choices=SHAPES, default="small")
+    embed.add_argument("--texts", type=int, default=1000, help="of 10 to 40 tokens each")
+    embed.add_argument("--repeats", type=int, default=5)
+    embed.add_argument("--peer", action="append", default=[], choices=["sentence-transformers"])
+    embed.add_argument("--peer-python", action="append", default=[], help="the peer's Python")
+    embed.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    embed.add_argument("--device", default="auto")
+    embed.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -353,6 +390,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--device", default="auto")
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
+    add_embed(commands)
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -391,6 +429,8 @@ def main() -> None:
         )  # fmt: skip
     elif args.command == "startup":
         figures = bench_serve.startup_figures(args.model, args.repeats, args.options)
+    elif args.command == "embed":
+        figures = embed_figures(args)
     else:
         figures = bench_engine.engine_figures(args)
     if args.command != "kernels":  # its rows were printed as they came

@@ -15,6 +15,10 @@ last ones, "tokens": [[id, ...], ...]}. For `throughput`:
 Here prompts have any length, "new_tokens" is a list with a number for each, tokens are drawn at temperature 0.6, and
 the answer is {"seconds": for all of it, "tokens": [[id, ...], ...]}.
 
+For `bench_embed.py`, with prompts that are texts, and "tokens" that are their embeddings:
+
+    python -I peers.py sentence-transformers FOLDER
+
 Before the first answer, once the model is loaded, a line says what runs: {"engine": name and version}. Nothing here
 uses Manta. `-I` hides its files, because transformers would import Manta's `kernels` for a package of that name.
 """
@@ -33,6 +37,7 @@ from typing import Any
 
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]
 
+ENGINES = ("transformers", "llama.cpp", "transformers-cb", "vllm", "sentence-transformers")
 TEMPERATURE = 0.6
 HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
     "context_length": "max_position_embeddings",
@@ -206,6 +211,23 @@ def load_vllm(folder: Path, max_model_len: int, share: float) -> tuple[str, Gene
     return f"vLLM {vllm.__version__}", generate
 
 
+def load_sentence_transformers(folder: Path, threads: int) -> tuple[str, Generate]:
+    """sentence-transformers' `encode` with its defaults. Texts go in and vectors come out."""
+    import sentence_transformers
+    import torch
+
+    torch.set_num_threads(threads)
+    model = sentence_transformers.SentenceTransformer(str(folder), model_kwargs={"dtype": "auto"})
+
+    def generate(texts: list[Any], new_tokens: int) -> dict[str, Any]:
+        begun, spent = time.perf_counter(), time.process_time()
+        vectors = model.encode(texts, show_progress_bar=False, convert_to_numpy=False)
+        spent, seconds = time.process_time() - spent, time.perf_counter() - begun
+        return {"seconds": seconds, "cpu": spent, "tokens": [vector.float().tolist() for vector in vectors]}
+
+    return f"sentence-transformers {sentence_transformers.__version__}", generate
+
+
 def write_gguf(folder: Path, path: Path) -> None:
     """Write a Qwen3 checkpoint in llama.cpp's format: matrices stay in BF16, norms are in F32, there is no vocabulary.
 
@@ -250,7 +272,7 @@ def write_gguf(folder: Path, path: Path) -> None:
 def main() -> None:
     """Load the model and answer jobs until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=("transformers", "llama.cpp", "transformers-cb", "vllm"))
+    parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--cache", type=Path, help="folder for the GGUF")
@@ -266,6 +288,8 @@ def main() -> None:
             name, generate = load_transformers(args.folder, args.threads)
         elif args.engine == "transformers-cb":
             name, generate = load_continuous(args.folder, args.threads, args.memory_share)
+        elif args.engine == "sentence-transformers":
+            name, generate = load_sentence_transformers(args.folder, args.threads)
         elif args.engine == "vllm":
             name, generate = load_vllm(args.folder, args.max_model_len, args.memory_share)
         else:

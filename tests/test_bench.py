@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import SHAPES, make_model, new_parser, prefix_figures, scheduler_figures
+from bench_embed import LENGTHS, embed_figures, make_embedder, short_texts
 from bench_engine import (
     Peer,
     agreement,
@@ -200,6 +201,28 @@ def test_make_model_makes_what_loads(tmp_path):
     llm = LLM(str(tmp_path / "model"), max_model_len=64)
     (out,) = llm.generate([[1, 2, 499]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 4 and out.outputs[0].text.startswith(" w")
+
+
+def test_embeddings_take_turns_with_a_peer(tmp_path):
+    make_model(tmp_path, SHAPES["qwen3-0.6b"] | TINY | {"dtype": "float32"})
+    make_embedder(tmp_path, TINY["hidden_size"])
+    texts = short_texts(5, TINY["vocab_size"])
+    first, *_ = LLM(str(tmp_path), device="cpu").embed(texts, use_tqdm=False)
+    assert [f"w{id}" for id in first.prompt_token_ids] == texts[0].split()
+    assert all(LENGTHS[0] <= len(text.split()) <= LENGTHS[1] for text in texts)
+
+    class Fake:
+        name = "fake"
+
+        def __call__(self, given, _):
+            assert given == texts
+            return {"seconds": 1e9, "cpu": 1e-9, "tokens": [[1.0] + [0.0] * 63] * 5}
+
+    manta, peer = embed_figures(str(tmp_path), texts, 3, {"device": "cpu"}, [Fake()])
+    assert (manta["of Manta"], manta["of Manta by CPU"], manta["largest difference"]) == (1, 1, 0)
+    assert manta["least cosine"] == pytest.approx(1, abs=1e-5) and peer["engine"] == "fake"
+    assert peer["of Manta"] == 0 and peer["of Manta by CPU"] > 1 and peer["largest difference"] > 0.1
+    assert peer["texts/s"] == peer["min"] == peer["max"] == 0 < manta["min"] <= manta["texts/s"] <= manta["max"]
 
 
 def test_phases_of_a_step_add_up():

@@ -108,6 +108,41 @@ def test_each_route_needs_its_task(engine: ScriptedClient, task: str) -> None:
         assert f"task is {task}" in refusal(post(http_client, COMPLETIONS))["message"]
 
 
+@pytest.mark.parametrize("route", [EMBEDDINGS, "/pooling", "/classify"])
+def test_a_prompt_loses_its_last_tokens_where_asked_to(engine: ScriptedClient, route: str) -> None:
+    http_client, ids = serving(engine, TASKS[route][0]), list(range(10, 110))
+    for fields, kept in (
+        ({"truncate_prompt_tokens": 5}, ids[:5]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, ids[:5]),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "left"}, ids[-5:]),
+        ({"truncate_prompt_tokens": -1}, ids[:64]),  # nothing follows that would need room
+    ):
+        assert post(http_client, route, input=[ids, ids[:3]], **fields).json["usage"]["prompt_tokens"] == len(kept) + 3
+        assert [ids for ids, _ in engine.pooled] == [kept, ids[:3]], fields
+        engine.pooled.clear()
+    text = "one fish, two fish"
+    post(http_client, route, input=text, truncate_prompt_tokens=3)
+    assert engine.pooled[0][0] == TOKENIZER.encode(text)[:3]
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_texts_that_are_compared_are_cut_where_asked_to(engine: ScriptedClient, task: str) -> None:
+    http_client, long = serving(engine, task, ("relevant",)), "two kings " * 200
+    answer = post(http_client, "/score", text_1="a word", text_2=long, truncate_prompt_tokens=9).json
+    word, kings = TOKENIZER.encode("a word"), TOKENIZER.encode(long)
+    expected = [word, kings[:9]] if task == "embed" else [word + kings[: 9 - len(word)]]
+    assert [ids for ids, _ in engine.pooled] == expected
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
+    engine.pooled.clear()
+    cut = {"truncate_prompt_tokens": 9, "truncation_side": "left"}
+    assert post(http_client, "/rerank", query=long, documents=["a word"], **cut).json["usage"]["total_tokens"] > 0
+    expected = [kings[-9:], word] if task == "embed" else [kings[len(word) - 9 :] + word]
+    assert [ids for ids, _ in engine.pooled] == expected
+    for body in ({"text_1": "a", "text_2": long}, {"text_1": long * 10, "text_2": "b"}):
+        error = refusal(post(http_client, "/score", **body))
+        assert error["code"] == "context_length_exceeded"
+
+
 LONG = [5] * 65
 BAD = [
     (EMBEDDINGS, "input", value)

@@ -163,6 +163,15 @@ def test_a_folder_of_sentence_transformers_says_what_it_is(tmp_path, pooling, mo
     assert config.max_model_len is None
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 99}')
     assert settle(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == 99
+    (tmp_path / "sentence_bert_config.json").write_text('{"transformer_task": "feature-extraction"}')
+    for length, most in ((98, 98), (10**30, model_config.max_position), (1e30, model_config.max_position)):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+        assert settle(EngineConfig(str(tmp_path)), model_config)[0].max_model_len == most
+    assert settle(EngineConfig(str(tmp_path), max_model_len=97), model_config)[0].max_model_len == 97
+    for length in (1, True, "98", 9.5):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": length}))
+        with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_max_length is .*; it must be a whole"):
+            settle(EngineConfig(str(tmp_path)), model_config)
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,36 @@ def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
+AROUND = [
+    None,
+    processors.TemplateProcessing(
+        single="<|user|> $A <|end|>", pair="<|user|> $A <|end|> $B:1 <|end|>:1",
+        special_tokens=[("<|user|>", 1), ("<|end|>", 0)],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("texts", [("To be",), (SENTENCE,), (SENTENCE, "the"), ("the", SENTENCE), (SENTENCE, SENTENCE)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_are_cut_and_what_is_around_them_stays(tmp_path: Path, around: Any, texts: Any, side: str) -> None:
+    """The library does the same where truncation is a state of the tokenizer."""
+    byte_level(tmp_path)
+    theirs = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    if around:
+        theirs.post_processor = around
+    ours, whole = written(tmp_path, theirs), theirs.encode(*texts).ids
+    added = theirs.num_special_tokens_to_add(len(texts) == 2)
+    for most in range(added + 1, len(whole) + 3):
+        theirs.enable_truncation(most, strategy="longest_first", direction=side)
+        assert ours.encode_cut(texts, most, side) == (theirs.encode(*texts).ids, most < len(whole)), most
+        plain = theirs.encode(*texts, add_special_tokens=False).ids
+        assert ours.encode_cut(texts, most, side, False)[0] == plain
+    if added > 1:  # too few even for what is around the texts
+        ids, cut = ours.encode_cut(texts, 1, side)
+        assert cut and ids == ([1] if side == "right" else [0])
+
+
 @pytest.mark.parametrize("text", ["", "To be", " naïve  café\n", "日本語 😀", "\ufffd", "a<|user|>b", "\x00\t"])
 def test_byte_level_round_trip(bpe: Tokenizer, text: str) -> None:
     assert bpe.decode(bpe.encode(text), skip_special_tokens=False) == text
