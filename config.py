@@ -284,7 +284,7 @@ class ServerConfig:
     max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
     max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
-    max_stop_length: int = option(512, "characters of one stop string", 1)
+    max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
     max_listed_tokens: int = option(
         2**22, "prompts times token ids in stop_token_ids, allowed_token_ids and logit_bias of one request", 1

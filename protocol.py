@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from config import ServerConfig
 from messages import ITEM_ROLES, ITEM_TEXTS, chat_messages, joined_turns, response_items, template_variables
-from sampling_params import RANGES, PoolingParams, SamplingParams
+from sampling_params import MAX_BAD_WORDS, RANGES, PoolingParams, SamplingParams
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -104,6 +104,14 @@ def stop_strings(value: Any, config: ServerConfig) -> list[str]:
     if not all(0 < len(stop) <= config.max_stop_length for stop in stops):
         raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
     return stops
+
+
+def bad_words(value: Any, config: ServerConfig) -> list[str]:
+    if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
+        raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
+    if not all(len(word) <= config.max_stop_length for word in value):
+        raise ValueError(f"each must be a string of at most {config.max_stop_length} characters (max_stop_length)")
+    return value
 
 
 def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
@@ -379,7 +387,7 @@ HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
 OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens")
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
-CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids}
+CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids, "bad_words": bad_words}
 # What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
 NEVER_THERE = (
     "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",

@@ -559,10 +559,11 @@ class Api:
         try:
             params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])
+            each = [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(" ")[0]) from None
         self._check_samples(params, len(left), sum(left), fields["stream"])
-        return [dataclasses.replace(params, max_tokens=tokens) for tokens in left]
+        return each
 
     def _scores(self, route: str, fields: dict[str, Any], lengths: list[int]) -> dict[str, int]:
         """How many log-probabilities the engine is asked for, as arguments of `SamplingParams`."""

@@ -64,7 +64,7 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
             params |= {"n": 3, "top_k": 5, "top_p": 0.8, "min_p": 0.05}
         elif kind == 2:
             params |= {"repetition_penalty": 1.2, "logit_bias": {3: 2.0}, "allowed_token_ids": tuple(range(2, 60))}
-            params |= {"min_tokens": 1, "stop_token_ids": (3,)}
+            params |= {"min_tokens": 1, "stop_token_ids": (3,), "bad_word_ids": ((5, 6), (7,), (2, 5, 6))}
         elif kind == 3:
             params |= {"use_beam_search": True, "beam_width": 2, "n": 2, "temperature": 0}
         length = (1, 40, longest, 5, 16)[i % 5]
@@ -111,6 +111,7 @@ def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
     worker, launched, made.guard.seen, made.guard.armed = made.worker, made.guard.seen, set(), False
     made.rehearse()
     assert launched <= made.guard.seen, launched - made.guard.seen
+    assert any("mask_words_kernel" in str(key) for key in launched)
     plan = StepPlan(0, rows=[(1, 3)], released=[1], new=[row(1, [7, 8, 9], blocks=[3, 1, 2])])
     assert worker.step(plan).token_ids[0] >= 0  # after a rehearsal kernels run again
 

@@ -320,6 +320,8 @@ def test_plan_on_a_cpu_is_what_a_worker_does(capsys, monkeypatch):
     assert f"{facts['num_blocks']:,} blocks of 64 =" in lines["KV pool"]
     assert lines["weights"].strip() == f"{facts['memory']['weights'] / MIB:,.1f} MiB"
     assert facts["memory"]["state"] == count_bytes([worker.state]) and facts["memory"]["measured"] == 0
+    assert worker.state.bad_words.numel() == 3 * 128 * 16  # and they are a part of that
+    assert worker.state.bad_words.untyped_storage().data_ptr() == worker.state.words.untyped_storage().data_ptr()
     assert "CUDA graphs" not in lines
 
 

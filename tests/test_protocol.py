@@ -246,6 +246,35 @@ def test_what_changes_logits_reaches_the_engine(
     assert (plain.presence_penalty, plain.repetition_penalty, plain.logit_bias) == (0.0, 1.0, None)
 
 
+@pytest.mark.parametrize("route", BODIES)
+def test_what_bars_tokens_reaches_the_engine(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    words = ["Montague", " night", "Montague"]
+    assert post(http_client, route, bad_words=words, min_tokens=5, max_tokens=5).status_code == 200
+    ((_, params, _),) = engine.added
+    ids = {tuple(TOKENIZER.encode(text)) for text in ("Montague", " Montague", "night", " night")}
+    assert {*params.bad_word_ids} == ids and len(params.bad_word_ids) == 4
+    assert params.bad_words == tuple(words) and params.min_tokens == 5
+    for fields, message in (
+        ({"bad_words": ["a"] * 65}, "it must be a list of at most 64 strings"),
+        ({"bad_words": ["a" * 513]}, "each must be a string of at most 512 characters (max_stop_length)"),
+        ({"bad_words": ["x y " * 9]}, "bad_words has one of 27 tokens; each must have from 1 to 16 tokens"),
+        ({"bad_words": ["a"], "use_beam_search": True}, "bad_words is ('a',); with use_beam_search it must be empty"),
+        ({"min_tokens": 2, "use_beam_search": True}, "min_tokens is 2; with use_beam_search it must be 0"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is 5; it must be at most max_tokens, 4"),
+    ):
+        error = refusal(post(http_client, route, **fields))
+        assert error["param"] == next(iter(fields)) and message in error["message"], error
+    assert len(engine.added) == 1
+
+
+def test_min_tokens_must_fit_beside_each_prompt(http_client: FlaskClient, engine: ScriptedClient) -> None:
+    prompts = [[5], [5] * 50]
+    assert post(http_client, COMPLETIONS, prompt=prompts, max_tokens=-1, min_tokens=14).status_code == 200
+    error = refusal(post(http_client, COMPLETIONS, prompt=prompts, max_tokens=-1, min_tokens=15))
+    assert error["param"] == "min_tokens" and "it must be at most max_tokens, 14" in error["message"]
+    assert len(engine.added) == 2
+
+
 def test_the_table_has_one_row_for_each_field() -> None:
     for route in ROUTES:
         names = [field.name for field in FIELDS if route in field.routes]
@@ -419,6 +448,7 @@ def test_what_a_request_leaves_out_is_as_the_models_generation_config_says(engin
         ("max_prompts", 2, {"prompt": ["a"] * 3}),
         ("max_stop_strings", 2, {"stop": ["a"] * 3}),
         ("max_stop_length", 2, {"stop": ["abc"]}),
+        ("max_stop_length", 2, {"bad_words": ["abc"]}),
         ("max_json_depth", 4, {"user": [[[[1]]]]}),
         ("max_output_tokens", 20, {"prompt": ["a", "b"]}),
         ("max_output_tokens", 20, {"n": 2}),

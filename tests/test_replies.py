@@ -151,6 +151,26 @@ def test_joined_stream_equals_the_whole(http_client: FlaskClient, route: str, st
     assert whole["stop_reason"] is None or whole["stop_reason"] in stop
 
 
+@pytest.mark.parametrize("route", BODIES)
+def test_a_stop_string_of_the_first_tokens_ends_no_stream(http_client: FlaskClient, route: str) -> None:
+    """The engine's answer is one text again and again, so that what does not count at first does so the next time."""
+    count = len(TOKENIZER.encode(TEXT))
+    for stop, least, text in (
+        ("wör", count, TEXT + "Hello, "),
+        ("! H", count, TEXT[:-2]),  # it ends right after the border
+        ("! H", count + 1, TEXT + TEXT[:-2]),
+    ):
+        fields = {"max_tokens": 2 * count + 1, "min_tokens": least, "stop": stop}
+        whole = post(http_client, route, **fields).json["choices"][0]
+        choices = [event["choices"][0] for event in events(post(http_client, route, stream=True, **fields))]
+        if route == CHAT:
+            pieces, answer = [choice["delta"].get("content", "") for choice in choices], whole["message"]["content"]
+        else:
+            pieces, answer = [choice["text"] for choice in choices], whole["text"]
+        assert "".join(pieces) == answer == text
+        assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", stop)
+
+
 def test_a_stop_string_aborts_in_the_engine(http_client: FlaskClient, engine: ScriptedClient) -> None:
     choice = post(http_client, COMPLETIONS, max_tokens=30, stop="wör").json["choices"][0]
     assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("Hello, ", "stop", "wör")

@@ -495,6 +495,21 @@ def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine:
     assert not engine.added
 
 
+@pytest.mark.parametrize("route", [ASK, TALK])
+def test_what_bars_tokens_reaches_the_engine(http_client: FlaskClient, engine: ScriptedClient, route: str) -> None:
+    assert post(http_client, route, bad_words=["Montague"], min_tokens=9).status_code == 200
+    ((_, params, _),) = engine.added
+    assert params.bad_word_ids == TOKENIZER.bad_word_ids(("Montague",)) and params.min_tokens == 9
+    for fields, message in (
+        ({"bad_words": ["a"] * 65}, "it must be a list of at most 64 strings"),
+        ({"bad_words": ["a b c d e f g h i j k l m n o p q"]}, "tokens; each must have from 1 to 16 tokens"),
+        ({"min_tokens": 10}, f"it must be at most max_{'output_' if route == ASK else ''}tokens, 9"),
+    ):
+        response = post(http_client, route, **fields)
+        told = refusal(response)["message"] if route == ASK else error_of(response, 400, "invalid_request_error")
+        assert next(iter(fields)) in told and message in told
+
+
 @pytest.mark.parametrize(("route", "name", "value"), NOT_YET_HERE)
 def test_what_cannot_be_done_yet_is_refused_by_name(
     http_client: FlaskClient, engine: ScriptedClient, route: str, name: str, value: Any

@@ -350,6 +350,30 @@ def test_stop_matches_as_if_characters_came_one_by_one(bpe: Tokenizer, data: st.
     assert "".join(stream(bpe, bpe.encode(text), stop=tuple(stops))) == expected
 
 
+@given(data=st.data())
+def test_a_stop_string_counts_where_it_ends_after_min_tokens(
+    bpe: Tokenizer, llama2: Tokenizer, data: st.DataObject
+) -> None:
+    """Tokens of several characters, of parts of one and of none, one by one and several at once."""
+    tokenizer = data.draw(st.sampled_from([bpe, llama2]))
+    ids = tokenizer.encode(data.draw(st.text("he loé", max_size=12)), add_special_tokens=False)
+    for place in data.draw(st.lists(st.integers(0, 12), max_size=2)):
+        ids.insert(place, tokenizer.encode("<|end|>" if tokenizer is bpe else "</s>", add_special_tokens=False)[-1])
+    stops = tuple(data.draw(st.lists(st.text("he loé", min_size=1, max_size=3), min_size=1, max_size=3)))
+    least, free = data.draw(st.integers(0, len(ids) + 1)), stream(tokenizer, ids)
+    text, begin = "".join(free), len("".join(free[:least]))
+    begin = len(text) if least >= len(ids) else begin  # what comes at the end belongs to the last token
+    expected = text
+    for end in range(begin + 1, len(text) + 1):
+        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
+            expected = text[: end - max(map(len, matches))]
+            break
+    assert "".join(stream(tokenizer, ids, stop=stops, min_tokens=least, max_tokens=99)) == expected
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=stops, min_tokens=least, max_tokens=99))
+    cut = data.draw(st.integers(0, len(ids)))
+    assert detokenizer.push(ids[:cut], False) + detokenizer.push(ids[cut:], True) == expected == detokenizer.text
+
+
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
 
