@@ -67,7 +67,8 @@ class MessageErrorReply(msgspec.Struct):
 
 def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     """What a route may answer: 200 with one of these content types, else with the schema of an error."""
-    content = {kind: {"schema": {"type": "object" if kind == "application/json" else "string"}} for kind in kinds}
+    schemas = {"application/json": {"schema": {"type": "object"}}, "text/plain": {"schema": {"type": "string"}}}
+    content = {kind: schemas.get(kind, {}) for kind in kinds}  # of an event OpenAPI 3.1 has no schema
     wrong = {"content": {"application/json": {"schema": error}}}
     return {
         "200": {"description": "The answer.", "content": content},

@@ -3,11 +3,11 @@
     python -m venv VENV && VENV/bin/pip install schemathesis
     python tests/schema_campaign.py --schemathesis VENV/bin/schemathesis [--cases 5000] [--seed 0] [--workers 2]
 
-Schemathesis has requirements of its own, so it gets a virtual environment of its own. The cases are shared evenly by
-all routes that take anything; one server generates, and another embeds. The campaign fails if a reply has a status of
-500 or more, or a status, content type or body that the schema does not describe, or if a process of a server was
-replaced, or a request is left in the engine. Other options go to Schemathesis: `--phases coverage` sends the values at
-the ends of all ranges, in as many cases as that takes.
+Schemathesis has requirements of its own, so it gets a virtual environment of its own. First come the ends of all ranges
+and other values that a schema suggests, in as many cases as that takes, then so many random ones, shared evenly by all
+routes that take anything. One server generates, and another embeds. The campaign fails if a reply has a status of 500
+or more, or a status, content type or body that the schema does not describe, or if a process of a server was replaced,
+or a request is left in the engine. Other options go to Schemathesis.
 """
 
 from __future__ import annotations
@@ -35,11 +35,17 @@ CHECKS = (
 
 
 def narrowed(schema: dict[str, Any], server: Server) -> dict[str, Any]:
-    """The schema with the model's name, few tokens of output and ids that are there, or else most would be refused."""
+    """The schema with the model's name, few tokens of output and ids that are there, or else most would be refused.
+
+    Half of the answers are streams.
+    """
     few = {name: {"enum": [1, 2, 5, 16, 40]} for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")}
     few["model"] = {"enum": ["demo"]}
     for fields in schema["components"]["schemas"].values():
         fields["properties"] |= {name: few[name] for name in few if name in fields["properties"]}
+        if "stream" in fields["properties"]:
+            fields["required"] += ["stream"]
+            fields["properties"]["stream"] = {"type": "boolean"}
     tokenize = schema["components"]["schemas"]["TokenizeRequest"]  # that one of two must be there only a check tells
     tokenize["anyOf"] = [{"required": ["prompt"]}, {"required": ["messages"]}]
     ids: dict[str, list[str]] = {"name": ["demo"], "id": []}
@@ -65,7 +71,7 @@ def campaign(server: Server, schemathesis: str, cases: int, pooling: bool, optio
     asking = [operation for operation in operations if "requestBody" in operation or operation["parameters"]]
     command = [
         schemathesis, "run", str(folder / "openapi.json"), "--url", f"http://127.0.0.1:{server.port}", "--mode", "all",
-        "--phases", "fuzzing", "--max-examples", str(-(-cases // len(asking))), "--checks", ",".join(CHECKS),
+        "--phases", "coverage,fuzzing", "--max-examples", str(-(-cases // len(asking))), "--checks", ",".join(CHECKS),
         "--continue-on-failure", "--generation-database", "none", "--suppress-health-check", "all",
         "--request-timeout", "60", "--warnings", "off", "--no-color", *options,
     ]  # fmt: skip
@@ -94,7 +100,7 @@ def main() -> int:
     """The campaign; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schemathesis", default="schemathesis", help="the program")
-    parser.add_argument("--cases", type=int, default=5000, help="in all")
+    parser.add_argument("--cases", type=int, default=5000, help="random ones in all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="requests at a time")
     args, more = parser.parse_known_args()

@@ -13,7 +13,7 @@ from flask.testing import FlaskClient
 
 from config import DEMO, ServerConfig
 from processes import Board
-from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NOT_YET, PARAMS, PATHS, ROUTES
+from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
 from sampling_params import SamplingParams
 from scripted import (
     BODIES,
@@ -502,3 +502,22 @@ def test_the_schema_says_what_comes_back(http_client: FlaskClient) -> None:
         content = schema["paths"][path][method]["responses"]["400"]["content"]
         shape = schema["components"]["schemas"][content[json_type]["schema"]["$ref"].rpartition("/")[2]]
         assert set(http_client.post(path, json={}).json) == set(shape["properties"]) == set(shape["required"])
+
+
+def test_the_schema_tells_what_must_be_there_and_which_keys_messages_have(http_client: FlaskClient) -> None:
+    schemas = http_client.get("/openapi.json").json["components"]["schemas"]
+    for route, needed in NEEDED.items():
+        fields = schemas[REQUESTS[route].__name__]
+        assert fields["required"] == list(needed)
+        for name in needed:
+            kinds = fields["properties"][name]["anyOf"]
+            assert {"type": "null"} not in kinds and "default" not in fields["properties"][name]
+        assert {"type": "null"} in fields["properties"]["model"]["anyOf"]
+    anthropic, chat = (
+        schemas[f"{route}Request"]["properties"]["messages"]["anyOf"][0]["items"] for route in ("Messages", "Chat")
+    )
+    assert chat["additionalProperties"] is True and anthropic["additionalProperties"] is False
+    assert anthropic["properties"]["role"] == {"enum": ["user", "assistant", "system"]}
+    for message in (anthropic, chat):
+        (part,) = (kind["items"] for kind in message["properties"]["content"]["anyOf"] if "items" in kind)
+        assert part["additionalProperties"] is False and part["required"] == ["type", "text"]
