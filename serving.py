@@ -439,7 +439,7 @@ class Api:
             message = f"truncate_prompt_tokens is {keep}; it must be -1, or from 1 to {limit} (max_model_len)"
             raise ApiError(400, message, "truncate_prompt_tokens")
         keep = max(1, limit - output) if keep == -1 else keep
-        # As in vLLM: an answer follows the end of its prompt, and what is pooled was trained with texts cut there.
+        # As in vLLM: an answer follows the end of its prompt, and embedders were trained with texts cut at their end.
         side = fields["truncation_side"] or ("left" if self.facts["task"] == "generate" else "right")
         return self._tokens(prompt, add_special_tokens, keep, side)
 
