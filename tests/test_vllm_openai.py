@@ -28,17 +28,26 @@ Where Manta differs, on purpose:
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from array import array
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import ResponseCompletedEvent, ResponseCreatedEvent, ResponseTextDeltaEvent
 
 from config import DEMO, VERSION
-from served import Server, eventually, serving
+from served import ROOT, Server, eventually, serving
 from tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(DEMO)
@@ -446,3 +455,226 @@ def test_requests_of_clients_that_left_make_room(server: Server) -> None:
         impatient.chat.completions.create(**long, n=40, extra_body={"min_tokens": 1000, "ignore_eos": True})
     eventually(lambda: server.running() == 0, 5)
     assert len(server.client().chat.completions.create(**TALK).choices) == 1
+
+
+# --- responses and messages -------------------------------------------------------------------------------------------
+
+
+def test_responses(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "demo", "input": SUM[0]["content"], "temperature": 0.0}
+    found = client.responses.create(**ask)
+    assert found.status == "completed" and found.incomplete_details is None and "81" in found.output_text
+    assert found.output[-1].type == "message" and found.output[-1].content[0].type == "output_text"
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert found.usage.output_tokens_details.reasoning_tokens == 0
+    chat = client.chat.completions.create(**TALK | {"max_completion_tokens": 30}).choices[0].message.content
+    parts = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": ask["input"]}]}]
+    for given in (ask["input"], SUM, parts):
+        assert client.responses.create(**ask | {"input": given}, max_output_tokens=30).output_text == chat
+    history: list[Any] = [*parts, {"role": "assistant", "content": [{"type": "output_text", "text": "81"}]}, *SUM]
+    assert client.responses.create(**ask | {"input": history}).status == "completed"
+    system = client.responses.create(**ask, instructions="Be brief.", max_output_tokens=1).usage.input_tokens
+    assert system == len(prompt_ids([{"role": "system", "content": "Be brief."}, *SUM]))
+    cut = client.responses.create(**ask, max_output_tokens=1)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    more = {"top_k": 40, "repetition_penalty": 1.2, "seed": 42}
+    assert client.responses.create(**ask | {"temperature": 0.7}, top_p=0.9, extra_body=more).output
+    effort = client.responses.create(**ask, reasoning={"effort": "none"}, tools=[], background=False)
+    assert effort.status == "completed"
+    for wrong in ({"background": True}, {"top_logprobs": 2}, {"input": []}, {"input": [{"type": "x"}]}):
+        with pytest.raises(openai.BadRequestError):
+            client.responses.create(**ask | wrong)
+
+
+def test_a_response_streams(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": "demo", "input": SUM[0]["content"], "temperature": 0.0}
+    events = list(client.responses.create(**ask, stream=True))
+    assert isinstance(events[0], ResponseCreatedEvent) and isinstance(events[-1], ResponseCompletedEvent)
+    text = "".join(event.delta for event in events if isinstance(event, ResponseTextDeltaEvent))
+    assert text == events[-1].response.output_text == client.responses.create(**ask).output_text
+    opened = []  # what begins ends, the last first
+    ends = {
+        "response.created": "response.completed", "response.output_item.added": "response.output_item.done",
+        "response.content_part.added": "response.content_part.done",
+    }  # fmt: skip
+    for event in events:
+        if event.type in ends:
+            opened.append(ends[event.type])
+        elif event.type in ends.values():
+            assert opened.pop() == event.type
+    assert not opened and [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_responses_are_kept(client: openai.OpenAI) -> None:
+    first = client.responses.create(model="demo", input=SUM[0]["content"], temperature=0)
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    unkept = client.responses.create(model="demo", input="Hello!", store=False, max_output_tokens=5)
+    for call_ in (client.responses.retrieve, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError):
+            call_(unkept.id)
+    with pytest.raises(openai.BadRequestError, match="background"):
+        client.responses.cancel(first.id)
+    asked = {"model": "demo", "input": "And spell it.", "previous_response_id": first.id, "max_output_tokens": 1}
+    again = [client.responses.create(**asked) for _ in range(2)]  # two may go on from one
+    talk = [*SUM, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "And spell it."}]
+    assert {found.usage.input_tokens for found in again} == {len(prompt_ids(talk))}
+    with pytest.raises(openai.BadRequestError, match="resp_none"):
+        client.responses.create(**asked | {"previous_response_id": "resp_none"})
+
+
+def test_messages(server: Server, client: openai.OpenAI) -> None:
+    ask = {"model": "demo", "max_tokens": 30, "messages": SUM, "temperature": 0}
+    status, found = call(server, "/v1/messages", ask)
+    chat = client.chat.completions.create(**TALK | {"max_completion_tokens": 30}).choices[0].message.content
+    assert status == 200 and (found["role"], found["stop_reason"]) == ("assistant", "end_turn")
+    assert found["content"] == [{"type": "text", "text": chat}]
+    usage = found["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt_ids(SUM))
+    system = call(server, "/v1/messages/count_tokens", {"messages": SUM, "system": "you are helpful"})[1]
+    assert system == {"input_tokens": len(prompt_ids([{"role": "system", "content": "you are helpful"}, *SUM]))}
+    blocks = [{"role": "user", "content": [{"type": "text", "text": SUM[0]["content"]}]}]
+    assert call(server, "/v1/messages", ask | {"messages": blocks})[1]["content"] == found["content"]
+    sock = server.connect("POST", "/v1/messages", ask | {"stream": True})
+    with contextlib.closing(sock), sock.makefile("rb") as file:
+        events = []
+        for line in file:
+            if line.startswith(b"data: "):
+                events.append(json.loads(line[6:]))
+                if events[-1]["type"] == "message_stop":
+                    break
+    assert events[0]["type"] == "message_start" and events[-2]["delta"]["stop_reason"] == "end_turn"
+    assert "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta") == chat
+    for wrong in ({"messages": []}, {"max_tokens": 0}, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}):
+        status, body = call(server, "/v1/messages", ask | wrong)
+        assert status == 400 and (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+
+
+# --- what samples nothing ---------------------------------------------------------------------------------------------
+
+TEXT = "The best thing is that it has many models"
+
+
+def vectors(server: Server, **fields: Any) -> list[list[float]]:
+    status, found = call(server, "/v1/embeddings", {"model": "demo", "input": TEXT} | fields)
+    assert status == 200, found
+    return [entry["embedding"] for entry in found["data"]]
+
+
+@pytest.mark.parametrize("one", [TEXT, TOKENIZER.encode(TEXT)])
+def test_embeddings(embedder: Server, one: Any) -> None:
+    for given, count in ((one, 1), ([one] * 10, 10)):
+        found = embedder.client().embeddings.create(model="demo", input=given, encoding_format="float")
+        tokens = count * len(TOKENIZER.encode(TEXT))
+        assert [entry.index for entry in found.data] == list(range(count)) and found.id
+        assert (found.usage.prompt_tokens, found.usage.total_tokens) == (tokens, tokens)
+        for entry in found.data:
+            assert len(entry.embedding) == 192 and entry.embedding == pytest.approx(found.data[0].embedding, abs=1e-5)
+            assert math.hypot(*entry.embedding) == pytest.approx(1, abs=1e-5)
+
+
+def test_forms_of_embeddings(embedder: Server) -> None:
+    (numbers,) = vectors(embedder)
+    (coded,) = vectors(embedder, encoding_format="base64")
+    assert array("f", base64.b64decode(coded)).tolist() == pytest.approx(numbers, abs=1e-6)
+    asked = embedder.client().embeddings.create(model="demo", input=TEXT)  # the SDK asks for base64 by itself
+    assert asked.data[0].embedding == pytest.approx(numbers, abs=1e-6)
+    (raw,) = vectors(embedder, use_activation=False)
+    assert [x / math.hypot(*raw) for x in raw] == pytest.approx(numbers, abs=1e-5) and math.hypot(*raw) > 1.1
+    assert vectors(embedder, use_activation=True)[0] == pytest.approx(numbers, abs=1e-6)
+    (few,) = vectors(embedder, dimensions=16)
+    assert few == pytest.approx([x / math.hypot(*raw[:16]) for x in raw[:16]], abs=1e-5)
+    status, pooled = call(embedder, "/pooling", {"model": "demo", "input": TEXT, "task": "embed"})
+    assert status == 200 and pooled["data"][0]["data"] == pytest.approx(numbers, abs=1e-6)
+    for wrong in (
+        {"encoding_format": "bad"}, {"dimensions": -1}, {"dimensions": 193}, {"input": ""}, {"input": []},
+        {"truncate_prompt_tokens": 129}, {"input": [5] * 129}, {"model": "none"},
+    ):  # fmt: skip
+        status, body = call(embedder, "/v1/embeddings", {"model": "demo", "input": TEXT} | wrong)
+        assert status == (404 if "model" in wrong else 400) and body["error"]["message"], wrong
+    for task in ("classify", "token_embed", "plugin"):
+        assert call(embedder, "/pooling", {"input": TEXT, "task": task})[0] == 400
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(10, 10), (-1, 128)])
+def test_long_texts_are_cut_where_asked(embedder: Server, keep: int, kept: int) -> None:
+    body = {"model": "demo", "input": "To be, or not to be. " * 90}
+    assert call(embedder, "/v1/embeddings", body)[1]["error"]["code"] == "context_length_exceeded"
+    found = call(embedder, "/v1/embeddings", body | {"truncate_prompt_tokens": keep})[1]
+    assert found["usage"]["prompt_tokens"] == kept
+
+
+def test_scores_and_ranks(embedder: Server) -> None:
+    queries, texts = ["What is it?", "Who is he?"], ["It is Paris.", "He is Paul.", "What is it?"]
+    (query, *others) = vectors(embedder, input=[queries[0], *texts])
+    cosines = [sum(a * b for a, b in zip(query, other, strict=True)) for other in others]
+    for names in (("text_1", "text_2"), ("queries", "documents")):
+        status, found = call(embedder, "/score", {"model": "demo", names[0]: queries[0], names[1]: texts})
+        assert status == 200 and [e["score"] for e in found["data"]] == pytest.approx(cosines, abs=1e-4)
+    pairs = call(embedder, "/v1/score", {"text_1": queries, "text_2": texts[:2]})[1]["data"]
+    assert len(pairs) == 2 and pairs[0]["score"] == pytest.approx(cosines[0], abs=1e-4)
+    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+        found = call(embedder, path, {"model": "demo", "query": queries[0], "documents": texts})[1]
+        assert [result["index"] for result in found["results"]] == sorted(range(3), key=lambda i: -cosines[i])
+        assert found["results"][0] == {
+            "index": 2, "relevance_score": pytest.approx(1, abs=1e-4), "document": {"text": texts[2]}
+        }  # fmt: skip
+        assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] > 0
+    two = call(embedder, "/rerank", {"query": queries[0], "documents": texts, "top_n": 2})[1]["results"]
+    assert len(two) == 2
+    for path, body in (
+        ("/score", {"text_1": "a " * 500, "text_2": "b"}), ("/rerank", {"query": "a " * 500, "documents": ["b"]}),
+        ("/score", {"text_1": queries, "text_2": texts}), ("/classify", {"input": "a"}),
+    ):  # fmt: skip
+        assert call(embedder, path, body)[0] == 400
+
+
+# --- batches and the end ----------------------------------------------------------------------------------------------
+
+
+def test_a_batch_file(tmp_path: Path) -> None:
+    talk = {"model": "demo", "messages": SUM, "max_tokens": 10}
+    entries = [
+        {"url": "/v1/chat/completions", "body": talk}, {"url": "/v1/completions", "body": ASK},
+        {"url": "/v1/chat/completions", "body": talk | {"model": "none"}}, {"url": "/bad_url", "body": talk},
+        {"url": "/v1/chat/completions", "body": talk | {"stream": True}},
+    ]  # fmt: skip
+    lines = [json.dumps({"custom_id": f"request-{i}", "method": "POST"} | entry) for i, entry in enumerate(entries)]
+    bad = json.dumps({"invalid_field": "x", "method": "POST", "url": "/v1/completions", "body": ASK})
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join([*lines, bad]))
+    flags = ["-i", str(source), "-o", str(target), "--device", "cpu", "--dtype", "float32"]
+    run = subprocess.run(
+        [sys.executable, "server.py", "batch", *flags], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = {answer["custom_id"]: answer for answer in map(json.loads, target.read_text().splitlines())}
+    assert len(found) == 6 and all({"id", "custom_id", "response", "error"} == set(answer) for answer in found.values())
+    statuses = [found[f"request-{i}"]["response"]["status_code"] for i in range(5)]
+    assert statuses[:3] == [200, 200, 404] and all(400 <= status < 500 for status in statuses[3:])
+    assert [found[f"request-{i}"]["error"] is None for i in range(5)] == [True, True, False, False, False]
+    assert found["request-0"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert "request_id" in found["request-0"]["response"] and found[None]["error"]["message"]
+
+
+def test_sigterm_lets_requests_end_and_takes_no_more(tmp_path: Path) -> None:
+    with serving(tmp_path) as ending:
+        long = ASK | {"max_tokens": 700, "stream": True} | ON
+        with contextlib.closing(ending.connect("POST", "/v1/completions", long)) as sock, sock.makefile("rb") as file:
+            assert any(line.startswith(b"data: ") for line in file)
+            os.kill(ending.process.pid, signal.SIGTERM)
+            client = ending.client()
+
+            def refused() -> bool:
+                try:
+                    client.completions.create(**ASK | {"max_tokens": 1})
+                except (openai.APIConnectionError, openai.InternalServerError):
+                    return True
+                return False
+
+            eventually(refused, 5)
+            rest = [line for line in file if line.startswith(b"data: ")]
+        assert rest[-1].strip() == b"data: [DONE]"
+        assert b'"finish_reason":"length"' in b"".join(rest[-3:])
+        assert ending.process.wait(20) == 0
+        ending.assert_gone()
