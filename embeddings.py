@@ -17,7 +17,9 @@ def numbers(pooled: bytes) -> list[float]:
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
     """The cosine of the angle between two vectors; 0 where one of them is all zeros."""
     lengths = math.hypot(*a) * math.hypot(*b)
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths if lengths else 0.0
+    if not lengths:
+        return 0.0
+    return max(-1.0, min(1.0, math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths))  # rounding may pass 1
 
 
 def vectors(kind: str, key: str, found: list[bytes], encoding_format: str) -> list[dict[str, Any]]:

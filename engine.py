@@ -337,7 +337,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        priority: list[int] | None = None,
+        priority: int | list[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete each prompt; outputs come in the order of the prompts.
 
@@ -346,7 +346,7 @@ class LLM:
                 `{"prompt_token_ids": ...}`, which may have a `cache_salt`.
             sampling_params: for all of them, or for each; None takes `get_default_sampling_params`.
             use_tqdm: show a bar.
-            priority: a number for each prompt, the lowest goes first; the policy must be `priority`.
+            priority: for all of them, or for each; the lowest goes first. Other than 0 only with the policy `priority`.
 
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
@@ -358,9 +358,7 @@ class LLM:
             params = list(sampling_params)
         else:
             params = [sampling_params or self.get_default_sampling_params()] * len(items)
-        if priority is not None and self.config.scheduling_policy != "priority":
-            raise ValueError(f"priority is given; scheduling_policy is {self.config.scheduling_policy!r}")
-        ranks = [0] * len(items) if priority is None else priority
+        ranks = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
@@ -414,12 +412,20 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
 
+        Args:
+            prompts: see `generate`, as for `use_tqdm`.
+            pooling_params: for all of them, or for each.
+            pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
+
         Raises:
-            ValueError: the task of this engine is to generate, or see `generate`.
+            ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
         """
+        if pooling_task is not None:
+            self._check_task("encode", ("score", "classify") if pooling_task == "classify" else (pooling_task,))
         return self._pool(prompts, pooling_params, use_tqdm)
 
     def embed(

@@ -73,6 +73,9 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, list[
         ids = tokenizer.encode(text)
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise ValueError(f"a prompt is {reprlib.repr(ids)}; it must be a string, token ids or a dict of these")
+    if ids and (min(ids) < 0 or max(ids) >= 2**31):  # the tokenizer takes no others; the engine knows the vocabulary
+        wrong = next(token for token in ids if not 0 <= token < 2**31)
+        raise ValueError(f"a prompt has the token id {wrong}; it must be from 0 to {2**31 - 1}")
     return text, ids, salt or ""
 
 

@@ -468,6 +468,12 @@ ELSEWHERE_THERE = {
     },
     COUNT_TOKENS: {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
 }  # fmt: skip
+# What vLLM's clients call otherwise: the name that it is then read by.
+ALIASES = {
+    SCORE: {
+        "queries": "text_1", "data_1": "text_1", "documents": "text_2", "items": "text_2", "data_2": "text_2",
+    },
+}  # fmt: skip
 # What cannot change the answer, whatever its value, which nobody looks at.
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
@@ -505,11 +511,12 @@ FIELDS = (
     Field("previous_response_id", Name, None, (RESPONSES,), about="The stored response whose conversation goes on."),
     Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
     Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), prompts, "A text, or token ids, or a list of such."),
+    Field("task", Literal["embed", "classify", "score"], None, (POOLING,), about="What this server does with prompts."),
     Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], None, (EMBEDDINGS, POOLING), about="Of the vector."),
     Field("encoding_format", Literal["float", "base64"], "float", (EMBEDDINGS, POOLING)),
     Field("use_activation", bool, None, POOL, about=attributes_of(PoolingParams)["use_activation"]),
-    Field("text_1", TEXTS, None, (SCORE,), texts, "A text, or as many as text_2 has."),
-    Field("text_2", TEXTS, None, (SCORE,), texts, "A text or several."),
+    Field("text_1", TEXTS, None, (SCORE,), texts, "A text, or as many as text_2 has; vLLM: queries."),
+    Field("text_2", TEXTS, None, (SCORE,), texts, "A text or several; vLLM: documents."),
     Field("query", Annotated[str, Meta(min_length=1)], None, (RERANK,)),
     Field("documents", DOCUMENTS, None, (RERANK,), documents, "Texts, or objects with a text."),
     Field("top_n", Annotated[int, Meta(ge=0, le=2**31 - 1)], 0, (RERANK,), about="How many to return; 0 is all."),
@@ -596,9 +603,13 @@ def read_fields(route: str, body: dict[str, Any], config: ServerConfig) -> dict[
         ApiError: a value is not allowed, a field is unknown, or the one that is needed is missing.
     """
     known, refused, given = KNOWN[route], REFUSED.get(route, {}), {}
+    aliases = ALIASES.get(route, {})
     for name, value in body.items():
         if value is None:
             continue
+        name, alias = aliases.get(name, name), name
+        if name in given:
+            raise ApiError(400, f"{alias} is given beside another name of {name}; one is enough", alias)
         if name in known:
             given[name] = value
         elif name in refused:

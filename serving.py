@@ -207,7 +207,9 @@ class Api:
 
     def pool(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """What the model makes of each prompt: a vector, or what its classification head says."""
-        prompts = self._inputs(fields, "embed", "score", "classify")
+        prompts, task = self._inputs(fields, "embed", "score", "classify"), self.facts["task"]
+        if fields["task"] not in (None, task, "classify" if task == "score" else task):
+            raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
         found = self._pool("pool-", fields, caller, prompts, fields["dimensions"])
         data = embeddings.vectors("pooling", "data", found, fields["encoding_format"])
         return self._listed("pool-", fields, caller, prompts, data)
@@ -233,7 +235,8 @@ class Api:
         found, prompts = self._compare("rerank-", fields, caller, [fields["query"]], documents)
         top_n = fields["top_n"] or len(documents)
         results = embeddings.ranks(found, documents, top_n, fields["return_documents"])
-        used = {"total_tokens": sum(len(ids) for _, ids in prompts)}
+        count = sum(len(ids) for _, ids in prompts)
+        used = {"prompt_tokens": count, "total_tokens": count}
         return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used, "results": results}
 
     def _compare(
@@ -301,7 +304,10 @@ class Api:
     def model(self, name: str) -> dict[str, Any]:
         """What is told of a model; an `ApiError` if there is none of that name."""
         limit, id = self.facts["max_model_len"], self._name(name)
-        return {"id": id, "object": "model", "created": self.started, "owned_by": "manta", "max_model_len": limit}
+        return {
+            "id": id, "object": "model", "created": self.started, "owned_by": "manta", "root": self.names[0],
+            "parent": None, "max_model_len": limit,
+        }  # fmt: skip
 
     def health(self) -> dict[str, Any]:
         """That the engine can run requests; an `ApiError` if it cannot."""

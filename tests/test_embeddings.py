@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 
 from embeddings import cosine
 from plan import EngineOutput
-from scripted import COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
+from scripted import COMPLETIONS, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
 
 EMBEDDINGS = "/v1/embeddings"
 TASKS = {
@@ -75,6 +75,28 @@ def test_score_is_the_cosine_of_embeddings(engine: ScriptedClient, route: str) -
     assert len(engine.pooled) == 3  # the one text is embedded once
 
 
+@pytest.mark.parametrize("names", [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")])
+def test_score_knows_vllms_other_names(engine: ScriptedClient, names: tuple[str, str]) -> None:
+    body = {"text_1": MISSING, "text_2": MISSING, names[0]: "one text", names[1]: ["two", "one text"]}
+    found = post(serving(engine), "/score", **body).json["data"]
+    assert found == post(serving(engine), "/score", text_1="one text", text_2=["two", "one text"]).json["data"]
+    for first in (True, False):  # whichever comes first
+        both = {"text_1": "a", names[0]: "a"} if first else {names[0]: "a", "text_1": "a"}
+        assert refusal(post(serving(engine), "/score", **both, text_2="b"))["param"] in both
+    assert refusal(post(serving(engine), "/score", **{names[0]: 5}, text_2="b"))["param"] == "text_1"
+
+
+@pytest.mark.parametrize(("task", "same"), [("embed", ["embed"]), ("classify", ["classify"]),
+                                            ("score", ["score", "classify"])])  # fmt: skip
+def test_pooling_may_name_the_task(engine: ScriptedClient, task: str, same: list[str]) -> None:
+    for named in ("embed", "classify", "score", "token_embed"):
+        response = post(serving(engine, task), "/pooling", input="a", task=named)
+        if named in same:
+            assert response.status_code == 200
+        else:
+            assert refusal(response)["param"] == "task"
+
+
 def test_a_classifier_scores_pairs(engine: ScriptedClient) -> None:
     answer = post(serving(engine, "score", ("relevant",)), "/score", text_1=["a", "b"], text_2=["c", "d"]).json
     assert [ids for ids, _ in engine.pooled] == [TOKENIZER.encode_pair("a", "c"), TOKENIZER.encode_pair("b", "d")]
@@ -90,7 +112,8 @@ def test_rerank(engine: ScriptedClient, route: str) -> None:
     lengths = [float(len(TOKENIZER.encode_pair("q", text))) for text in ("x", documents[1]["text"], "x", "some words")]
     assert found == sorted(enumerate(lengths), key=lambda item: (-item[1], item[0]))
     assert answer["results"][0]["document"] == {"text": documents[1]["text"]}
-    assert answer["usage"] == {"total_tokens": int(sum(lengths))}
+    count = int(sum(lengths))
+    assert answer["usage"] == {"prompt_tokens": count, "total_tokens": count}
     few = post(http_client, route, query="q", documents=documents, top_n=2, return_documents=False).json["results"]
     assert few == [{"index": i, "relevance_score": score} for i, score in found[:2]]
 

@@ -61,6 +61,8 @@ def test_prompts_of_another_salt_do_not_share_cached_prefixes(make_llm):
         ([{"promt": "a"}], "a prompt has the key 'promt'; known: prompt, prompt_token_ids, cache_salt"),
         ([{"prompt_token_ids": "a"}], "a prompt is 'a'; it must be"),
         ([{"prompt_token_ids": []}], "the prompt is empty"),
+        ([[5, -1]], "a prompt has the token id -1; it must be from 0 to 2147483647"),
+        ({"prompt_token_ids": [2**31]}, "a prompt has the token id 2147483648"),
     ],
 )
 def test_what_is_no_prompt_is_refused_by_name(llm, bad, message):
