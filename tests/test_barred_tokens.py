@@ -18,7 +18,7 @@ BATCHES = {
     "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 32, "enable_prefix_caching": False},
     "recompute": {"preemption_mode": "recompute"},
     "swap": {"preemption_mode": "swap", "swap_space": 0.01},
-    "tokens one by one": {"batch_invariant": True},
+    "tokens one by one": {"batch_invariant": True, "max_num_seqs": 4, "block_size": 4},  # a short warm-up
 }
 FEW = {"num_gpu_blocks_override": 64, "block_size": 4, "max_model_len": 220, "schedule_conservativeness": 0.0}
 
