@@ -276,7 +276,7 @@ class Api:
         self._check_priority(fields)
         for _, ids in prompts:
             if len(ids) > limit:
-                raise too_long(limit, f"a prompt has {len(ids)}")
+                raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
         if dimensions is not None and dimensions > (most := self.facts["hidden_size"]):
             raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
         params = PoolingParams(dimensions, fields["use_activation"])
@@ -451,7 +451,7 @@ class Api:
                 raise ApiError(400, f"the prompt has token id {highest}; allowed: 0 to {vocab_size - 1}", "prompt")
             return None, prompt
         if not cut and len(prompt) > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
-            raise too_long(limit, f"the prompt has {len(prompt)} characters", "prompt")
+            raise too_long(limit, f"the prompt is too long: it has {len(prompt)} characters", "prompt")
         if len(prompt) > LONG_TEXT:
             ids = self.threads.apply(self.tokenizer.encode, (prompt, add_special_tokens))
         else:
@@ -530,7 +530,7 @@ class Api:
             asked, most = None, limit
         for length in lengths:
             if length + (asked != 0) > limit:
-                raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
+                raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
             if asked and length + asked > limit:
                 message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
                 raise too_long(limit, message, "max_tokens")
