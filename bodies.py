@@ -66,7 +66,7 @@ def decode_prompts(text: bytes, longest: int) -> list[Any] | None:
         if not part.startswith(b"["):
             return None
         if (count := part.count(b",") + 1) > longest:
-            raise too_long(longest, f"the prompt has {count}", "prompt")
+            raise too_long(longest, f"the prompt is too long: it has {count}", "prompt")
         prompts.append(decode_ids(part))
         begin = end
     return prompts if several else prompts[0]

@@ -61,7 +61,11 @@ class Refusal(ValueError):
 
 
 def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
-    """The refusal of what the context cannot hold. LiteLLM and others know it by its first words, or by its code."""
+    """The refusal of what the context cannot hold.
+
+    LiteLLM and others know it by its first words, or by its code. LangChain sees no code, because OpenAI's SDK 3 shows
+    only the message, but like Anthropic's clients it knows a "prompt is too long".
+    """
     words = f"this model's maximum context length is {limit} tokens; {message}"
     return ApiError(400, words, param, "context_length_exceeded")
 

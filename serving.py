@@ -279,7 +279,7 @@ class Api:
         self._check_priority(fields)
         for _, ids in prompts:
             if len(ids) > limit:
-                raise too_long(limit, f"a prompt has {len(ids)}")
+                raise too_long(limit, f"a prompt is too long: it has {len(ids)}")
         if dimensions is not None and dimensions > (most := self.facts["hidden_size"]):
             raise ApiError(400, f"dimensions is {dimensions}; at most {most} are there", "dimensions")
         params = PoolingParams(dimensions, fields["use_activation"])
@@ -469,7 +469,7 @@ class Api:
             texts = tuple(text[:longest] if side == "right" else text[-longest:] for text in texts)
         size = sum(map(len, texts))
         if keep is None and size > limit * self.tokenizer.longest_token:  # it would hold up everyone, for nothing
-            raise too_long(limit, f"the prompt has {size} characters", "prompt")
+            raise too_long(limit, f"the prompt is too long: it has {size} characters", "prompt")
         run = self.threads.apply if size > LONG_TEXT else lambda encode, arguments: encode(*arguments)
         cut = False
         if keep is not None:
@@ -552,7 +552,7 @@ class Api:
             asked, most = None, limit
         for length in lengths:
             if length + (asked != 0) > limit:
-                raise too_long(limit, f"the prompt has {length}, which leaves none for the output")
+                raise too_long(limit, f"the prompt is too long: it has {length}, which leaves none for the output")
             if asked and length + asked > limit:
                 message = f"the prompt's {length} and max_tokens {asked} are {length + asked}"
                 raise too_long(limit, message, "max_tokens")

@@ -77,8 +77,14 @@ MANY = [0] * (MAX_VALUES + 10)
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"prompt": MANY}, f"maximum context length is {MAX_VALUES} tokens; the prompt has {len(MANY)}"),
-        ({"prompt": [[1], MANY]}, f"maximum context length is {MAX_VALUES} tokens; the prompt has {len(MANY)}"),
+        (
+            {"prompt": MANY},
+            f"maximum context length is {MAX_VALUES} tokens; the prompt is too long: it has {len(MANY)}",
+        ),
+        (
+            {"prompt": [[1], MANY]},
+            f"maximum context length is {MAX_VALUES} tokens; the prompt is too long: it has {len(MANY)}",
+        ),
         ({"prompt": "a", "allowed_token_ids": MANY}, "at most"),
         ({"prompt": [[1]], "allowed_token_ids": MANY}, "at most"),
         ({"tokens": MANY}, "at most"),

@@ -59,7 +59,7 @@ def streams():
 def errors():
     refused(anthropic.BadRequestError, "temperature", extra_body={"temperature": -1})
     refused(anthropic.BadRequestError, "messages", messages=[])
-    refused(anthropic.BadRequestError, "maximum context", messages=[{"role": "user", "content": "word " * 5000}])
+    refused(anthropic.BadRequestError, "prompt is too long", messages=[{"role": "user", "content": "word " * 5000}])
     refused(anthropic.BadRequestError, tools=[{"name": "f", "input_schema": {"type": "object"}}])
     refused(anthropic.NotFoundError, model="other")
     assert [model.id for model in client.models.list()] == ["demo"]
