@@ -413,6 +413,7 @@ class LLM:
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
         pooling_task: str | None = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the model makes of each prompt, as `outputs.data`: an embedding, or what its classification head says.
 
@@ -420,19 +421,23 @@ class LLM:
             prompts: see `generate`, as for `use_tqdm`.
             pooling_params: for all of them, or for each.
             pooling_task: what is expected: "embed", "classify" or "score"; None takes what this engine does.
+            tokenization_kwargs: may have `truncate_prompt_tokens`, as in vLLM, which cuts the end of a longer prompt;
+                -1 keeps what the context holds. Without it a prompt that is too long is refused.
 
         Raises:
             ValueError: the task of this engine is to generate, or another than `pooling_task`; or see `generate`.
         """
         if pooling_task is not None:
             self._check_task("encode", ("score", "classify") if pooling_task == "classify" else (pooling_task,))
-        return self._pool(prompts, pooling_params, use_tqdm)
+        ids = self._pooled_ids(listed(prompts), self._kept(tokenization_kwargs))
+        return self._pool(ids, pooling_params, use_tqdm)
 
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt.
 
@@ -440,7 +445,7 @@ class LLM:
             ValueError: the task of this engine is not to embed, or see `generate`.
         """
         self._check_task("embed", ("embed",))
-        found = self._pool(prompts, pooling_params, use_tqdm)
+        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
         return [one.having(EmbeddingOutput(one.outputs.data)) for one in found]
 
     def classify(
@@ -448,6 +453,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | list[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each label for each prompt.
 
@@ -455,7 +461,7 @@ class LLM:
             ValueError: the model has no classification head, or see `generate`.
         """
         self._check_task("classify", ("score", "classify"))
-        found = self._pool(prompts, pooling_params, use_tqdm)
+        found = self.encode(prompts, pooling_params, use_tqdm, tokenization_kwargs=tokenization_kwargs)
         return [one.having(ClassificationOutput(one.outputs.data)) for one in found]
 
     def score(
@@ -464,6 +470,7 @@ class LLM:
         text_2: str | list[str],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each of `text_2` goes with its partner in `text_1`, or with the only one there.
 
@@ -481,32 +488,61 @@ class LLM:
             )
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
-        first *= len(second) // len(first)
+        first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
         if self.core.facts["task"] == "score":
-            pairs = [self.tokenizer.encode_pair(*pair) for pair in zip(first, second, strict=True)]
-            found = self._pool(pairs, pooling_params, use_tqdm)
+            pairs = zip(first, second, strict=True)
+            if keep is None:
+                ids = [self.tokenizer.encode_pair(*pair) for pair in pairs]
+            else:
+                ids = [self.tokenizer.encode_cut(pair, keep, "right")[0] for pair in pairs]
+            found = self._pool(ids, pooling_params, use_tqdm)
             return [one.having(ScoringOutput(*one.outputs.data or [math.nan])) for one in found]  # it has one label
         distinct = list(dict.fromkeys(first + second))
-        vectors = dict(zip(distinct, self._pool(distinct, pooling_params, use_tqdm), strict=True))
+        ids = self._pooled_ids(distinct, keep)
+        vectors = dict(zip(distinct, self._pool(ids, pooling_params, use_tqdm), strict=True))
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
     def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
         if (task := self.core.facts["task"]) not in tasks:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
 
+    def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
+        """How many tokens of a prompt are kept; None: all."""
+        given, limit = dict(tokenization_kwargs or {}), self.core.facts["max_model_len"]
+        keep = given.pop("truncate_prompt_tokens", None)
+        if given:
+            raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
+        if keep is None:
+            return None
+        if type(keep) is not int or keep == 0 or not -1 <= keep <= limit:
+            raise ValueError(f"truncate_prompt_tokens is {keep!r:.80}; it must be -1, or from 1 to {limit}")
+        return limit if keep == -1 else keep
+
+    def _pooled_ids(self, prompts: Sequence[Prompt], keep: int | None) -> list[list[int]]:
+        """The tokens of each prompt; of a longer one, the first `keep`."""
+        texts = [item for item in prompts if isinstance(item, str)]
+        tokens = iter(self.tokenizer.encode_batch(texts) if keep is None else [])
+        found = []
+        for item in prompts:
+            if isinstance(item, str) and keep is None:
+                found.append(next(tokens))
+                continue
+            text, ids, _ = read_prompt(item, self.tokenizer)
+            if keep is not None and len(ids) > keep:
+                ids = ids[:keep] if text is None else self.tokenizer.encode_cut((text,), keep, "right")[0]
+            found.append(ids)
+        return found
+
     def _pool(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompt_ids: list[list[int]],
         params: PoolingParams | list[PoolingParams] | None,
         use_tqdm: bool,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """What the engine makes of each prompt; raises what `generate` does."""
-        items = listed(prompts)
-        each = params if isinstance(params, list) else [params or PoolingParams()] * len(items)
-        if len(each) != len(items):
-            raise ValueError(f"pooling_params has {len(each)} entries for {len(items)} prompts")
-        tokens = iter(self.tokenizer.encode_batch([item for item in items if isinstance(item, str)]))
-        prompt_ids = [next(tokens) if isinstance(item, str) else read_prompt(item, self.tokenizer)[1] for item in items]
+        each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
+        if len(each) != len(prompt_ids):
+            raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream = set(), InprocStream(self.client)
         try:

@@ -398,6 +398,28 @@ def test_requests_of_the_wrong_kind_are_refused(checkpoints, llm):
     assert not embedder.core.has_work() and not embedder.client.streams
 
 
+def test_a_long_prompt_is_cut_where_asked_to(checkpoints):
+    llm, ids, text = make(checkpoints / "qwen3", task="embed", max_model_len=40), list(range(90)), "two kings " * 40
+    prompts = [ids, text, {"prompt": text}, {"prompt_token_ids": ids}, "a king"]
+    whole = llm.tokenizer.encode(text)
+    for keep, most in ((-1, 40), (7, 7)):
+        found = llm.embed(prompts, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": keep})
+        expected = [ids[:most], whole[:most], whole[:most], ids[:most], llm.tokenizer.encode("a king")]
+        assert [one.prompt_token_ids for one in found] == expected
+    with pytest.raises(ValueError, match="the prompt has 90 tokens; at most 40 fit"):
+        llm.embed(prompts, use_tqdm=False)
+    for bad in (0, -2, 41, True, "5", 1.0):
+        with pytest.raises(ValueError, match=r"truncate_prompt_tokens is .*; it must be -1, or from 1 to 40"):
+            llm.encode(ids, use_tqdm=False, tokenization_kwargs={"truncate_prompt_tokens": bad})
+    with pytest.raises(ValueError, match="tokenization_kwargs has 'padding'; known: truncate_prompt_tokens"):
+        llm.encode(ids, use_tqdm=False, tokenization_kwargs={"padding": True})
+    scorer, cut = make(checkpoints / "labels-1", max_model_len=40), {"truncate_prompt_tokens": -1}
+    (one,) = scorer.score("a king", text, use_tqdm=False, tokenization_kwargs=cut)
+    assert one.prompt_token_ids == (llm.tokenizer.encode("a king") + whole)[:40]
+    (one,) = llm.score("a king", text, use_tqdm=False, tokenization_kwargs=cut)
+    assert one.prompt_token_ids == llm.tokenizer.encode("a king") + whole[:40]
+
+
 def test_scores_are_cosines_of_an_embedder_and_what_a_classifier_says_of_a_pair(checkpoints):
     embedder, texts = make(checkpoints / "qwen3", task="embed"), ["To be", "or not to be", "that is"]
     vectors = [np.array(one.outputs.embedding) for one in embedder.embed(texts, RAW, use_tqdm=False)]
