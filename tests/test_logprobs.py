@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import oracles
+from config import DEMO
 from engine import LLM, SamplingParams
 from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
 from journal import Journal, replay
@@ -348,21 +353,41 @@ def test_they_are_equal_to_the_bit_however_they_are_computed(make_llm, work):
         assert found == alone and metrics[happened] > 0, happened
 
 
-@pytest.mark.long
-def test_two_hundred_prompts_over_a_small_pool(make_llm, llm):
-    """With chunks and preemption, against the model over all tokens at once; lines of a play, or random ones."""
-    rng = random.Random(0)
-    path = Path("shared/data/tinyshakespeare.txt")
-    lines = path.read_text() if path.exists() else "".join(rng.choice("abcdefghij \n") for _ in range(10**5))
-    few = make_llm(num_gpu_blocks_override=200, block_size=8, max_num_batched_tokens=96, max_num_seqs=24,
-                   schedule_conservativeness=0.0)  # fmt: skip
-    prompts, params = [], []
-    for i in range(200):
-        begin = rng.randrange(len(lines) - 1000)
-        prompts.append(lines[begin : begin + rng.randrange(8, 800)])
-        params.append(replace(ASKED, logprobs=i % 20, prompt_logprobs=(3 * i) % 20, max_tokens=1 + i % 40, seed=i,
+THEIRS = """
+import json, sys
+import torch, transformers
+from safetensors.torch import save_file
+
+folder, file, out = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+found = {}
+with torch.inference_mode():
+    for i, ids in enumerate(json.load(open(file))):
+        found[str(i)] = model(torch.tensor([ids])).logits[0].double().log_softmax(-1).float()
+save_file(found, out)
+"""
+
+
+def check_against_transformers(outputs: list[RequestOutput], params: list[SamplingParams], folder: Path) -> None:
+    """All log-probabilities of all outputs, each with one answer; transformers sees prompt and answer at once."""
+    file, out = folder / "ids.json", folder / "logprobs.safetensors"
+    file.write_text(json.dumps([o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]))
+    # -I, because transformers would take our `kernels` for a package of that name.
+    subprocess.run([sys.executable, "-I", "-c", THEIRS, DEMO, file, out], check=True, cwd=folder)
+    theirs = load_file(out)
+    for i, (output, asked) in enumerate(zip(outputs, params, strict=True)):
+        check(output, theirs[str(i)].double(), asked.logprobs, asked.prompt_logprobs)
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.long)])
+def test_they_are_those_of_transformers_with_chunks_and_preemption(make_llm, tmp_path, count):
+    few = make_llm(num_gpu_blocks_override=100, block_size=8, max_model_len=400, max_num_batched_tokens=96,
+                   max_num_seqs=24, schedule_conservativeness=0.0)  # fmt: skip
+    rng, prompts, params = random.Random(0), [], []
+    for i in range(count):
+        prompts.append([rng.randrange(5, 1024) for _ in range(rng.randrange(150, 250))])
+        params.append(replace(ASKED, logprobs=i % 20, prompt_logprobs=(3 * i) % 20, max_tokens=20 + i % 40, seed=i,
                               temperature=i % 2))  # fmt: skip
-    for output, asked in zip(few.generate(prompts, params, use_tqdm=False), params, strict=True):
-        want = forced(llm, output.prompt_token_ids + output.outputs[0].token_ids)
-        check(output, want, asked.logprobs, asked.prompt_logprobs)
+    outputs = few.generate(prompts, params, use_tqdm=False)
     assert few.core.metrics()["num_preemptions_total"] > 0
+    check_against_transformers(outputs, params, tmp_path)
