@@ -222,7 +222,7 @@ def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
     monkeypatch.setattr(cpu_ops, "LOGPROB_LOGITS", 2**15)
-    made = make(VOCAB, backend=backend, max_num_seqs=8, max_num_batched_tokens=50)
+    made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[0, 1, 2, 3], score=(20, 1, 50))]
     with LiveBytes(*tensors(made.worker, made.worker.state, made.worker.model, *made.worker.model.layers)) as live:
         result = made.worker.step(StepPlan(0, rows=[(0, 50)], new=new))
