@@ -19,7 +19,7 @@ Where Manta differs, on purpose:
     A priority other than 0 is refused without the policy `priority`; vLLM ignores it.
     Vectors are numbers or float32 in base64; vLLM has other widths, byte orders and raw bytes as well.
     `dimensions` of an embedding may be any number up to the vector's; vLLM knows which a model was trained for.
-    /score and /rerank do not cut long texts, and embeddings take no `messages`.
+    Embeddings take no `messages`.
     A request of the wrong task is a 400 that names the task; vLLM has no such route then (404).
     An error's `type` is OpenAI's word ("invalid_request_error"), not the name of an exception.
     In a batch file a line that is no request is answered with an error; vLLM ends the whole batch.
