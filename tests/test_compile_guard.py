@@ -128,7 +128,8 @@ class Driver:  # for a GPU that this machine need not have
 triton.runtime.driver.set_active(Driver())
 import kernels
 import memory
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from startup import CompileGuard, Startup
 from worker import LateCompile
 

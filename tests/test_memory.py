@@ -24,7 +24,8 @@ import parallel
 import reference
 import startup
 from batch_state import BatchState
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
 from engine import EngineCore
 from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
 from model import FAMILIES, Transformer

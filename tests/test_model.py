@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from model import rope_table
 from plan import NewRow, StepPlan
 from startup import start_worker
