@@ -384,7 +384,10 @@ HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's l
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}  # config.json's names and ours
+ACTIVATIONS = {  # config.json's names and ours
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -403,7 +406,7 @@ class ModelConfig:
     rope_theta: float
     rope_scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
     max_position: int  # tokens of context, those that RoPE's scaling adds among them
-    activation: str  # silu or gelu, of the MLP's gate
+    activation: str  # of the MLP's gate: silu, gelu, gelu_tanh, relu or relu2
     tie_word_embeddings: bool
     attention_bias: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all

@@ -33,6 +33,8 @@ from sampling import sample as sample
 
 __version__ = "0.1.0"
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
+
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_PROGRAMS = 2  # programs of attention_decode per processor: while one starts a row, the other keeps loading
@@ -50,21 +52,28 @@ POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, residual, y, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+def norm_kernel(
+    x, weight, bias, residual, y, eps, SIZE: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = weight * h * rsqrt(mean(h^2) + eps), h = x + residual -> residual; all [T, SIZE]. One program per row."""
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h or h - mean(h), h = x + residual -> residual.
+
+    All of them [T, SIZE]. One program per row. If CENTERED, the mean is subtracted.
+    """
     o_x = tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     i_row = tl.program_id(0).to(tl.int64) * SIZE
     b_h = tl.load(x + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         b_h += tl.load(residual + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
         b_sum = _cast(b_h, residual.dtype.element_ty)
         tl.store(residual + i_row + o_x, b_sum, mask=m_x)
         b_h = b_sum.to(tl.float32)
+    if CENTERED:
+        b_h = tl.where(m_x, b_h - tl.sum(b_h, 0) / SIZE, 0.0)
     b_w = tl.load(weight + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, 0) / SIZE + eps) * b_w
+    if bias is not None:
+        b_y += tl.load(bias + o_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_row + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
@@ -72,20 +81,50 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, size], any float dtype. weight: [size]. residual: [T, size] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
         y [T, size] in x's dtype, rounded once from float32.
     """
+    return _norm(x, weight, None, eps, residual, centered=False)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    return _norm(x, weight, bias, eps, residual, centered=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    centered: bool,
+) -> torch.Tensor:
+    """See `layer_norm`, and `rms_norm` for one that is not centered."""
     tokens, size = x.shape
-    assert x.is_contiguous() and weight.shape == (size,)
+    assert x.is_contiguous() and weight.shape == (size,) and (bias is None or bias.shape == (size,))
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
 
     y = torch.empty_like(x)
 
     block = triton.next_power_of_2(size)
     warps = min(max(block // 512, 1), 16)
-    rms_norm_kernel[(tokens,)](x, weight, residual, y, eps, size, residual is not None, block, num_warps=warps)
+    norm_kernel[(tokens,)](x, weight, bias, residual, y, eps, size, centered, block, num_warps=warps)
     return y
 
 
@@ -192,36 +231,78 @@ def qk_norm_rope_store(
 
 
 @triton.jit
-def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK.
+def _activate(b_x, params, ACTIVATION: tl.constexpr):
+    """The activation of b_x [..] float32, as `act` has it.
 
-    Both activations are act(gate) = gate * sigmoid(z): SiLU's z is the gate itself, and GELU (by tanh) has the z below,
-    because (1 + tanh(z / 2)) / 2 = sigmoid(z).
+    silu and gelu_tanh are x sigmoid(z): silu's z is x itself, and gelu_tanh has the z below, because (1 + tanh(z / 2))
+    / 2 = sigmoid(z). In xielu e^x - 1 - x would lose all digits of a small x, so there its Taylor series stands.
+    """
+    if ACTIVATION == "silu" or ACTIVATION == "gelu_tanh":
+        b_z = b_x
+        if ACTIVATION == "gelu_tanh":
+            b_z = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_y = b_x / (1.0 + tl.exp2(-b_z * LOG2E))
+    elif ACTIVATION == "gelu":
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif ACTIVATION == "xielu":
+        b_low = tl.minimum(b_x, -1e-6)
+        b_series = 1 / 6 + b_low * (1 / 24 + b_low * (1 / 120 + b_low * (1 / 720)))
+        b_series = b_low * b_low * (0.5 + b_low * b_series)
+        b_rest = tl.where(b_low > -0.25, b_series, tl.exp2(b_low * LOG2E) - 1.0 - b_low)
+        b_y = tl.where(b_x > 0, tl.load(params) * b_x * b_x, tl.load(params + 1) * (b_rest + (b_low - b_x)))
+        b_y += 0.5 * b_x
+    else:
+        b_y = tl.where(b_x < 0, 0.0, b_x)  # NaN stays NaN
+        if ACTIVATION == "relu2":
+            b_y *= b_y
+    return b_y
+
+
+@triton.jit
+def act_kernel(
+    x, params, y, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y = act(x), x [T, SIZE], or if GATED y = act(gate) * up, x [T, 2 SIZE] = (gate | up); y [T, SIZE].
+
+    One program per row and BLOCK.
     """
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
-    b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_z = b_gate
-    if GELU:
-        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    b_y = b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+    p_x = x + i_token * (2 * SIZE if GATED else SIZE) + o_x
+    b_y = _activate(tl.load(p_x, mask=m_x, other=0.0).to(tl.float32), params, ACTIVATION)
+    if GATED:
+        b_y *= tl.load(p_x + SIZE, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ("silu", "gelu")
+    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
 
     y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
 
     block = min(triton.next_power_of_2(size), 1024)
-    act_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, activation == "gelu", block)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, None, y, size, activation, True, block)
+    return y
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    tokens, size = x.shape
+    assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
+    assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
+
+    y = torch.empty_like(x)
+
+    block = min(triton.next_power_of_2(size), 1024)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, params, y, size, activation, False, block)
     return y
 
 

@@ -143,7 +143,8 @@ def test_every_backend_has_the_specifications_ops():
         assert set(found) - set(ops) == beside
     text = "".join((ROOT / f"{name}.py").read_text() for name in ("batch_state", "model", "worker", "startup"))
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
-    assert used - {"compile_ops"} | {"keys_of"} == set(ops)  # which is for those who look into a pool from outside
+    coming = {"act", "layer_norm"}  # of families that model.py does not have yet
+    assert used - {"compile_ops"} | {"keys_of"} | coming == set(ops)  # keys_of: for those who look in from outside
 
 
 def test_only_startup_picks_the_ops():
