@@ -27,8 +27,8 @@ WINDOWED = ("sliding_attention", "chunked_attention")
 LAYER_TYPES = ("full_attention", *WINDOWED)
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {  # config.json's names and ours
-    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "xielu": "xielu", "swigluoai": "swigluoai",
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "xielu": "xielu", "swigluoai": "swigluoai",
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
