@@ -603,23 +603,3 @@ def compile_ops() -> ModuleType:
     ops |= {"act": compiled_act, "qk_norm_rope_store": compiled_rope_store}
     vars(compiled).update(vars(sys.modules[__name__]) | ops)
     return compiled
-
-
-def compile_for(ops: ModuleType, model: Any, kv: torch.Tensor) -> None:
-    """Call what `compile_ops` compiles, and a product of one row, so that all of it is compiled for `model` now.
-
-    Args:
-        ops: the module that `compile_ops` returned.
-        model: a `Transformer`.
-        kv: a layer of its pool, which is not changed.
-    """
-    config, layer, dtype = model.config, model.layers[0], kv.dtype
-    for rows in (1, MANY):
-        x, nowhere = torch.zeros(rows, config.hidden_size, dtype=dtype), torch.full((rows,), -1)
-        ops.rms_norm(x, layer.post_norm, config.rms_norm_eps, torch.zeros_like(x))
-        ops.act_mul(x.new_zeros(rows, 2 * config.intermediate_size // model.group.size), config.activation)
-        qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
-        norms = layer.q_norm, layer.k_norm, config.rms_norm_eps
-        ops.qk_norm_rope_store(qkv, *norms, model.rotations[nowhere], nowhere, kv, model.interleaved)
-    if model.head is not None:
-        model.logits(x[:1])

@@ -102,13 +102,12 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
             needed -= set(part.instead_of)
     if missing := needed - found.keys():
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        prefix = next((saved.removesuffix(name) for name, saved in found.items()), "")
+        prefix = max((saved.removesuffix(name) for name, saved in found.items()), key=len, default="")
+        prefix = "" if min(missing).endswith(HEADS) else prefix
         raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
 
 
-def find_slices(
-    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str]
-) -> dict[str, list[Pair]]:
+def find_slices(path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str]) -> dict[str, list[Pair]]:
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Args:
@@ -131,7 +130,8 @@ def find_slices(
                 tensor, part = file.get_slice(saved), wanted[name]
                 if tensor.get_shape() != list(part.shape):
                     raise ValueError(
-                        f"{path}: tensor {saved} has shape {tensor.get_shape()}; config.json asks for {list(part.shape)}"
+                        f"{path}: tensor {saved} has shape {tensor.get_shape()}; "
+                        f"config.json asks for {list(part.shape)}"
                     )
                 if (dtype := tensor.get_dtype()) not in DTYPES:
                     raise ValueError(f"{path}: tensor {saved} is {dtype}; Manta reads {', '.join(DTYPES)}")

@@ -77,7 +77,7 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     one, several = (LLM("demo", dtype=dtype, max_num_seqs=count) for count in (1, 2))
     answers = [llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0] for llm in (one, several)]
     assert [answer.text for answer in answers] == ["81", "81"]
-    panels, packed = (llm.core.executor.worker.model.layers[0].o for llm in (one, several))
+    panels, packed = (llm.core.executor.worker.model.layers[0].attention.o for llm in (one, several))
     assert type(panels) is cpu.PanelLinear and type(packed) is kind_of(getattr(torch, dtype))
 
 
@@ -192,7 +192,10 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
     for module in (cpu, cpu_ops):
         monkeypatch.delattr(module, "compile_ahead")
     layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
-    assert all(isinstance(weight, cpu.CompressedLinear) for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert all(
+        isinstance(weight, cpu.CompressedLinear)
+        for weight in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+    )
     for some in (questions, questions[:1]):
         chats = [[{"role": "user", "content": question}] for question in some]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
@@ -347,7 +350,7 @@ class Info(ctypes.Structure):
     _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 llm = LLM("demo", dtype="float32", device="cpu", threads=1)
-weight = llm.core.executor.worker.model.layers[0].qkv
+weight = llm.core.executor.worker.model.layers[0].attention.qkv
 
 import torch
 import cpu

@@ -15,10 +15,12 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "openapi", "processes", "protocol", "replies",
+        "batch", "bodies", "config", "engine_process", "executor", "model_config", "openapi", "processes",
+        "protocol", "replies",
         "responses", "serving", "startup", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "processes", "protocol", "replies", "serving",
+        "bodies", "client", "config", "engine_process", "executor", "model_config", "processes", "protocol",
+        "replies", "serving",
         "tokenizer"},
     "serving": {
         "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
@@ -42,18 +44,23 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "core", "embeddings", "messages", "outputs", "plan", "prompts", "sampling_params",
         "tokenizer"},
     "async_llm": {
-        "client", "config", "engine_process", "outputs", "plan", "processes", "prompts", "ring", "sampling_params",
+        "client", "config", "engine_process", "model_config", "outputs", "plan", "processes", "prompts", "ring",
+        "sampling_params",
         "tokenizer"},
-    "core": {"config", "executor", "journal", "plan", "pooling", "sampling_params", "scheduler", "sequence", "tracing"},
+    "core": {
+        "config", "executor", "journal", "model_config", "plan", "pooling", "sampling_params", "scheduler",
+        "sequence", "tracing"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),
+    "families": set(),
+    "model_config": {"config", "families"},
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
-    "pooling": {"config", "sampling_params"},
+    "pooling": {"config", "model_config", "sampling_params"},
     "sequence": {"beam", "sampling_params"},
     "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
@@ -61,15 +68,19 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "beam": set(),
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
-    "executor": {"config", "plan", "ring", "startup"},
+    "executor": {"config", "model_config", "plan", "ring", "startup"},
     "ring": {"plan"},
     # device
-    "worker": {"batch_state", "config", "cpu", "memory", "model", "plan", "sampling_params", "sanitizer"},
+    "worker": {
+        "batch_state", "config", "cpu", "memory", "model", "model_config", "plan", "sampling_params", "sanitizer"},
     "startup": {
-        "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "parallel", "plan",
+        "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "model_config",
+        "parallel", "plan",
         "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
-    "model": {"config", "parallel"},
+    "model": {"layers", "model_config", "parallel", "rope"},
+    "layers": {"families", "model_config", "parallel"},
+    "rope": {"model_config"},
     "loader": {"model"},
     "memory": {"config", "model"},
     "parallel": set(),
@@ -83,8 +94,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
 }  # fmt: skip
-STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
-DEVICE = {"worker", "startup", "batch_state", "model", "loader", "memory", "parallel", "sanitizer"}
+STDLIB_ONLY = {
+    "admission", "beam", "config", "families", "kv_cache", "model_config", "plan", "pooling", "sampling_params",
+    "scheduler", "sequence",
+}  # fmt: skip
+DEVICE = {"worker", "startup", "batch_state", "model", "layers", "rope", "loader", "memory", "parallel", "sanitizer"}
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "sampling", "matmul", "reference", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
@@ -137,11 +151,13 @@ def public_functions(name: str) -> dict[str, list[str]]:
 def test_every_backend_has_the_specifications_ops():
     ops = public_functions("reference")
     del ops["uniform"]  # the number that `sample` draws, which is no op
-    for backend, beside in (("kernels", set()), ("cpu_ops", {"uniform", "compile_ops", "compile_for"})):
+    for backend, beside in (("kernels", set()), ("cpu_ops", {"uniform", "compile_ops"})):
         found = public_functions(backend)
         assert {name: found.get(name) for name in ops} == ops
         assert set(found) - set(ops) == beside
-    text = "".join((ROOT / f"{name}.py").read_text() for name in ("batch_state", "model", "worker", "startup"))
+    text = "".join(
+        (ROOT / f"{name}.py").read_text() for name in ("batch_state", "layers", "model", "worker", "startup")
+    )
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
     coming = {"act", "layer_norm"}  # of families that model.py does not have yet
     assert used - {"compile_ops"} | {"keys_of"} | coming == set(ops)  # keys_of: for those who look in from outside
