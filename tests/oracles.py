@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -101,6 +102,46 @@ def rope(
             a, b = x[t, :, j].to(y.dtype), x[t, :, k].to(y.dtype)
             y[t, :, j], y[t, :, k] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
     return y
+
+
+class HeadNorm(NamedTuple):
+    """One way to norm and rotate heads; see `qk_norm_rope_store`."""
+
+    norm: str = ""  # empty for none; "scales" is over all heads together
+    per_head: bool = False
+    last: bool = False
+    wide: bool = False  # whether weights are float32 beside any dtype
+
+    def weights(self, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if not self.norm:
+            return None
+        kind = torch.float32 if self.wide else dtype
+        return torch.randn((heads, size) if self.per_head else (size,)).to(kind)
+
+    def options(self, scales: torch.Tensor) -> tuple[str, bool, torch.Tensor | None]:
+        """The last arguments of the op."""
+        return "layer" if self.norm == "layer" else "rms", self.last, scales if self.norm == "scales" else None
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor | None, turn: Callable, naive: bool) -> torch.Tensor:
+        """x [T, heads, D] normed (eps is 1e-6) and rotated by `turn`."""
+
+        def normed(x: torch.Tensor) -> torch.Tensor:
+            if weight is None:
+                return x
+            if self.norm == "scales":
+                return rms_norm(x.flatten(1), torch.ones(()), 1e-6, naive).view_as(x) * weight.to(x.dtype)
+            if self.norm == "layer":
+                return layer_norm(x, weight, None, 1e-6, naive)
+            return rms_norm(x, weight, 1e-6, naive)
+
+        x = x if naive else x.double()
+        return normed(turn(x)) if self.last else turn(normed(x))
+
+
+HEAD_NORMS = st.sampled_from([
+    HeadNorm(), HeadNorm("rms"), HeadNorm("rms", wide=True), HeadNorm("layer", per_head=True), HeadNorm("layer"),
+    HeadNorm("rms", last=True), HeadNorm("layer", True, True), HeadNorm("scales", True), HeadNorm("rms", True),
+])  # fmt: skip
 
 
 def linear(

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 
 import kernels
 import matmul
+import oracles
 import sampling
 import test_kernels
 import test_kernels_sampling
@@ -33,7 +34,17 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         test_kernels.test_layer_norm, (3, 100, F32, True, True, False)),
     "qk_norm_rope_store": (
         "((H + 2 * KV) * D)", "((H + KV) * D)",
-        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("rms"), False)),
+    "qk_norm_rope_store, of deviations": (
+        "b_partner -= b_mean", "b_partner -= 0.0",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("layer"), False)),
+    "qk_norm_rope_store, of what is rotated": (
+        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ",
+        test_kernels.test_qk_norm_rope_store,
+        (3, (6, 2), (32, 16), F32, oracles.HeadNorm("layer", True, True), False)),
+    "square_sums": (
+        "i_k * Q", "i_k * K",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("scales", True), False)),
     "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
     "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act, (2, 96, F32, "relu")),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
