@@ -27,20 +27,23 @@ from reference import (
     Adjust,
     apply_writes,
     copy_blocks,
+    expert_down,
+    expert_gate_up,
     linear,
     mask_words,
+    plan_experts,
     pool,
     post_update,
     prepare_inputs,
+    route,
     swap_blocks,
     uniform,
 )
 
 __all__ = [
     "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "pool", "post_update", "prepare_inputs",
-    "qk_norm_rope_store",
-    "rms_norm", "sample", "swap_blocks",
+    "expert_down", "expert_gate_up", "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "plan_experts",
+    "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "route", "sample", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
