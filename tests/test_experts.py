@@ -101,7 +101,13 @@ def layer(
 
 
 def check_experts(
-    ops: Any, args: tuple[Any, ...], first: int, activation: str, weigh_inputs: bool, batch_invariant: bool = False
+    ops: Any,
+    args: tuple[Any, ...],
+    first: int,
+    activation: str,
+    weigh_inputs: bool,
+    batch_invariant: bool = False,
+    device: str = "cpu",
 ) -> None:
     """Check both products of a layer, the second on what the formula gives for the first."""
     x, gate_up, gate_up_bias, down, down_bias, weights, ids = args
@@ -110,13 +116,18 @@ def check_experts(
     example = x, gate_up, gate_up_bias, down, down_bias, weights, local, activation, weigh_inputs
     h, y = oracles.experts(*example)
     naive_h, naive_y = oracles.experts(*example, naive=True)
+    x, gate_up, gate_up_bias, down, down_bias, weights, ids = there(device, args)
     plan = ops.plan_experts(weights, ids, len(gate_up), first, weigh_inputs, batch_invariant)
-    met, got = here.flatten(), ops.expert_gate_up(x, gate_up, gate_up_bias, plan, activation)
+    met, got = here.flatten(), ops.expert_gate_up(x, gate_up, gate_up_bias, plan, activation).cpu()
     assert got.shape == h.shape
     if met.any():
         oracles.check_error(got[met], h[met], naive_h[met])
     given_h = h.to(x.dtype).masked_fill(~met[:, None], torch.nan)  # rows of another rank's experts may be anything
-    oracles.check_error(ops.expert_down(given_h, down, down_bias, plan), y, naive_y)
+    oracles.check_error(ops.expert_down(given_h.to(device), down, down_bias, plan).cpu(), y, naive_y)
+
+
+def there(device: str, args: tuple[Any, ...]) -> list[Any]:
+    return [x.to(device) if isinstance(x, torch.Tensor) else x for x in args]
 
 
 @some
