@@ -454,3 +454,19 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | Packed
             plain = functools.partial(F.linear, weight=weight)
             return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain)
     return several
+
+
+class PackedExperts:
+    """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
+
+    Args:
+        weight: a plain tensor.
+        rows: see `pack`. A prompt of "one" sequence has several rows, and its decoding one row for each expert.
+    """
+
+    def __init__(self, weight: torch.Tensor, rows: str):
+        self.shape = weight.shape
+        self.experts = [pack(part, rows) for part in weight]
+
+    def __getitem__(self, expert: int) -> torch.Tensor | Callable[..., torch.Tensor]:
+        return self.experts[expert]

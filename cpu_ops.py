@@ -22,16 +22,14 @@ import torch
 import torch.nn.functional as F
 
 from cpu import compile_ahead, fuses_attention
+from cpu_experts import expert_down, expert_gate_up, plan_experts
 from reference import (
     FLOAT_MAX,
     Adjust,
     apply_writes,
     copy_blocks,
-    expert_down,
-    expert_gate_up,
     linear,
     mask_words,
-    plan_experts,
     pool,
     post_update,
     prepare_inputs,

@@ -80,12 +80,13 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "experts": {"matmul"},
     "matmul": set(),
     "reference": set(),
-    "cpu_ops": {"cpu", "reference"},
+    "cpu_ops": {"cpu", "cpu_experts", "reference"},
+    "cpu_experts": {"cpu"},
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
 DEVICE = {"worker", "startup", "batch_state", "model", "loader", "memory", "parallel", "sanitizer"}
-TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "experts", "matmul", "reference", "cpu_ops", "cpu"}
+TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "experts", "matmul", "reference", "cpu_ops", "cpu_experts", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
@@ -128,7 +129,7 @@ def public_functions(name: str) -> dict[str, list[str]]:
     for node in FILES[name].body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
             found[node.name] = [arg.arg for arg in node.args.args]
-        elif isinstance(node, ast.ImportFrom) and node.module in ("reference", "matmul", "experts"):
+        elif isinstance(node, ast.ImportFrom) and node.module in ("reference", "matmul", "experts", "cpu_experts"):
             specified = public_functions(node.module)
             found |= {alias.name: specified[alias.name] for alias in node.names if alias.name in specified}
     return found
@@ -157,7 +158,7 @@ def test_only_startup_picks_the_ops():
             "kernels",
             "bench_kernels",
         ):  # bench_kernels compares the backends
-            assert not imports(tree) & {"kernels", "experts", "matmul", "reference", "cpu_ops"}
+            assert not imports(tree) & {"kernels", "experts", "matmul", "reference", "cpu_ops", "cpu_experts"}
 
 
 def test_scripts_shadow_no_file_of_the_root():
