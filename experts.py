@@ -269,7 +269,7 @@ def _tile(rows: int, dtype: torch.dtype, products: int) -> tuple[int, int, int, 
     """BLOCK_M, BLOCK_N, BLOCK_K, warps and stages of a grouped product, or of `products` that share its rows of x."""
     if dtype == torch.float32:
         return min(rows, FIXED_ROWS), 32, 32, 4 if rows == EXPERT_ROWS else 8, 2
-    block_n, block_k, warps, stages = {16: (64, 128, 4, 4), 64: (128, 64, 4, 4), 128: (128, 64, 8, 4)}[rows]
+    block_n, block_k, warps, stages = {16: (64, 128, 4, 4), 64: (128, 64, 8, 4), 128: (128, 64, 8, 4)}[rows]
     return rows, block_n // products, block_k, warps, stages
 
 

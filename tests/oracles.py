@@ -172,14 +172,15 @@ def experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """h [T k, I] and y [T, H] of a layer of experts, choice by choice; y is made of the h that was rounded."""
     compute = x.dtype if naive else torch.float64
-    (tokens, k), hidden = ids.shape, x.shape[1]
+    (tokens, k), hidden, dtype = ids.shape, x.shape[1], x.dtype
+    x, gate_up, down = x.to(compute), gate_up.to(compute), down.to(compute)
     h, y = torch.zeros(tokens * k, down.shape[2], dtype=compute), torch.zeros(tokens, hidden, dtype=compute)
     for t in range(tokens):
         for j in range(k):
             e, w = int(ids[t, j]), weights[t, j].to(compute)
             if not 0 <= e < len(gate_up):
                 continue
-            both = gate_up[e].to(compute) @ (x[t].to(compute) * (w if weigh_inputs else 1))
+            both = gate_up[e] @ (x[t] * w if weigh_inputs else x[t])
             gate, up = (both if gate_up_bias is None else both + gate_up_bias[e].to(compute)).chunk(2)
             if activation == "swigluoai":
                 gate = gate.clamp(max=7)
@@ -187,7 +188,7 @@ def experts(
             else:
                 both = act_mul(torch.cat((gate, up))[None], activation, naive)[0]
             h[t * k + j] = both
-            out = down[e].to(compute) @ both.to(x.dtype).to(compute)
+            out = down[e] @ both.to(dtype).to(compute)
             out = out if down_bias is None else out + down_bias[e].to(compute)
             y[t] += out if weigh_inputs else w * out
     return h, y

@@ -10,6 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import cpu
+import cpu_experts
 import cpu_ops
 import oracles
 import reference
@@ -147,3 +149,46 @@ def test_experts(
     experts, k, first, count = router
     args = layer(tokens, k, (experts, *sizes), dtype, with_bias, (first, count))
     check_experts(ops, args, first, activation, weigh_inputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows", ["one", "several"])
+def test_packed_experts(rows: str, dtype: torch.dtype) -> None:
+    """On a CPU an expert's weights may have the layouts of dense ones. Here experts have from 0 to 40 rows."""
+    for tokens in (1, 5, 40):
+        args = layer(tokens, 3, (12, 64, 48), dtype, True, (4, 8))
+        args[-1][:, 0] = 5
+        packed = PackedOps(rows)
+        check_experts(packed, args, 4, "silu", False)
+        assert packed.seen == {cpu.PackedExperts}
+
+
+class PackedOps:
+    """The ops of a CPU, which give each weight of experts a layout first."""
+
+    def __init__(self, rows: str):
+        self.rows, self.seen, self.plan_experts = rows, set(), cpu_ops.plan_experts
+
+    def pack(self, weight: torch.Tensor) -> Any:
+        packed = cpu.PackedExperts(weight, self.rows)
+        assert packed.shape == weight.shape
+        self.seen.add(type(packed))
+        return packed
+
+    def expert_gate_up(self, x: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        return cpu_ops.expert_gate_up(x, self.pack(weight), *more)
+
+    def expert_down(self, h: torch.Tensor, weight: torch.Tensor, *more: Any) -> torch.Tensor:
+        return cpu_ops.expert_down(h, self.pack(weight), *more)
+
+
+@pytest.mark.parametrize("summed", [1, 7, 30])
+def test_choices_are_added_up_some_tokens_at_a_time(summed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_experts, "SUMMED", summed)
+    check_experts(cpu_ops, layer(30, 3, (8, 16, 24), torch.float32, True, (2, 4)), 2, "silu", False)
+
+
+def test_a_rank_whose_experts_nobody_chose(ops: ModuleType) -> None:
+    x, gate_up, _, down, _, weights, ids = layer(3, 2, (4, 16, 8), torch.float32, False, (0, 4))
+    plan = ops.plan_experts(weights, ids, 4, first=4)
+    assert torch.equal(ops.expert_down(ops.expert_gate_up(x, gate_up, None, plan, "silu"), down, None, plan), x * 0)

@@ -15,8 +15,10 @@ import torch
 
 pytest.importorskip("triton")
 
+import experts
 import kernels
 import matmul
+import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_matmul
@@ -30,6 +32,20 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
     "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
+    "route": (
+        "m_left & (o_e != i_e)", "m_left & (o_e > i_e)",
+        test_expert_kernels.test_route, (4, (128, 8, 1, 1), "softmax", False, True, False)),
+    "plan_experts": (
+        "(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs, ((40, 4, 6), 3)),
+    "expert_gate_up": (
+        "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_down": (
+        "m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_sum": (
+        "(i_e < E)", "(i_e <= E)",
+        test_expert_kernels.test_experts, (20, (8, 3, 2, 4), (32, 16), F32, False, "silu", False, False)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
@@ -61,7 +77,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> ModuleType:
-    """kernels.py or matmul.py with `old` replaced in one kernel."""
+    """The file `home` with `old` replaced in one kernel."""
     before, start, rest = inspect.getsource(home).partition(f"def {kernel}_kernel(")
     body, end, after = rest.partition("\n\n\n")
     assert old in body
@@ -76,7 +92,7 @@ def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> M
 
 
 def test_each_kernel_has_a_mutation() -> None:
-    names = [name for module in (kernels, matmul) for name in vars(module)]
+    names = [name for module in (kernels, matmul, experts) for name in vars(module)]
     found = {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
     assert found == set(MUTATIONS)
 
@@ -87,7 +103,7 @@ def test_the_tests_catch_it(kernel: str, device: str, monkeypatch: pytest.Monkey
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
     given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
     plain(*given, *example)
-    home = kernels if hasattr(kernels, f"{kernel}_kernel") else matmul
+    home = next(module for module in (kernels, matmul, experts) if hasattr(module, f"{kernel}_kernel"))
     module = mutant(tmp_path, home, kernel, old, new)
     monkeypatch.setattr(module, "PROCESSORS", 6, raising=False)
     for tests in (test_kernels, sys.modules[plain.__module__]):  # `run` is of the first one
