@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from cpu import compile_ahead, fuses_attention
+from cpu_experts import expert_down, expert_gate_up, plan_experts
 from reference import (
     FLOAT_MAX,
     Adjust,
@@ -33,6 +34,7 @@ from reference import (
     pool,
     post_update,
     prepare_inputs,
+    route,
     square_sums,
     swap_blocks,
     uniform,
@@ -40,8 +42,9 @@ from reference import (
 
 __all__ = [
     "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode", "pool", "post_update",
-    "prepare_inputs", "qk_norm_rope_store", "rms_norm", "sample", "square_sums", "swap_blocks",
+    "expert_down", "expert_gate_up", "keys_of", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
+    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "route", "sample",
+    "square_sums", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile

@@ -181,7 +181,7 @@ class Attention:
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping,
-            step.pool[self.i], bool(row.interleaved),
+            step.pool[self.i], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)

@@ -5,9 +5,10 @@ float64, and the other two against the same formulas and against this one. It is
 `--backend reference` runs the whole engine on it.
 
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
-sequence, H query heads, KV key/value heads, D head_dim, V vocabulary. A slot is a row of the batch state. The slot -1
-marks a padding row, which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size,
-D], and `kv` is one layer of it: pool[:, layer].
+sequence, H query heads, KV key/value heads, D head_dim, V vocabulary; of a layer of experts, E experts on this rank, k
+choices of a token, H inputs, I intermediate. A slot is a row of the batch state. The slot -1 marks a padding row,
+which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one
+layer of it: pool[:, layer].
 """
 
 from __future__ import annotations
@@ -168,6 +169,130 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         y [T, N] in x's dtype.
     """
     return F.linear(x, weight, bias)
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    scoring: str,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
+
+    The router of a mixture of experts. With `groups` only the experts of the best `top_groups` of them may be chosen. A
+    group is as good as its best expert if scoring is softmax (DeepSeek V2), and as its two best experts together if
+    scoring is sigmoid (DeepSeek V3). With neither bias nor groups, the largest logits are chosen, because distinct
+    logits can have the same score.
+
+    Args:
+        logits: [T, E], any float dtype. k: experts of a token. scoring: softmax or sigmoid.
+        bias: [E] float32, which helps to choose and does not change the weights; or None.
+        groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
+        renormalize: divide each weight by the token's sum of weights, before `scale`.
+
+    Returns:
+        weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    rank = logits if bias is None and groups == 1 else scores if bias is None else scores + bias
+    if groups > 1:
+        members = rank.unflatten(1, (groups, -1))
+        quality = members.amax(-1) if scoring == "softmax" else members.sort(-1).values[..., -2:].sum(-1)
+        best = quality.argsort(dim=-1, descending=True, stable=True)[:, :top_groups]
+        hidden = torch.ones_like(quality, dtype=torch.bool).scatter(1, best, False)
+        rank = members.masked_fill(hidden[..., None], -math.inf).flatten(1)
+    ids = rank.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which keeps 0 / 0 away, as in DeepSeek V3
+    return weights * scale, ids.to(torch.int32)
+
+
+class ExpertPlan(NamedTuple):
+    """Which experts of this rank each token meets."""
+
+    weights: torch.Tensor  # [T, k] float32
+    ids: torch.Tensor  # [T, k], from 0 to num_experts - 1, or -1 where the expert is another rank's
+    weigh_inputs: bool
+
+
+def plan_experts(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    first: int = 0,
+    weigh_inputs: bool = False,
+    batch_invariant: bool = False,
+) -> ExpertPlan:
+    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
+
+    Args:
+        weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
+        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts.
+        weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
+        batch_invariant: a token's bits must not depend on the other tokens. A fast backend then has one size of tile.
+    """
+    here = (ids >= first) & (ids < first + num_experts)
+    return ExpertPlan(weights, torch.where(here, ids - first, -1), weigh_inputs)
+
+
+def expert_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
+) -> torch.Tensor:
+    """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
+
+    silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
+    7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
+
+    Args:
+        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
+
+    Returns:
+        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is another rank's are undefined.
+    """
+    h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
+    for expert, pairs in _meetings(plan):
+        y = F.linear(x[pairs // plan.ids.shape[1]].float(), weight[expert].float())
+        if plan.weigh_inputs:
+            y *= plan.weights.flatten()[pairs, None]
+        gate, up = (y if bias is None else y + bias[expert].float()).chunk(2, dim=1)
+        if activation == "swigluoai":
+            gate = gate.clamp(max=7)
+            y = (up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()
+        else:
+            y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        h[pairs] = y.to(x.dtype)
+    return h
+
+
+def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
+    """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
+
+    With `weigh_inputs` w is 1.
+
+    Args:
+        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
+
+    Returns:
+        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is another rank's are left out.
+    """
+    parts = torch.zeros(len(h), weight.shape[1], device=h.device)
+    for expert, pairs in _meetings(plan):
+        y = F.linear(h[pairs].float(), weight[expert].float())
+        y = y if bias is None else y + bias[expert].float()
+        parts[pairs] = y if plan.weigh_inputs else y * plan.weights.flatten()[pairs, None]
+    return parts.unflatten(0, plan.ids.shape).sum(1).to(h.dtype)
+
+
+def _meetings(plan: ExpertPlan) -> list[tuple[int, torch.Tensor]]:
+    """Each expert of this rank that a token meets, and which choices, counted t k + j, are for it."""
+    ids = plan.ids.flatten()
+    return [(expert, (ids == expert).nonzero()[:, 0]) for expert in ids.unique().tolist() if expert >= 0]
 
 
 class DecodePlan(NamedTuple):

@@ -204,6 +204,60 @@ def product(
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+
+
+def route(
+    logits: torch.Tensor, k: int, scoring: str, bias: torch.Tensor | None, groups: int, top_groups: int,
+    renormalize: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Weights [T, k] float64 and ids [T, k] int32 of the experts that a router chooses, token by token."""
+    weights, ids = [], []
+    for x in logits.double():
+        scores = x.exp() / x.exp().sum() if scoring == "softmax" else 1 / (1 + (-x).exp())
+        ranks = (scores if bias is None else scores + bias.double()).tolist()
+        members = [list(range(g * len(x) // groups, (g + 1) * len(x) // groups)) for g in range(groups)]
+        best = 1 if scoring == "softmax" else 2
+
+        def quality(g: int) -> float:
+            return sum(sorted((ranks[e] for e in members[g]), reverse=True)[:best])  # noqa: B023
+
+        open_groups = sorted(range(groups), key=lambda g: (-quality(g), g))[:top_groups]
+        chosen = sorted((e for g in open_groups for e in members[g]), key=lambda e: (-ranks[e], e))[:k]
+        w = scores[chosen]
+        weights.append(scale * (w / w.sum() if renormalize else w))
+        ids.append(chosen)
+    return torch.stack(weights), torch.tensor(ids, dtype=torch.int32)
+
+
+def experts(
+    x: torch.Tensor, gate_up: torch.Tensor, gate_up_bias: torch.Tensor | None, down: torch.Tensor,
+    down_bias: torch.Tensor | None, weights: torch.Tensor, ids: torch.Tensor, activation: str,
+    weigh_inputs: bool = False, naive: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """h [T k, I] and y [T, H] of a layer of experts, choice by choice; y is made of the h that was rounded."""
+    compute = x.dtype if naive else torch.float64
+    (tokens, k), hidden, dtype = ids.shape, x.shape[1], x.dtype
+    x, gate_up, down = x.to(compute), gate_up.to(compute), down.to(compute)
+    h, y = torch.zeros(tokens * k, down.shape[2], dtype=compute), torch.zeros(tokens, hidden, dtype=compute)
+    for t in range(tokens):
+        for j in range(k):
+            e, w = int(ids[t, j]), weights[t, j].to(compute)
+            if not 0 <= e < len(gate_up):
+                continue
+            both = gate_up[e] @ (x[t] * w if weigh_inputs else x[t])
+            gate, up = (both if gate_up_bias is None else both + gate_up_bias[e].to(compute)).chunk(2)
+            if activation == "swigluoai":
+                gate = gate.clamp(max=7)
+                both = (up.clamp(-7, 7) + 1) * gate / (1 + (-1.702 * gate).exp())
+            else:
+                both = act_mul(torch.cat((gate, up))[None], activation, naive)[0]
+            h[t * k + j] = both
+            out = down[e] @ both.to(dtype).to(compute)
+            out = out if down_bias is None else out + down_bias[e].to(compute)
+            y[t] += out if weigh_inputs else w * out
+    return h, y
+
+
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])
 
 
