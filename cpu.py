@@ -410,7 +410,7 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         files: the checkpoint's safetensors; none where weights are made up.
     """
     tied = model.head is model.embedding
-    model.pack(lambda weight: pack(weight, rows))
+    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows))
     model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
     head = None
     if tied and model.group.size == 1 and rows != "several":

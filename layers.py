@@ -272,12 +272,14 @@ class ExpertMlp:
     The ranks divide each expert's intermediate layer, as they do a dense one's.
     """
 
-    matrices = ("shared_gate",)
+    matrices = ("router", "shared_gate")
+    stacks = ("gate_up", "down")
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, size: int, new: New):
         row, e, r = c.row, c.experts, c.row.routing
         assert e and r
         self.config, self.ops, self.row, self.e, self.r = c, ops, row, e, r
+        self.batch_invariant = False  # see `ops.plan_experts`
         self.router = new(e.count, c.hidden_size)
         self.router_bias = new(e.count) if r.bias else None
         self.correction = new(e.count, dtype=torch.float32) if r.correction else None
@@ -331,7 +333,7 @@ class ExpertMlp:
         weights, ids = ops.route(
             logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
         )
-        plan = ops.plan_experts(weights, ids, e.count, 0, r.weigh_inputs)
+        plan = ops.plan_experts(weights, ids, e.count, 0, r.weigh_inputs, self.batch_invariant)
         h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
         y = ops.expert_down(h, self.down, self.down_bias, plan)
         if self.shared:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from layers import Batch as Batch
-from layers import Layer, Norm, Slot, StackedSlot, Step, Weight, linear
+from layers import ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
 from model_config import ModelConfig
 from parallel import Group
 from rope import query_scales, rope_table
@@ -214,6 +214,13 @@ class Transformer:
             shape[1:] = shape[:0:-1]
         return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=single)
 
+    def be_batch_invariant(self) -> None:
+        """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
+        self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertMlp):
+                layer.mlp.batch_invariant = True
+
     def finish(self) -> None:
         """Do what is left to do once the weights are loaded."""
         for owner in self.owners():
@@ -227,12 +234,14 @@ class Transformer:
                 if (weight := getattr(owner, name)) is not None:
                     setattr(owner, name, weight.float())
 
-    def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
-        """Replace each matrix by what `pack` makes of it, one after the other. `parameters` no longer works then."""
+    def pack(self, pack: Callable[[torch.Tensor], Weight], pack_experts: Callable[[torch.Tensor], Any] | None) -> None:
+        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, one after the
+        other. `parameters` no longer works then."""
         for owner in self.owners():
-            for name in getattr(owner, "matrices", ()):
-                if isinstance(weight := getattr(owner, name), torch.Tensor):
-                    setattr(owner, name, pack(weight))
+            for kind, make in (("matrices", pack), ("stacks", pack_experts)):
+                for name in getattr(owner, kind, ()):
+                    if make and isinstance(weight := getattr(owner, name), torch.Tensor):
+                        setattr(owner, name, make(weight))
         if self.head is not None:
             assert isinstance(self.head, torch.Tensor)
             self.head = pack(self.head)

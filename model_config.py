@@ -348,7 +348,7 @@ class Reading:
         f = self.fields
         if not self.row.latent:
             return None
-        f.get("head_dim")
+        f.get("head_dim"), f.get("qk_head_dim")  # they follow from those below
         q_rank = f.get("q_lora_rank")
         return Latent(
             q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
@@ -370,6 +370,7 @@ class Reading:
         elif r.shared:
             shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
+        f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
         if method == "greedy":
             groups = 1
@@ -387,7 +388,7 @@ class Reading:
             shared_size=shared,
             renormalize=f.truth(r.renormalize),
             groups=groups,
-            top_groups=f.whole("topk_group", 1, groups, groups) if groups > 1 else 1,
+            top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
             scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
         ), self.expert_layers(r)
 

@@ -178,7 +178,7 @@ class Startup:
     def pack(self, model: Transformer) -> None:
         """With `batch_invariant` our kernels do the products: a library's rounding depends on the number of rows."""
         if self.config.batch_invariant and self.ops.__name__ == "kernels":
-            model.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias))
+            model.be_batch_invariant()
 
     def rehearse(self) -> None:
         """Launch what `warm_up` will launch, on a twin without memory, so that all kernels compile at the same time."""
