@@ -305,7 +305,10 @@ class Reading:
 
     @cached_property
     def hidden_size(self) -> int:
-        return self.fields.whole("hidden_size", 1, 2**17)
+        size = self.fields.whole("hidden_size", 1, 2**17)
+        if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
+            raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
+        return size
 
     @cached_property
     def layers(self) -> int:
