@@ -1,7 +1,8 @@
 """Text to token ids and back: tokenization, conversations as prompts, incremental detokenization, stop strings.
 
-Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), and
-`templates.py` runs the chat template. Nothing here knows of tensors, requests or HTTP.
+Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
+another kind that `vocabularies.py` makes into the same; and `templates.py` runs the chat template. Nothing here knows
+of tensors, requests or HTTP.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import tokenizers
 
 from messages import text_of
 from templates import ChatTemplate, TemplateEnvironment, read_template, run_template
+from vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, read_object, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
-SPACE = "\u2581"  # how they spell a space
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
@@ -64,6 +65,8 @@ class Tokenizer:
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
+        A file that `vocabularies.py` reads can stand in for the first.
+
         Args:
             folder: of the model.
             max_template_chars: that a chat template may write.
@@ -72,15 +75,7 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing or broken.
         """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} has no tokenizer.json; --model takes a folder in Hugging Face layout")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise ValueError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
+        self._tokenizer, names = _load(Path(folder))
         self._tokenizer.no_truncation()  # an export may carry these from training; a server must see every token
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -92,8 +87,9 @@ class Tokenizer:
         self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
-        config = _read_object(Path(folder) / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
+        config = read_object(Path(folder) / "tokenizer_config.json")
+        named = read_object(Path(folder) / "special_tokens_map.json") | config
+        self.special_tokens = names | special_tokens(named)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
         self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
@@ -424,14 +420,23 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters, which every byte-level BPE vocabulary uses."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF_CHAR = _byte_of_char()
+def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer of a folder, and the names that its file has for special tokens ("bos_token" and the like)."""
+    names = ("tokenizer.json", *READERS)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(
+            f"{folder} has no tokenizer.json (nor {', '.join(READERS)}); --model takes a folder in Hugging Face layout"
+        )
+    plain = path.name == "tokenizer.json"
+    try:
+        return (tokenizers.Tokenizer.from_file(str(path)), {}) if plain else convert(path)
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        what = "is not a tokenizer" if plain else "cannot be made into a tokenizer"
+        raise ValueError(f"{path} {what}: {' '.join(why.split())}") from None
 
 
 def _compile_templates(
@@ -449,29 +454,6 @@ def _compile_templates(
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as template variables; those that are null are left out and so render as nothing."""
-    found = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
-    return content
 
 
 def _expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:

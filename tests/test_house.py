@@ -33,7 +33,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "data_parallel", "logprobs", "messages", "outputs", "plan", "protocol", "sampling_params",
         "tokenizer"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
-    "tokenizer": {"messages", "templates"},
+    "tokenizer": {"messages", "templates", "vocabularies"},
+    "vocabularies": set(),
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
     "outputs": {"plan", "sampling_params", "tokenizer"},
@@ -88,7 +89,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "matmul", "reference", "cpu_
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 48, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 54, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
