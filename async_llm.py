@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from client import GONE, SILENT, EngineDeadError, MPClient, Stream
-from config import EngineConfig, ModelConfig, say
+from config import EngineConfig, say
+from model_config import ModelConfig
 from engine_process import EngineProcess
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from config import VERSION, EngineConfig, ModelConfig, say
+from config import VERSION, EngineConfig, say
+from model_config import ModelConfig
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan

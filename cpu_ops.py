@@ -25,6 +25,7 @@ from cpu import compile_ahead, fuses_attention
 from reference import (
     FLOAT_MAX,
     Adjust,
+    act,
     apply_writes,
     copy_blocks,
     linear,
@@ -37,10 +38,9 @@ from reference import (
 )
 
 __all__ = [
-    "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "pool", "post_update", "prepare_inputs",
-    "qk_norm_rope_store",
-    "rms_norm", "sample", "swap_blocks",
+    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
+    "keys_of", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode", "pool", "post_update",
+    "prepare_inputs", "qk_norm_rope_store", "rms_norm", "sample", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
@@ -56,6 +56,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """See `reference.rms_norm`."""
     h = (x if residual is None else residual.add_(x)).float()
     return (h * _rms_scale(h, eps)).mul_(weight.float()).to(x)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.layer_norm`."""
+    h = (x if residual is None else residual.add_(x)).float()
+    return F.layer_norm(h, weight.shape, weight.float(), None if bias is None else bias.float(), eps).to(x)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -108,8 +120,7 @@ def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.act_mul`."""
     half = x.shape[1] // 2
     gate, up = x.float().split_with_sizes((half, half), 1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate.mul_(up).to(x)
+    return act(gate, activation).mul_(up).to(x)
 
 
 class Span(NamedTuple):
@@ -481,7 +492,7 @@ def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, to
 class Compiled:
     """A function of settings and tensors, compiled to C++ when it is first called with these settings.
 
-    The number of the tensors, the settings, and a row of the first tensor must determine all shapes and types.
+    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
 
     Args:
         function: takes settings, which become constants, and contiguous tensors.
@@ -497,7 +508,7 @@ class Compiled:
         first = tensors[0]
         assert all(tensor.is_contiguous() for tensor in tensors)
         many = len(first) >= MANY
-        key = (many, settings, first.dtype, first.shape[1:], len(tensors))
+        key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
         if key not in self.made:
             self.made[key] = self.make(many, settings, tensors)
         return self.made[key](list(tensors))
@@ -535,11 +546,15 @@ def compile_ops() -> ModuleType:
     def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    def norm(eps: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return scaled(residual.add_(x).float(), weight, eps).to(x.dtype)
+    def norm(
+        eps: float, centered: bool, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
+    ) -> torch.Tensor:
+        h = residual.add_(x).float()
+        y = scaled(h - h.mean(-1, keepdim=True) if centered else h, weight, eps)
+        return (y + bias[0] if bias else y).to(x.dtype)
 
-    def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
-        return act_mul(x, activation)
+    def activate(activation: str, gated: bool, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        return act_mul(x, activation) if gated else act(x, activation, *params)
 
     def rope(
         eps: float, kv_heads: int, interleaved: bool, x: torch.Tensor, rotation: torch.Tensor, *weights: torch.Tensor
@@ -561,10 +576,18 @@ def compile_ops() -> ModuleType:
     def compiled_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
         if residual is None:
             return rms_norm(x, weight, eps)
-        return norms((eps,), x, residual, weight)[0]
+        return norms((eps, False), x, residual, weight)[0]
+
+    def compiled_layer_norm(x, weight, bias, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return layer_norm(x, weight, bias, eps)
+        return norms((eps, True), x, residual, weight, *(() if bias is None else (bias,)))[0]
 
     def compiled_act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-        return activations((activation,), x)[0]
+        return activations((activation, True), x)[0]
+
+    def compiled_act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+        return activations((activation, False), x, *(() if params is None else (params,)))[0]
 
     def compiled_rope_store(
         qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False
@@ -576,7 +599,8 @@ def compile_ops() -> ModuleType:
         return q
 
     compiled = ModuleType(__name__, __doc__)
-    ops = {"rms_norm": compiled_norm, "act_mul": compiled_act_mul, "qk_norm_rope_store": compiled_rope_store}
+    ops = {"rms_norm": compiled_norm, "layer_norm": compiled_layer_norm, "act_mul": compiled_act_mul}
+    ops |= {"act": compiled_act, "qk_norm_rope_store": compiled_rope_store}
     vars(compiled).update(vars(sys.modules[__name__]) | ops)
     return compiled
 

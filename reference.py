@@ -26,13 +26,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, H], any float dtype. weight: [H]. residual: [T, H] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
-        y [T, H] in x's dtype, rounded once from float32.
+        y [T, size] in x's dtype, rounded once from float32.
     """
     h = (x if residual is None else residual.add_(x)).float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    h = (x if residual is None else residual.add_(x)).float()
+    y = rms_norm(h - h.mean(-1, keepdim=True), weight, eps)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -92,13 +112,27 @@ def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.T
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     gate, up = x.float().chunk(2, dim=1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).to(x.dtype)
+    return (act(gate, activation) * up).to(x.dtype)
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    z = x.float()
+    if activation == "xielu":
+        assert params is not None
+        y = z / 2 + torch.where(z > 0, params[0] * z.square(), params[1] * (z.clamp(max=-1e-6).expm1() - z))
+    elif activation in ("gelu", "gelu_tanh"):
+        y = F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    else:
+        y = {"silu": F.silu, "relu": F.relu, "relu2": lambda z: F.relu(z).square()}[activation](z)
+    return y.to(x.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -38,7 +38,8 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 import batch
 from bodies import parse_json
-from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from config import EngineConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from model_config import ModelConfig
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from openapi import openapi

@@ -27,7 +27,8 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from loader import checkpoint_files, fill_dummy, load_weights
 from memory import (
     available_bytes,
@@ -163,7 +164,7 @@ class Startup:
             load_weights(model, config.model)
         state = self.new_state(config.max_num_seqs, "meta")
         self.memory = plan_memory(config, model, state, self.device == "cuda")
-        self.num_parameters = sum(math.prod(part.shape) for part in model.parameters().values())
+        self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.embedding.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)

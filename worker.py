@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from cpu import GreedyHead
 from memory import logprob_rows
 from model import Batch, Transformer

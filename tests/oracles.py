@@ -55,11 +55,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = Fa
     return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, naive: bool = False
+) -> torch.Tensor:
+    x = x if naive else x.double()
+    y = rms_norm(x - x.mean(-1, keepdim=True), weight, eps, naive=True)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None, naive: bool = False) -> torch.Tensor:
+    x = x if naive else x.double()
+    if activation == "xielu":
+        p, n = params.to(x.dtype)
+        return x / 2 + torch.where(x > 0, p * x * x, n * (x.clamp(max=-1e-6).expm1() - x))
+    return {
+        "silu": lambda: x / (1 + (-x).exp()),
+        "gelu": lambda: x / 2 * (1 + (x / 2**0.5).erf()),
+        "gelu_tanh": lambda: x / 2 * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+        "relu": lambda: x * (x > 0),
+        "relu2": lambda: x * x * (x > 0),
+    }[activation]()
+
+
 def act_mul(x: torch.Tensor, activation: str, naive: bool = False) -> torch.Tensor:
     gate, up = (x if naive else x.double()).chunk(2, dim=-1)
-    if activation == "silu":
-        return gate / (1 + (-gate).exp()) * up
-    return gate / 2 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+    return act(gate, activation, None, naive) * up
 
 
 def rotation(cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -142,6 +162,7 @@ def product(
     return x, weight, torch.randn(outputs).to(dtype) if with_bias else None
 
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 LOGITS = st.sampled_from(["normal", "ties", "flat", "zeros of both signs", "rising", "falling", "mostly -inf", "huge"])
 
 

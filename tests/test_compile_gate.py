@@ -84,9 +84,14 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     x, weight = torch.zeros(2, s.hidden, dtype=dtype), torch.zeros(s.hidden, dtype=dtype)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6)
     yield lambda ops: ops.rms_norm(x, weight, 1e-6, x.clone())
+    yield lambda ops: ops.layer_norm(x, weight.float(), None, 1e-6)
+    yield lambda ops: ops.layer_norm(x, weight, weight, 1e-6, x.clone())
     yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "silu")
-    if whole:
-        yield lambda ops: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), "gelu")
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2") if whole else ("gelu",):
+        yield lambda ops, a=activation: ops.act_mul(torch.zeros(2, 2 * s.ffn, dtype=dtype), a)
+    for activation in ("gelu", "gelu_tanh", "relu", "relu2") if whole else ("relu2",):
+        yield lambda ops, a=activation: ops.act(torch.zeros(2, s.ffn, dtype=dtype), a)
+    yield lambda ops: ops.act(torch.zeros(2, s.ffn, dtype=dtype), "xielu", torch.ones(2))
     if whole or s is QWEN:
         yield from products(s, whole)
     norm = torch.zeros(s.head_dim, dtype=dtype) if s.norm else None

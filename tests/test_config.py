@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from config import ARCHITECTURES, DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
 from engine import LLM, SamplingParams
 from model import FAMILIES
 from sampling_params import default_sampling

@@ -239,10 +239,27 @@ def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
         )
         torch.testing.assert_close(got, want, **close)
         assert residual is None or torch.equal(*sums)
-    for activation in ("silu", "gelu"):
-        got, want = (ops.act_mul(gate_up, activation) for ops in (compiled_ops, cpu_ops))
+    for name, more in (("act_mul", ("silu",)), ("act_mul", ("gelu",)), ("act", ("xielu", torch.ones(2)))):
+        got, want = (getattr(ops, name)(gate_up, *more) for ops in (compiled_ops, cpu_ops))
         torch.testing.assert_close(got, want, **close)
         assert got.shape == want.shape and got.is_contiguous()
+
+
+@needs_compiler
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
+    """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
+    x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
+    x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
+    for i, ops in enumerate((compiled_ops, cpu_ops)):
+        ops.rms_norm(x, weight, 1e-5, sums[i])
+    got, want = (ops.rms_norm(x, weight, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums, strict=False))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    got, want = (
+        ops.layer_norm(x, weight, bias, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums[2:], strict=True)
+    )
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    assert torch.equal(sums[2], sums[3])
 
 
 @needs_compiler

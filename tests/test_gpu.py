@@ -15,7 +15,8 @@ import torch
 
 import loader
 import reference
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
 from engine import LLM, SamplingParams
 from loader import load_weights
 from model import Transformer

@@ -77,7 +77,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
-    "kernels": {"matmul"},
+    "kernels": {"matmul", "sampling"},
+    "sampling": {"matmul"},
     "matmul": set(),
     "reference": set(),
     "cpu_ops": {"cpu", "reference"},
@@ -85,11 +86,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
 }  # fmt: skip
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
 DEVICE = {"worker", "startup", "batch_state", "model", "loader", "memory", "parallel", "sanitizer"}
-TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "matmul", "reference", "cpu_ops", "cpu"}
+TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "sampling", "matmul", "reference", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 54, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 56, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -128,7 +129,7 @@ def public_functions(name: str) -> dict[str, list[str]]:
     for node in FILES[name].body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_") and not node.decorator_list:
             found[node.name] = [arg.arg for arg in node.args.args]
-        elif isinstance(node, ast.ImportFrom) and node.module in ("reference", "matmul"):
+        elif isinstance(node, ast.ImportFrom) and node.module in ("reference", "matmul", "sampling"):
             specified = public_functions(node.module)
             found |= {alias.name: specified[alias.name] for alias in node.names if alias.name in specified}
     return found
@@ -143,13 +144,14 @@ def test_every_backend_has_the_specifications_ops():
         assert set(found) - set(ops) == beside
     text = "".join((ROOT / f"{name}.py").read_text() for name in ("batch_state", "model", "worker", "startup"))
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
-    assert used - {"compile_ops"} | {"keys_of"} == set(ops)  # which is for those who look into a pool from outside
+    coming = {"act", "layer_norm"}  # of families that model.py does not have yet
+    assert used - {"compile_ops"} | {"keys_of"} | coming == set(ops)  # keys_of: for those who look in from outside
 
 
 def test_only_startup_picks_the_ops():
     for name, tree in (FILES | BENCHES).items():
-        if name not in ("startup", "cpu_ops", "kernels", "bench_kernels"):  # bench_kernels compares the backends
-            assert not imports(tree) & {"kernels", "matmul", "reference", "cpu_ops"}
+        if name not in ("startup", "cpu_ops", "kernels", "sampling", "bench_kernels"):  # the last compares the backends
+            assert not imports(tree) & {"kernels", "sampling", "matmul", "reference", "cpu_ops"}
 
 
 def test_scripts_shadow_no_file_of_the_root():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import cpu
 import loader
 import reference
-from config import ModelConfig
+from model_config import ModelConfig
 from loader import Stage, checkpoint_files, load_weights
 from model import Transformer
 from parallel import Group

@@ -24,7 +24,8 @@ import parallel
 import reference
 import startup
 from batch_state import BatchState
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
 from engine import EngineCore
 from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
 from model import FAMILIES, Transformer
@@ -191,8 +192,8 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul = pytest.importorskip("kernels"), pytest.importorskip("matmul")
-    assert (kernels.SAMPLE_CHUNK, kernels.SAMPLE_BUFFER, kernels.SAMPLE_GROUP) == (4096, 16384, 64)
+    kernels, matmul, sampling = (pytest.importorskip(name) for name in ("kernels", "matmul", "sampling"))
+    assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
     assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
 

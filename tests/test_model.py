@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from model import rope_table
 from plan import NewRow, StepPlan
 from startup import start_worker
@@ -218,7 +219,7 @@ def test_index_cannot_leave_the_folder(model_folder):
             {"rope_parameters": {"rope_type": "3d"}},
             "RoPE of type '3d'; Manta has default, linear, dynamic, yarn, longrope",
         ),
-        ({"hidden_act": "gelu"}, "activation 'gelu'; Manta has silu, gelu_pytorch_tanh"),
+        ({"hidden_act": "mish"}, "activation 'mish'; Manta has silu, swish, gelu, "),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"use_bias": True}, "use_bias"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import reference
 import startup
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from loader import fill_dummy, load_weights
 from model import FAMILIES, Transformer
 from parallel import Group

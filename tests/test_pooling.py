@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from client import MPClient
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
+from model_config import ModelConfig
 from core import EngineCore
 from engine import LLM, PoolingParams, SamplingParams
 from engine_process import EngineServer

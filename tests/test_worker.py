@@ -15,7 +15,8 @@ import oracles
 import reference
 import startup
 from batch_state import StepShape, Writes
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
+from model_config import ModelConfig
 from memory import captures_graphs
 from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
