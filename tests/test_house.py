@@ -52,6 +52,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "data_parallel": {"client", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),
+    "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
     "pooling": {"config", "sampling_params"},
@@ -71,7 +72,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"config", "parallel"},
-    "loader": {"model"},
+    "loader": {"dequantize", "model"},
+    "dequantize": {"quantization"},
     "memory": {"config", "model"},
     "parallel": set(),
     "sanitizer": {"plan"},
@@ -85,7 +87,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
-DEVICE = {"worker", "startup", "batch_state", "model", "loader", "memory", "parallel", "sanitizer"}
+DEVICE = {"worker", "startup", "batch_state", "model", "loader", "dequantize", "memory", "parallel", "sanitizer"}
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "sampling", "matmul", "reference", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
