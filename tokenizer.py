@@ -83,8 +83,11 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them.
-        self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        self._spells_spaces, self.strips = _sentencepiece(state)
+        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them. But up
+        # to `strips` spaces at its beginning are left out.
+        self.joins_bytes = state.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
         config = read_object(Path(folder) / "tokenizer_config.json")
@@ -167,7 +170,7 @@ class Tokenizer:
             return bytes(BYTE_OF_CHAR[char] for char in token)
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
-        return token.encode(errors="replace")
+        return (token.replace(SPACE, " ") if self._spells_spaces else token).encode(errors="replace")
 
     def _token_text(self, id: int) -> str:
         """What a token adds to a text, in which bytes that are no character by themselves are U+FFFD."""
@@ -274,7 +277,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
         self._templates, self._byte_level = {}, False
-        self.joins_bytes = True
+        self.joins_bytes, self.strips = True, 0
         self.token_bytes, self.token_text = functools.cache(self._token_bytes), functools.cache(self._token_text)
 
     def _token_bytes(self, id: int) -> bytes:
@@ -321,10 +324,12 @@ def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16
 class Detokenizer:
     """The text of one request as its tokens arrive, cut at the first stop string.
 
-    A token's text depends on its neighbours (spaces at the start, characters of several tokens), so the latest tokens
-    are decoded together with a few before them and only the difference is new: vLLM's method of two offsets. vLLM
-    takes a U+FFFD at the end of that text for an unfinished character; here the tokens' bytes are asked, so that a
-    genuine U+FFFD goes out at once. Where a text is nothing but its tokens' bytes, only they are asked: it is faster.
+    Where a text is nothing but its tokens' bytes, as with nearly all models, an incremental UTF-8 decoder makes it.
+    Elsewhere a token's text depends on its neighbours (spaces, clean-ups), so the latest tokens are decoded together
+    with a few before them and only the difference is new: vLLM's method of two offsets. vLLM takes a U+FFFD at the end
+    of that text for an unfinished character; here the tokens' bytes are asked, so that a genuine U+FFFD goes out at
+    once. The library's `DecodeStream` is not used, because it holds that back, never lets out what is unfinished at the
+    end, and raises an error where bytes of a row turn out not to be UTF-8.
 
     Attributes:
         text: all text that `push` has returned.
@@ -341,8 +346,9 @@ class Detokenizer:
         self._held = ""  # decoded, but it may be the beginning of a stop string
         # Tokens without text stay out: else a row of them could fill the window, and no token with text be left in it.
         context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
+        self._strips = tokenizer.strips
         if tokenizer.joins_bytes:
-            self._utf8.decode(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character
+            self._joined(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character
             return
         self._window = context  # decoded together: what has gone out, then what has not
         self._sent = len(self._window)  # tokens of the window whose text has gone out, or lies in `_held`
@@ -360,7 +366,7 @@ class Detokenizer:
                 if self.stop_reason is not None:
                     return self.text[start:]
         if finished:
-            self._send(self._utf8.decode(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
+            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
             if self.stop_reason is None:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
@@ -379,10 +385,11 @@ class Detokenizer:
         return self._tokenizer.decode(self._window, params.skip_special_tokens, params.spaces_between_special_tokens)
 
     def _take(self, token_id: int) -> None:
-        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        new = self._tokenizer.token_bytes(token_id)
         if self._tokenizer.joins_bytes:
-            self._send(text)
+            self._send(self._joined(new))
             return
+        self._utf8.decode(new)
         self._window.append(token_id)
         if self.within_character:
             return
@@ -390,6 +397,15 @@ class Detokenizer:
             self._send(text)
             self._window = self._window[self._sent :]
             self._sent, self._window_text = len(self._window), self._decode()
+
+    def _joined(self, new: bytes, final: bool = False) -> str:
+        """The text that more bytes complete, without the spaces that are left out at a text's beginning."""
+        text = self._utf8.decode(new, final)
+        if self._strips and text:
+            spaces = min(self._strips, len(text) - len(text.lstrip(" ")))
+            self._strips = self._strips - spaces if spaces == len(text) else 0
+            return text[spaces:]
+        return text
 
     def _unsent(self, text: str) -> str:
         """What `text`, that of the window, has beyond the text sent before."""
@@ -418,6 +434,19 @@ def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a beginning, but not all, of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+def _sentencepiece(decoder: dict[str, Any]) -> tuple[bool, int]:
+    """Whether a decoder does what SentencePiece's does, and how many spaces it leaves out at a text's beginning.
+
+    It shows `SPACE` as a space, and rows of byte tokens that are not UTF-8 as several U+FFFD (their number differs).
+    """
+    steps = decoder.get("decoders") or []
+    replace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": step.get("start"), "stop": 0} for step in steps[3:4]]
+    if steps != [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]:
+        return False, 0
+    return True, int(strip[0]["start"]) if strip else 0
 
 
 def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
