@@ -23,8 +23,8 @@ from typing import Any
 
 from client import GONE, SILENT, EngineDeadError, MPClient, Stream
 from config import EngineConfig, say
-from model_config import ModelConfig
 from engine_process import EngineProcess
+from model_config import ModelConfig
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
 from processes import LOOK

@@ -17,7 +17,6 @@ import sys
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 from config import VERSION, EngineConfig, say
-from model_config import ModelConfig
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
+from model_config import ModelConfig
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling

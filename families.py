@@ -341,7 +341,7 @@ FAMILIES = {
         qk_norm="all", keys={"num_local_experts": "num_experts"},
         defaults={"rope_theta": 5000000.0},
         routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
-        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0},
+        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0},
         names={
             "router": "block_sparse_moe.gate", "correction": "block_sparse_moe.e_score_correction_bias",
             "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3", "expert_down": "w2",

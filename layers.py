@@ -181,8 +181,7 @@ class Attention:
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping,
-            step.pool[self.i], bool(row.interleaved), "layer" if row.norm == "layer" else "rms",
-            row.qk_norm == "after", scales,
+            step.pool[self.i], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
@@ -205,7 +204,7 @@ class Attention:
             parts.append(self.ops.attention_decode(few, kv, step.plans[window], c.scale, *more))
         if rest is not None:
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, bool(self.row.chunked)))
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
@@ -255,7 +254,7 @@ class Mlp:
         return slots
 
     def finish(self) -> None:
-        """Do what is left to do once the weights are there: xIELU's parameters are kept as what a softplus makes them."""
+        """Do what is left to do once the weights are there: xIELU's parameters go through a softplus."""
         if self.act is not None:
             self.act.copy_(F.softplus(self.act))
             self.act[1] += 0.5

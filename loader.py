@@ -102,7 +102,8 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
             needed -= set(part.instead_of)
     if missing := needed - found.keys():
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        prefix = next((saved.removesuffix(name) for name, saved in found.items()), "")
+        prefix = max((saved.removesuffix(name) for name, saved in found.items()), key=len, default="")
+        prefix = "" if min(missing).endswith(HEADS) else prefix
         raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
 
 
@@ -140,7 +141,7 @@ def find_slices(
             shape, part = list(whole.shape), wanted[name]
             if shape != list(part.shape):
                 raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
-            found[name] = saved
+            found[name] = plain
             slices[name] = pairs(whole, part)
     return slices
 

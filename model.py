@@ -84,7 +84,8 @@ class Transformer:
         self.score: torch.Tensor | None = None  # the classification head, the same on each rank
         if config.head == "labels":
             self.score = torch.empty(len(config.labels), size, dtype=torch.float32, device=device)
-        self.rotations = [rope_table(rope, max_model_len, bool(self.row.interleaved)).to(device) for rope in config.ropes]
+        tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
+        self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
         # Rounded as a weight, because that is how the models were trained.
@@ -174,7 +175,7 @@ class Transformer:
         return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
 
     def fused_part(self, slot: Slot) -> Part:
-        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads that share a key [KV, G + 2, D]."""
+        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
         c, rest = self.config, tuple(slot.targets[0].shape[1:])
         _, q_begin, q_end = self.share("col", self.num_heads)
         _, kv_begin, kv_end = self.share("kv", self.num_kv_heads)
@@ -192,8 +193,7 @@ class Transformer:
             shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
             shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
         pieces = [
-            Piece(target.view(shape), index)
-            for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
+            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
         ]
         return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
 
@@ -263,12 +263,25 @@ class Transformer:
             x = self.add(y, residual, following)
         return x
 
+    def rehearse(self, rows: int, pool: torch.Tensor) -> None:
+        """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
+        x, nowhere = self.embedding.new_zeros(rows, self.config.hidden_size), torch.full((rows,), -1)
+        first = torch.zeros_like(nowhere)
+        step = self.new_step(Batch(first, first, nowhere, first, first, first[None], 0, first, 1), pool)
+        self.enter(x)
+        for layer in self.layers:
+            layer.attention.store(linear(x, layer.attention.qkv, layer.attention.qkv_bias), step)
+            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
+        self.add(y, x, self.norm)
+        if self.head is not None:
+            self.logits(x[:1])
+
     def new_step(self, batch: Batch, pool: torch.Tensor) -> Step:
         """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
-        layers, more = pool.unbind(1), (1, self.row.chunked)
-        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w, *more) for w in windows}
+        layers = pool.unbind(1)
+        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
         rotations = [table[batch.positions] for table in self.rotations]
         grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
         return Step(batch, layers, rotations, grown, plans)

@@ -29,7 +29,8 @@ LAYER_TYPES = ("full_attention", *WINDOWED)
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {  # config.json's names and ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2", "xielu": "xielu", "swigluoai": "swigluoai",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+    "xielu": "xielu", "swigluoai": "swigluoai",
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 # Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
@@ -199,9 +200,7 @@ def typed(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def number(
-    name: str, value: Any, low: float, high: float, default: float | None = None, kind: str = "number"
-) -> float:
+def number(name: str, value: Any, low: float, high: float, default: float | None = None, kind: str = "number") -> float:
     """The number of config.json's field `name`, from `low` to `high`. NaN is in no range."""
     value = default if value is None else value
     if value is None:
@@ -412,7 +411,7 @@ class Reading:
             return tuple(i in listed if listed is not None else (i + 1) % step == 0 for i in layers)
         return (True,) * len(layers)
 
-    # --- attention ------------------------------------------------------------------------------------------------------
+    # --- attention ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
@@ -574,7 +573,7 @@ class Reading:
                 scale *= yarn_mscale(s["factor"], s["mscale_all_dim"]) ** 2
         return scale
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def activation(self, row: Family) -> str:
         """The MLP's activation."""
@@ -642,10 +641,10 @@ def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["log
                 return name.removesuffix(ending) + full, head
     short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
     base = re.sub("|".join(HEADS), "", name)
-    near = difflib.get_close_matches(base, short, 3, 0.5)
+    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
     what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
-    nearest = f"nearest to it are {', '.join(near)}; " if near else ""
-    raise ValueError(f"config.json {what}; {nearest}Manta runs {', '.join(short)}")
+    nearest = f" nearest to it are {', '.join(near)};" if near else ""
+    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
 
 
 def labels(f: Fields) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import os
 import sys
 import time
@@ -28,7 +27,6 @@ from tqdm import tqdm
 import cpu
 from batch_state import BatchState
 from config import EngineConfig
-from model_config import ModelConfig
 from loader import checkpoint_files, fill_dummy, load_weights
 from memory import (
     available_bytes,
@@ -41,6 +39,7 @@ from memory import (
     report,
 )
 from model import Transformer
+from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
 from pooling import settle
@@ -328,7 +327,8 @@ class Startup:
                 import cpu_ops
 
                 begun = time.perf_counter()
-                cpu_ops.compile_for(self.ops, self.model, worker.pool[:, 0])
+                for rows in (1, cpu_ops.MANY):
+                    self.model.rehearse(rows, worker.pool)
                 compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
             if self.device == "cuda" and captures_graphs(self.config):

@@ -155,13 +155,13 @@ def test_act_of_a_small_number_has_all_its_digits(device: str, activation: str, 
     assert ((got - want).abs() <= step * want.abs()).all()
 
 
-@few
+@settings(parent=few, max_examples=50)
 @given(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3), (16, 1)]),
-    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2), (10, 0)]),
     dtypes,
-    st.booleans(),
+    oracles.HEAD_NORMS,
     st.booleans(),
 )
 def test_qk_norm_rope_store(
@@ -170,22 +170,26 @@ def test_qk_norm_rope_store(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
-    norm: bool,
+    norm: oracles.HeadNorm,
     interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary) = heads, dims
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
-    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    q_weight, k_weight = norm.weights(h, d, dtype), norm.weights(kv_heads, d, dtype)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
     places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
     pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
     twin = pool.clone()
+    sums = run("square_sums", device, qkv, kv_heads, d)
+    torch.testing.assert_close(sums, reference.square_sums(qkv, kv_heads, d))
+    scales = (sums / torch.tensor([h * d, kv_heads * d]) + 1e-6).rsqrt()
     args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], interleaved)
-    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], interleaved)
+    options = (interleaved, *norm.options(scales))
+    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], *options)
+    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], *options)
     x = qkv.view(tokens, -1, d)
     q_want, k_want = (
-        oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions, False, interleaved)
+        norm.apply(part, weight, lambda y: oracles.rope(y, cos_sin, positions, False, interleaved), naive=False)
         for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
     )
     oracles.check_error(q, q_want, q_twin)

@@ -15,15 +15,18 @@ import torch
 
 pytest.importorskip("triton")
 
+import experts
 import kernels
 import matmul
+import oracles
 import sampling
+import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_matmul
 
 F32 = torch.float32
-HOMES = (kernels, matmul, sampling)
+HOMES = (experts, kernels, matmul, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test with one of the
 # examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
@@ -33,10 +36,34 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         test_kernels.test_layer_norm, (3, 100, F32, True, True, False)),
     "qk_norm_rope_store": (
         "((H + 2 * KV) * D)", "((H + KV) * D)",
-        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("rms"), False)),
+    "qk_norm_rope_store, of deviations": (
+        "b_partner -= b_mean", "b_partner -= 0.0",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("layer"), False)),
+    "qk_norm_rope_store, of what is rotated": (
+        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ",
+        test_kernels.test_qk_norm_rope_store,
+        (3, (6, 2), (32, 16), F32, oracles.HeadNorm("layer", True, True), False)),
+    "square_sums": (
+        "i_k * Q", "i_k * K",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("scales", True), False)),
     "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
     "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act, (2, 96, F32, "relu")),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
+    "route": (
+        "m_left & (o_e != i_e)", "m_left & (o_e > i_e)",
+        test_expert_kernels.test_route, (4, (128, 8, 1, 1), "softmax", False, True, False)),
+    "plan_experts": (
+        "(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs, ((40, 4, 6), 3)),
+    "expert_gate_up": (
+        "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_down": (
+        "m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_sum": (
+        "(i_e < E)", "(i_e <= E)",
+        test_expert_kernels.test_experts, (20, (8, 3, 2, 4), (32, 16), F32, False, "silu", False, False)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),

@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 
 from client import MPClient
 from config import DEMO, EngineConfig
-from model_config import ModelConfig
 from core import EngineCore
 from engine import LLM, PoolingParams, SamplingParams
 from engine_process import EngineServer
 from journal import Journal, replay
 from memory import fit_pool, largest_step
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepResult
 from pooling import settle
 from scheduler import Scheduler

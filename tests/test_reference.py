@@ -106,13 +106,13 @@ def test_linear(ops: ModuleType, rows: int, outputs: int, inputs: int, dtype: to
     assert torch.equal(args[0], before)
 
 
-@some
+@settings(parent=some, max_examples=60)
 @given(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3)]),
-    st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2), (10, 0)]),
     dtypes,
-    st.booleans(),
+    oracles.HEAD_NORMS,
     st.booleans(),
 )
 def test_qk_norm_rope_store(
@@ -121,22 +121,25 @@ def test_qk_norm_rope_store(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
-    norm: bool,
+    norm: oracles.HeadNorm,
     interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary), block_size = heads, dims, 5
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
-    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    q_weight, k_weight = norm.weights(h, d, dtype), norm.weights(kv_heads, d, dtype)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
     places = torch.randperm(11)[:tokens] - 1
     pool = torch.full((2, 2, 2, kv_heads, block_size, d), 7.0, dtype=dtype)
-    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    q = ops.qk_norm_rope_store(*args, pool[:, 1], interleaved)
     x = qkv.view(tokens, -1, d)
+    sums, squares = ops.square_sums(qkv, kv_heads, d), x[:, : h + kv_heads].double().square().sum(2)
+    torch.testing.assert_close(sums, torch.stack((squares[:, :h].sum(1), squares[:, h:].sum(1)), 1).float())
+    scales = (sums / torch.tensor([h * d, kv_heads * d]) + 1e-6).rsqrt()
+    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
+    q = ops.qk_norm_rope_store(*args, pool[:, 1], interleaved, *norm.options(scales))
     (q_want, q_naive), (k_want, k_naive) = (
         [
-            oracles.rope(
-                oracles.rms_norm(part, weight, 1e-6, naive) if norm else part, cos_sin, positions, naive, interleaved
+            norm.apply(
+                part, weight, lambda y, naive=naive: oracles.rope(y, cos_sin, positions, naive, interleaved), naive
             )
             for naive in (False, True)
         ]
