@@ -17,7 +17,7 @@ from quantization import Quantization
 
 FLOATS = ("BF16", "F16", "F32")  # of plain tensors, as safetensors names them
 FP8, FACTORS = "F8_E4M3", (*FLOATS, "F8_E8M0")
-ACTIVATIONS = ("input_scale", "activation_scale", "k_scale", "v_scale")  # scales of what is not quantized here
+ACTIVATIONS = ("input_scale", "output_scale", "activation_scale", "k_scale", "v_scale")  # what is not quantized here
 GROUP = 32  # values of MXFP4 that share a scale
 
 Index = Any  # what a tensor takes in brackets
