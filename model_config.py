@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
 from families import FAMILIES, TEXT_HALVES, Family, Routing
+from quantization import Quantization, read_quantization
 
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
@@ -124,6 +125,7 @@ class ModelConfig:
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
     @classmethod
@@ -236,8 +238,6 @@ class Reading:
         f, row = self.fields, self.settled_row()
         if f.value("is_causal", bool) is False or f.value("use_bidirectional_attention", bool):
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
-        if f.get("quantization_config"):
-            raise ValueError("config.json has a quantization_config; Manta reads bfloat16, float16 and float32 weights")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
         experts, expert_layers = self.experts()
         scale = self.attention_scale()
@@ -272,6 +272,7 @@ class Reading:
             head=self.head,
             labels=labels(f) if self.head == "labels" else (),
             label_activation=label_activation(f) if self.head == "labels" else "softmax",
+            quantization=read_quantization(f.get("quantization_config")),
         )
         f.check_rest()
         return config

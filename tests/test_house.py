@@ -35,7 +35,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "data_parallel", "logprobs", "messages", "outputs", "plan", "protocol", "sampling_params",
         "tokenizer"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
-    "tokenizer": {"messages", "templates"},
+    "tokenizer": {"messages", "templates", "vocabularies"},
+    "vocabularies": set(),
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
     "outputs": {"plan", "sampling_params", "tokenizer"},
@@ -57,7 +58,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # deciding
     "config": set(),
     "families": set(),
-    "model_config": {"config", "families"},
+    "model_config": {"config", "families", "quantization"},
+    "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
     "pooling": {"config", "model_config", "sampling_params"},
@@ -81,7 +83,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "model": {"layers", "model_config", "parallel", "rope"},
     "layers": {"families", "model_config", "parallel"},
     "rope": {"model_config"},
-    "loader": {"model"},
+    "loader": {"dequantize", "model"},
+    "dequantize": {"quantization"},
     "memory": {"config", "model"},
     "parallel": set(),
     "sanitizer": {"plan"},
@@ -97,10 +100,13 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "families", "kv_cache", "model_config", "plan", "pooling", "sampling_params",
-    "scheduler", "sequence",
+    "admission", "beam", "config", "families", "kv_cache", "model_config", "plan", "pooling", "quantization",
+    "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
-DEVICE = {"worker", "startup", "batch_state", "model", "layers", "rope", "loader", "memory", "parallel", "sanitizer"}
+DEVICE = {
+    "worker", "startup", "batch_state", "model", "layers", "rope", "loader", "dequantize", "memory", "parallel",
+    "sanitizer",
+}  # fmt: skip
 HOMES_OF_OPS = {"reference", "matmul", "sampling", "experts", "cpu_experts"}  # that kernels and cpu_ops pass on
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
