@@ -388,6 +388,31 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}  # config.json's nam
 
 
 @dataclass(frozen=True)
+class Latent:
+    """The sizes of multi-head latent attention (DeepSeek-V2, 2024), whose cache is one latent for each token."""
+
+    rank: int  # R, of the latent that keys and values are made of: kv_lora_rank
+    rope: int  # P, elements of a query and of a key that RoPE is applied to: qk_rope_head_dim
+    nope: int  # N, elements of these that it is not applied to: qk_nope_head_dim
+    value: int  # elements of a value: v_head_dim
+    q_rank: int = 0  # of the latent that queries are made of, q_lora_rank; 0: they are made of the hidden state
+    norm_eps: float = 1e-6  # of the two latents' norms, whatever `rms_norm_eps` is
+    interleaved: bool = True  # RoPE turns elements 2i and 2i + 1, not i and i + P / 2
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token and layer."""
+        return self.rank + self.rope
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Numbers in a layer's matrices."""
+        q = heads * (self.nope + self.rope)
+        queries = self.q_rank * (hidden_size + q) if self.q_rank else hidden_size * q
+        expanding = self.rank * heads * (self.nope + self.value)
+        return queries + hidden_size * self.width + expanding + heads * self.value * hidden_size
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model, read from `config.json` and `generation_config.json` (transformers 4 and 5 spellings)."""
 
@@ -414,6 +439,16 @@ class ModelConfig:
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
+    latent: Latent | None = None  # of latent attention; None: the cache holds the keys and values of each KV head
+
+    def page(self, ranks: int) -> tuple[int, int, int]:
+        """What a place of the pool holds in each layer, on each of `ranks`: parts, heads, and numbers of each of them.
+
+        It is keys and values, or one latent that all heads share and that every rank has.
+        """
+        if self.latent:
+            return 1, 1, self.latent.width
+        return 2, max(1, self.num_kv_heads // ranks), self.head_dim
 
     @classmethod
     def from_folder(cls, folder: str) -> ModelConfig:
