@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from latent import _latent_tile
+from latent import _decode_tile as _latent_tile
 from latent import head_linear as head_linear  # ops like those below
 from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
@@ -445,7 +445,7 @@ def plan_decode(
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and window >= 0 and len(seq_lens) == batch
 
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
-        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype)
+        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, kv.device)
     else:
         parts, (_, block_n, _, _) = kv_heads, _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)

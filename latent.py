@@ -10,17 +10,17 @@ block_size, R + P]. The latent of a token is the key of all H heads, and its fir
 from __future__ import annotations
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 import triton.language as tl
 
-from matmul import DECODE_PARTIALS, LOG2E, NO_ID, _cast, _combine, _dot
+from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, _cast, _combine, _dot
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are searched at a time
-TILE_ROWS = 64  # queries of a tile, at most: so many need wgmma on sm_90, and their sums fill the registers of 8 warps
+WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
 PRODUCT_ROWS = 64  # rows of a tile of head_linear
 
 
@@ -186,7 +186,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     grid = (triton.cdiv(tokens, PRODUCT_ROWS), triton.cdiv(outputs, block_n), heads)
     head_linear_kernel[grid](
         x, weight, y, tokens, heads, outputs, inputs, *weight.stride(), PRODUCT_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages,
+        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
     )  # fmt: skip
     return y
 
@@ -203,7 +203,8 @@ def _attend(
     """acc <- acc 2^(max - max') + p C, sum <- sum 2^(max - max') + sum(p), p = 2^(scale (q C^T + q' K'^T) - max').
 
     One step of an online softmax over the BLOCK_N latents from i_n on. C [BLOCK_N, R] is loaded once, as keys and as
-    values. For all else, masks among them, see `_attend` in kernels.py.
+    values. For all else, masks among them, see `_attend` in kernels.py. The loops around it keep nothing that they can
+    compute again (`disable_licm`), or registers would spill.
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
@@ -275,7 +276,7 @@ def latent_decode_kernel(
         b_acc = tl.zeros([BLOCK_Q, BLOCK_R], tl.float32)
         b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
         b_sum = tl.zeros([BLOCK_Q], tl.float32)
-        for i_n in range(i_begin, i_end, BLOCK_N):
+        for i_n in tl.range(i_begin, i_end, BLOCK_N, disable_licm=True):
             b_acc, b_max, b_sum = _attend(
                 b_q, b_q_rope, b_acc, b_max, b_sum, kv, block_tables + i_slot * table_stride, i_n, i_end, o_pos,
                 scale, kv_stride, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
@@ -318,12 +319,38 @@ class DecodePlan(Protocol):
     def arrived(self) -> torch.Tensor: ...
 
 
-def _latent_tile(rows: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Tiles of the `rows` queries of a sequence that share their keys, BLOCK_Q, BLOCK_N and warps of latent_decode."""
-    most = 16 if dtype == torch.float32 else TILE_ROWS
-    tiles = next(tiles for tiles in range(triton.cdiv(rows, most), rows + 1) if rows % tiles == 0)
-    block_q = max(16, triton.next_power_of_2(rows // tiles))
-    return tiles, block_q, 16 if dtype == torch.float32 else 32, 8 if block_q > 16 else 4
+class Tile(NamedTuple):
+    """How latent_decode is launched for the queries of a sequence that share their keys."""
+
+    tiles: int  # that the queries are divided among
+    block_q: int
+    block_n: int
+    warps: int
+
+
+def _decode_tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
+    arch = _arch(device)
+    most = 16 if dtype == torch.float32 else WIDE_ROWS if arch == 9 else WIDE_ROWS // 2
+    count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
+    block_q = max(16, triton.next_power_of_2(rows // count))
+    # With 32 rows 8 warps divide the keys, 8 for each. With 64 rows they divide the sums, and work in groups of 4.
+    block_n = 16 if dtype == torch.float32 else 64 if block_q == 32 and arch in (9, 10) else 32
+    return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    """The major version of the device's compute capability, or 9 without a GPU; 0 where a program has under 160 KiB."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 9
+    major, minor = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+    return major if (major, minor) == (8, 0) or major in (9, 10) else 0
+
+
+def _stages(device: torch.device) -> int:
+    """Stages of a loop over keys. Half of them load the block table, which latents wait for."""
+    return 5 if _arch(device) else 3
 
 
 @functools.cache
@@ -349,7 +376,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
-    tiles, block_q, block_n, warps = _latent_tile(heads * plan.tokens, q.dtype)
+    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, q.device)
     rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, 2 if block_q == 16 else 1)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
@@ -364,7 +391,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         q, kv, plan.block_tables, plan.slots, plan.seq_lens, plan.items, plan.arrived, out, partial, partial_lse,
         batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
-        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=3,
+        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=_stages(q.device),
     )  # fmt: skip
     return out
 
@@ -402,12 +429,12 @@ def latent_prefill_kernel(
     i_end = tl.maximum(tl.minimum(i_len - i_count + (i_tile + BLOCK_M - 1) // H + 1, i_len), 0)
     i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
     p_table = block_tables + i_slot * table_stride
-    for i_n in range(0, i_full, BLOCK_N):
+    for i_n in tl.range(0, i_full, BLOCK_N, disable_licm=True):
         b_acc, b_max, b_sum = _attend(
             b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
             R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, False,
         )  # fmt: skip
-    for i_n in range(i_full, i_end, BLOCK_N):
+    for i_n in tl.range(i_full, i_end, BLOCK_N, disable_licm=True):
         b_acc, b_max, b_sum = _attend(
             b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
             R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
@@ -443,11 +470,14 @@ def latent_prefill(
 
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
 
-    block_m, block_n, warps = (16, 16, 4) if q.dtype == torch.float32 else (TILE_ROWS, 32, 8)
+    wide = _arch(q.device) in (9, 10)
+    block_m, block_n, warps = (
+        (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if wide else WIDE_ROWS // 2, 32, 8)
+    )
     block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
     latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
         scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
-        num_warps=warps, num_stages=3,
+        num_warps=warps, num_stages=3 if wide else _stages(q.device),
     )  # fmt: skip
     return out

@@ -237,8 +237,8 @@ def _attend(
     return torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
 
 
-# Multi-head latent attention (DeepSeek-V2, 2024) caches a latent c of R numbers for each token, and a key k' of P numbers
-# to which RoPE is applied. Both serve all heads. Head h has the key (W_UK[h] c | k') and the value W_UV[h] c. As
+# Multi-head latent attention (DeepSeek-V2, 2024) caches a latent c of R numbers a token, and a key k' of P numbers that
+# is rotated by RoPE. Both serve all heads. Head h has the key (W_UK[h] c | k') and the value W_UV[h] c. As
 # q W_UK[h] c = (W_UK[h]^T q) c, heads can attend to the latents as they are: the key of every head is (c | k'), and its
 # value is c. This is the absorbed form. In the plain form keys and values are made of the latents again.
 

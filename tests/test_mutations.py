@@ -16,14 +16,16 @@ import torch
 pytest.importorskip("triton")
 
 import kernels
+import latent
 import matmul
 import sampling
 import test_kernels
 import test_kernels_sampling
+import test_latent
 import test_matmul
 
 F32 = torch.float32
-HOMES = (kernels, matmul, sampling)
+HOMES = (kernels, latent, matmul, sampling)
 # The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "rms_norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True)),
