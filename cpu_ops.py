@@ -23,28 +23,32 @@ import torch.nn.functional as F
 
 from cpu import compile_ahead, fuses_attention
 from cpu_experts import expert_down, expert_gate_up, plan_experts
+from cpu_latent import head_linear, latent_decode, latent_prefill
 from reference import (
     FLOAT_MAX,
     Adjust,
     act,
     apply_writes,
     copy_blocks,
+    latent_store,
     linear,
     mask_words,
     pool,
     post_update,
     prepare_inputs,
+    rope_last,
     route,
     square_sums,
     swap_blocks,
     uniform,
 )
+from reference import DecodePlan as LatentPlan
 
 __all__ = [
     "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "expert_down", "expert_gate_up", "keys_of", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
-    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "route", "sample",
-    "square_sums", "swap_blocks",
+    "expert_down", "expert_gate_up", "head_linear", "keys_of", "latent_decode", "latent_prefill", "latent_store",
+    "layer_norm", "linear", "logprobs", "mask_words", "plan_decode", "plan_experts", "pool", "post_update",
+    "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route", "sample", "square_sums", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
@@ -180,8 +184,10 @@ def plan_decode(
     num_heads: int,
     window: int,
     tokens: int = 1,
-) -> DecodePlan:
+) -> DecodePlan | LatentPlan:
     """See `reference.plan_decode`. A row of several tokens becomes as many rows of one token."""
+    if kv.shape[1] == 1:  # of latents, where there is nothing to derive
+        return LatentPlan(block_tables, slots, seq_lens, window)
     kv_heads, size, dim = kv.shape[2:]
     if tokens > 1:
         seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()

@@ -28,8 +28,14 @@ from experts import expert_down as expert_down  # ops like those below
 from experts import expert_gate_up as expert_gate_up
 from experts import plan_experts as plan_experts
 from experts import route as route
-from matmul import FLOAT_MAX, LOG2E, NO_ID, _cast, _dot
-from matmul import linear as linear  # an op like those below
+from latent import _decode_tile as _latent_tile
+from latent import head_linear as head_linear
+from latent import latent_decode as latent_decode
+from latent import latent_prefill as latent_prefill
+from latent import latent_store as latent_store
+from latent import rope_last as rope_last
+from matmul import DECODE_PARTIALS, FLOAT_MAX, LOG2E, NO_ID, _cast, _combine, _dot
+from matmul import linear as linear
 from sampling import Adjust
 from sampling import logprobs as logprobs
 from sampling import mask_words as mask_words
@@ -42,7 +48,6 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_PROGRAMS = 2  # programs of attention_decode per processor: while one starts a row, the other keeps loading
-DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
@@ -477,42 +482,6 @@ def plan_decode_kernel(
             tl.store(arrived + i_kv * num_rows + o_b, 0, mask=m_b)
 
 
-@triton.jit
-def _combine(
-    out, partial, partial_lse, i_kv, i_first, pieces,
-    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
-
-    It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
-    piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
-    """
-    G: tl.constexpr = H // KV
-    o_p = tl.arange(0, BLOCK_P)
-    o_d = tl.arange(0, BLOCK_D)
-    for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
-        o_r = i_r + tl.arange(0, BLOCK_R)
-        b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-        b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
-        b_sum = tl.zeros([BLOCK_R], tl.float32)
-        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
-            o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
-            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
-            m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
-            m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
-            b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
-            b_lse = tl.load(partial_lse + o_row, mask=m_row, other=float("-inf"))
-            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
-            b_scale, b_w = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new[None, :])
-            b_acc = b_acc * b_scale[:, None] + tl.sum(b_part * b_w[:, :, None], 0)
-            b_sum = b_sum * b_scale + tl.sum(b_w, 0)
-            b_max = b_new
-        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
-        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
-        tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])
-
-
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
 def attention_decode_kernel(
     q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse,
@@ -647,11 +616,14 @@ def plan_decode(
     batch, (kv_heads, _, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and window >= 0 and len(seq_lens) == batch
 
+    if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
+        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, kv.device)
+    else:
+        parts, (_, block_n, _, _) = kv_heads, _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
-    arrived = torch.empty(kv_heads, batch, dtype=torch.int32, device=kv.device)
+    arrived = torch.empty(parts, batch, dtype=torch.int32, device=kv.device)
 
-    _, block_n, _, _ = _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
-    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, kv_heads, tokens, window, block_n, DECODE_ROWS)
+    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, parts, tokens, window, block_n, DECODE_ROWS)
     return DecodePlan(block_tables, slots, seq_lens, window, tokens, items, arrived)
 
 

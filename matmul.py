@@ -22,6 +22,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
 
+DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
 LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus
 LINEAR_REGISTERS = 255  # left alone, ptxas allows 128 for some shapes and spills; two programs still fit a processor
@@ -48,6 +49,42 @@ def _dot(a, b, acc):
     if INTERPRET:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _combine(
+    out, partial, partial_lse, i_kv, i_first, pieces,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """out[r] = sum_j w_j partial_j[r] / sum_j w_j, w_j = 2^(lse_j[r] - max lse[r]), over the pieces j of one row.
+
+    It adds BLOCK_P pieces at a time for BLOCK_R of the row's ROWS queries, and loads the next ones meanwhile. The first
+    piece is program i_first's last one (place 1), the others are the first ones of the programs after it (place 0).
+    """
+    G: tl.constexpr = H // KV
+    o_p = tl.arange(0, BLOCK_P)
+    o_d = tl.arange(0, BLOCK_D)
+    for i_r in tl.range(0, ROWS, BLOCK_R, num_stages=1):
+        o_r = i_r + tl.arange(0, BLOCK_R)
+        b_acc = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+        b_max = tl.full([BLOCK_R], -FLOAT_MAX, tl.float32)
+        b_sum = tl.zeros([BLOCK_R], tl.float32)
+        for i_p in tl.range(0, pieces, BLOCK_P, num_stages=4):
+            o_piece = (i_first.to(tl.int64) + i_p + o_p) * 2 + (i_p + o_p == 0)
+            o_row = ((o_piece * KV + i_kv) * ROWS)[:, None] + o_r[None, :]
+            m_row = (i_p + o_p < pieces)[:, None] & (o_r < ROWS)[None, :]
+            m_part = m_row[:, :, None] & (o_d < D)[None, None, :]
+            b_part = tl.load(partial + (o_row * D)[:, :, None] + o_d[None, None, :], mask=m_part, other=0.0)
+            b_lse = tl.load(partial_lse + o_row, mask=m_row, other=float("-inf"))
+            b_new = tl.maximum(b_max, tl.max(b_lse, 0))
+            b_scale, b_w = tl.exp2(b_max - b_new), tl.exp2(b_lse - b_new[None, :])
+            b_acc = b_acc * b_scale[:, None] + tl.sum(b_part * b_w[:, :, None], 0)
+            b_sum = b_sum * b_scale + tl.sum(b_w, 0)
+            b_max = b_new
+        b_out = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+        o_x = (((o_r // G) * H + i_kv * G + o_r % G) * D)[:, None] + o_d[None, :]
+        tl.store(out + o_x, _cast(b_out, out.dtype.element_ty), mask=(o_r < ROWS)[:, None] & (o_d < D)[None, :])
 
 
 @triton.jit

@@ -73,7 +73,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` and batch `state` may lie on the meta device."""
-    c, dtype, heads, max_model_len = model.config, model.embedding.dtype, model.num_kv_heads, model.max_model_len
+    c, dtype, max_model_len = model.config, model.embedding.dtype, model.max_model_len
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
@@ -89,7 +89,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.size > 1) if cuda else 0,
-        block=c.num_layers * 2 * heads * config.block_size * c.head_dim * dtype.itemsize,
+        block=c.num_layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
     )
 
 

@@ -81,14 +81,26 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Sizes of attention by latents (DeepSeek V2): of the latents of queries (0: there are none), and of keys and
-    values; of the rotated and the other part of a query; and of a value."""
+    """The sizes of multi-head latent attention (DeepSeek-V2, 2024), whose cache is one latent for each token."""
 
-    q_rank: int
-    kv_rank: int
-    rope_dim: int
-    nope_dim: int
-    v_dim: int
+    rank: int  # R, of the latent that keys and values are made of: kv_lora_rank
+    rope: int  # P, elements of a query and of a key that RoPE is applied to: qk_rope_head_dim
+    nope: int  # N, elements of these that it is not applied to: qk_nope_head_dim
+    value: int  # elements of a value: v_head_dim
+    q_rank: int  # of the latent that queries are made of, q_lora_rank; 0: they are made of the hidden state
+    norm_eps: float = 1e-6  # of the two latents' norms, whatever `rms_norm_eps` is
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token and layer."""
+        return self.rank + self.rope
+
+    def weights(self, hidden_size: int, heads: int) -> int:
+        """Numbers in a layer's matrices."""
+        q = heads * (self.nope + self.rope)
+        queries = self.q_rank * (hidden_size + q) if self.q_rank else hidden_size * q
+        expanding = self.rank * heads * (self.nope + self.value)
+        return queries + hidden_size * self.width + expanding + heads * self.value * hidden_size
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,15 @@ class ModelConfig:
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
+
+    def page(self, ranks: int) -> tuple[int, int, int]:
+        """What a place of the pool holds in each layer, on each of `ranks`: parts, heads, and numbers of each of them.
+
+        It is keys and values, or one latent that all heads share and that every rank has.
+        """
+        if self.latent:
+            return 1, 1, self.latent.width
+        return 2, max(1, self.num_kv_heads // ranks), self.head_dim
 
     @classmethod
     def from_folder(cls, folder: str) -> ModelConfig:
@@ -355,11 +376,11 @@ class Reading:
         f.get("head_dim"), f.get("qk_head_dim")  # they follow from those below
         q_rank = f.get("q_lora_rank")
         return Latent(
+            rank=f.whole("kv_lora_rank", 1, 2**16),
+            rope=f.whole("qk_rope_head_dim", 2, 1024, 64),
+            nope=f.whole("qk_nope_head_dim", 1, 1024, 128),
+            value=f.whole("v_head_dim", 1, 1024, 128),
             q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
-            kv_rank=f.whole("kv_lora_rank", 1, 2**16),
-            rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
-            nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
-            v_dim=f.whole("v_head_dim", 1, 1024, 128),
         )
 
     def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:

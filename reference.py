@@ -8,7 +8,8 @@ Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S sl
 sequence, H query heads, KV key/value heads, D head_dim, V vocabulary; of a layer of experts, E experts on this rank, k
 choices of a token, H inputs, I intermediate. A slot is a row of the batch state. The slot -1 marks a padding row,
 which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one
-layer of it: pool[:, layer].
+layer of it: pool[:, layer]. Where a model caches one latent of R + P numbers for each token, the pool is
+[num_blocks, num_layers, 1, 1, block_size, R + P]: no values, and one head. See `latent_store`.
 """
 
 from __future__ import annotations
@@ -405,8 +406,8 @@ def _attend(
     first = max(0, length - n + 1 - window) if window else 0  # the first key that any of the tokens sees
     query = torch.arange(length - n, length, device=q.device)[:, None]
     key = torch.arange(first, length, device=q.device)
-    context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2, KV, D]
-    k, v = context.float().repeat_interleave(heads // kv_heads, dim=2).unbind(1)
+    context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
+    k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
     scores = scale * torch.einsum("nhd,lhd->hnl", q.float(), k)
     if soft_cap:
         scores = soft_cap * (scores / soft_cap).tanh()
@@ -416,6 +417,101 @@ def _attend(
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
     p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
     return torch.einsum("hnl,lhd->nhd", p, v).to(q.dtype)
+
+
+# Multi-head latent attention (DeepSeek-V2, 2024) caches a latent c of R numbers a token, and a key k' of P numbers that
+# is rotated by RoPE. Both serve all heads. Head h has the key (W_UK[h] c | k') and the value W_UV[h] c. As
+# q W_UK[h] c = (W_UK[h]^T q) c, heads can attend to the latents as they are: the key of every head is (c | k'), and its
+# value is c. This is the absorbed form. In the plain form keys and values are made of the latents again.
+
+
+def latent_store(
+    latent: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rotation: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+    interleaved: bool = False,
+) -> None:
+    """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
+
+    Args:
+        latent: [T, R + P]; not modified. weight: [R].
+        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
+        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
+    """
+    c, k = latent.split((len(weight), rotation.shape[2]), dim=1)
+    k = _rope(k.float()[:, None], rotation, interleaved)[:, 0].to(latent.dtype)
+    stored = slot_mapping >= 0
+    block, place = slot_mapping[stored] // kv.shape[3], slot_mapping[stored] % kv.shape[3]
+    kv[block, 0, 0, place] = torch.cat((rms_norm(c, weight, eps), k), 1)[stored]
+
+
+def rope_last(
+    x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
+
+    Args:
+        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
+        out: [T, H, E] of x's dtype; None: x itself.
+    """
+    out, size = x if out is None else out, rotation.shape[2]
+    out[..., -size:] = _rope(x[..., -size:].float(), rotation, interleaved).to(x.dtype)
+    return out
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y[t, h] = weight[h] x[t, h].
+
+    Args:
+        x: [T, H, K]. weight: [H, N, K], with any strides.
+
+    Returns:
+        y [T, H, N] in x's dtype.
+    """
+    return torch.einsum("thk,hnk->thn", x, weight)
+
+
+def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's row up to t itself, few a row.
+
+    Args:
+        q: [B * tokens, H, R + P], (W_UK[h]^T q | rope(q')): the last `tokens` of each row's context.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
+        plan: of `plan_decode` for these rows, without a window. rank: R.
+
+    Returns:
+        out [B * tokens, H, R] in q's dtype; zeros for padding rows.
+    """
+    return attention_decode(q, kv, plan, scale)[..., :rank]
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    rank: int,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
+
+    Args:
+        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
+        rank: R.
+
+    Returns:
+        out [T, H, R] in q's dtype; zeros for padding rows.
+    """
+    rows = block_tables, slots, seq_lens, query_starts, max_query_len
+    return attention_prefill(q, kv, *rows, scale, 0)[..., :rank]
 
 
 class Adjust(NamedTuple):

@@ -215,8 +215,8 @@ class Startup:
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
-        c = self.model_config
-        return (c.num_layers, 2, self.model.num_kv_heads, self.config.block_size, c.head_dim)
+        parts, heads, size = self.model_config.page(self.group.size)
+        return (self.model_config.num_layers, parts, heads, self.config.block_size, size)
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
@@ -592,7 +592,10 @@ def check_room(
         ValueError: names what they take and what is free.
     """
     c = model_config
-    layer = c.hidden_size * (2 * (c.num_heads + c.num_kv_heads) * c.head_dim + 3 * c.intermediate_size)
+    attention = c.hidden_size * 2 * (c.num_heads + c.num_kv_heads) * c.head_dim
+    if c.latent:
+        attention = c.latent.weights(c.hidden_size, c.num_heads)
+    layer = attention + c.hidden_size * 3 * c.intermediate_size
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
     matrices = c.num_layers * layer + tables * c.vocab_size * c.hidden_size
     size = matrices * dtype.itemsize // config.tensor_parallel_size + max_model_len * 2 * c.head_dim * 4

@@ -44,7 +44,7 @@ class Worker:
     Args:
         config: the engine's options.
         model: the model, filled with weights.
-        pool: the KV pool [num_blocks, num_layers, 2, KV, block_size, D] on the device.
+        pool: the KV pool [num_blocks, num_layers, 2, KV, block_size, D] on the device, or one of latents.
         host_pool: blocks of the same shape in the host's memory.
         state: what the device knows of the sequences that run.
         greedy_head: finds greedy tokens on a CPU without computing all logits, where that pays.

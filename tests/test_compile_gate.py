@@ -45,6 +45,7 @@ class Shape(NamedTuple):
     soft_cap: float = 0.0
     sinks: bool = False
     tokens: int = 1  # that a decoding row computes in a step
+    rank: int = 0  # of latents, whose keys have 64 numbers more; 0: the model has none
 
 
 QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
@@ -93,6 +94,14 @@ EXPERTS = (
 )
 BRIEF = (QWEN.name, DEMO.name, "qwen3-30b-a3b")
 WHOLE_ONLY = (LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens", "mixtral-8x7b", "deepseek-v2")
+DEEPSEEK = QWEN._replace(name="deepseek-v3", hidden=7168, heads=128, kv_heads=1, head_dim=128, rank=512)
+LATENT = (
+    DEEPSEEK,
+    DEEPSEEK._replace(name="deepseek-v3-tp8", heads=16),  # and V2-Lite
+    DEEPSEEK._replace(name="deepseek-v3-tp8-2-tokens", heads=16, tokens=2, block_size=16),
+    DEEPSEEK._replace(name="latent-fp32", heads=16, rank=64, dtype=torch.float32),
+)
+WHOLE_ONLY += ("deepseek-v3-tp8-2-tokens", "latent-fp32")
 
 
 def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
@@ -102,6 +111,9 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     q, tables, ints = torch.zeros(2, s.heads, s.head_dim, dtype=dtype), torch.zeros(4, 512, dtype=int32), torch.zeros(4)
     ints = ints.to(int32)
     long, scale = ints.long(), 0.1
+    if s.rank:
+        yield from latents(s, tables, ints)
+        return
     more = s.window, s.soft_cap, torch.zeros(s.heads) if s.sinks else None
     guesses = q.repeat_interleave(s.tokens, 0)
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
@@ -162,6 +174,34 @@ def kernel_of(op: str, *args: Any) -> Callable[[Any], object]:
     return lambda ops: getattr(ops, op)(*args)
 
 
+def latents(s: Shape, tables: torch.Tensor, ints: torch.Tensor) -> Iterator[Callable[[Any], object]]:
+    """What latent attention launches; its prefill in the plain form needs attention_prefill with heads of 192."""
+    rope, scale, dtype = 64, 0.1, s.dtype
+    kv = torch.zeros(4, 2, 1, 1, s.block_size, s.rank + rope, dtype=dtype)[:, 1]
+    q = torch.zeros(2 * s.tokens, s.heads, s.rank + rope, dtype=dtype)
+
+    def decode(ops: Any) -> object:
+        plan = ops.plan_decode(kv, tables, ints[:2], ints[:2], s.heads, 0, s.tokens)
+        return ops.latent_decode(q, kv, plan, scale, s.rank)
+
+    yield decode
+    if s.tokens > 1:
+        return
+    yield lambda ops: ops.latent_prefill(q, kv, tables, ints[:1], ints[:1], ints[:2], 2, scale, s.rank)
+    rotation, weight = torch.zeros(2, 2, rope), torch.zeros(s.rank, dtype=dtype)
+    latent, plain = torch.zeros(2, s.rank + rope, dtype=dtype), torch.zeros(2, s.heads, 128 + rope, dtype=dtype)
+    for interleaved in (False, True):
+        yield lambda ops, i=interleaved: ops.latent_store(latent, weight, 1e-6, rotation, ints[:2].long(), kv, i)
+        yield lambda ops, i=interleaved: ops.rope_last(plain, rotation, i, q)
+    product = torch.zeros(s.heads, 256, s.rank, dtype=dtype)
+    yield lambda ops: ops.head_linear(plain[..., :128].contiguous(), product[:, :128].mT)
+    yield lambda ops: ops.head_linear(q[..., : s.rank].contiguous(), product[:, 128:])
+    if dtype == torch.float32:
+        return
+    pages = torch.zeros(4, 2, s.heads, 64, 128 + rope, dtype=dtype)
+    yield lambda ops: ops.attention_prefill(plain, pages, tables, ints[:1], ints[:1], ints[:2], 2, scale, 0)
+
+
 def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
     """A layer's matrices, for few rows and for many."""
     heads = s.heads * s.head_dim
@@ -210,6 +250,7 @@ def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, An
     from triton.runtime.jit import JITFunction
 
     import kernels
+    import latent
 
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -233,7 +274,8 @@ def specializations(arch: int, whole: bool) -> list[tuple[str, Any, dict[str, An
 
     JITFunction.run = record
     kernels._has_wgmma = lambda device: arch >= 90
-    for shape in (*WHOLE, *ATTENTION):
+    latent._arch = lambda device: arch // 10
+    for shape in (*WHOLE, *ATTENTION, *LATENT):
         for launch in launches(shape, shape in ATTENTION, whole):
             launch(kernels)
     for shape in EXPERTS:
@@ -319,7 +361,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(gate: list[dict[str, Any]]) -> None:
-    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 22
+    assert {r["arch"] for r in gate} == set(SHARED_LIMIT) and len({r["kernel"].split(":")[0] for r in gate}) == 26
     assert not [r for r in gate if r["spills"] or r["stack"] or r["registers"] * r["threads"] > REGISTERS]
 
 

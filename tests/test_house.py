@@ -90,12 +90,14 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
-    "kernels": {"experts", "matmul", "sampling"},
+    "kernels": {"experts", "latent", "matmul", "sampling"},
+    "latent": {"matmul"},
     "experts": {"matmul"},
     "sampling": {"matmul"},
     "matmul": set(),
     "reference": set(),
-    "cpu_ops": {"cpu", "cpu_experts", "reference"},
+    "cpu_ops": {"cpu", "cpu_experts", "cpu_latent", "reference"},
+    "cpu_latent": {"reference"},
     "cpu_experts": {"cpu"},
     "cpu": set(),
 }  # fmt: skip
@@ -107,7 +109,8 @@ DEVICE = {
     "worker", "startup", "batch_state", "model", "layers", "rope", "loader", "dequantize", "memory", "parallel",
     "sanitizer",
 }  # fmt: skip
-HOMES_OF_OPS = {"reference", "matmul", "sampling", "experts", "cpu_experts"}  # that kernels and cpu_ops pass on
+# These define what kernels and cpu_ops pass on.
+HOMES_OF_OPS = {"reference", "matmul", "sampling", "experts", "latent", "cpu_experts", "cpu_latent"}
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}

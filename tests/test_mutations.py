@@ -17,16 +17,18 @@ pytest.importorskip("triton")
 
 import experts
 import kernels
+import latent
 import matmul
 import oracles
 import sampling
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
+import test_latent
 import test_matmul
 
 F32 = torch.float32
-HOMES = (experts, kernels, matmul, sampling)
+HOMES = (experts, kernels, latent, matmul, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test with one of the
 # examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {

@@ -1,0 +1,483 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): Triton kernels and their launchers, written as kernels.py says.
+
+`kernels` passes them on as ops. reference.py tells what latents are.
+
+Shapes: a latent has R + P numbers, which are c and k'. R is large (512) and P is small (64), and R + P is no power of
+two, so everywhere the two parts are loaded apart. `kv` is one layer of a pool of latents, [num_blocks, 1, 1,
+block_size, R + P]. The latent of a token is the key of all H heads, and its first R numbers are the value of all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, _cast, _combine, _dot
+
+PROCESSORS = 132  # assumed where there is no GPU to ask
+DECODE_ROWS = 512  # rows whose items are searched at a time
+WIDE_ROWS = 64  # queries of a tile, at most: wgmma takes no fewer, and 64 x 512 sums fill half of all registers
+PRODUCT_ROWS = 64  # rows of a tile of head_linear
+
+
+# ------------------------------------------------------------------------------------------- RoPE and the pool's pages
+
+
+@triton.jit
+def _turn(x, rotation, P: tl.constexpr, INTERLEAVED: tl.constexpr, o_pair, m_x):
+    """The pairs (a cos - b sin, b cos + a sin) of (a, b) at x, in float32, and where each of both is, from x on.
+
+    A thread loads both numbers of a pair, and stores both. So the result may replace them in place.
+    """
+    o_a = o_pair * 2 if INTERLEAVED else o_pair
+    o_b = o_pair * 2 + 1 if INTERLEAVED else o_pair + P // 2
+    m_pair = o_pair < P // 2
+    b_a, b_b = tl.load(x + o_a, mask=m_x).to(tl.float32), tl.load(x + o_b, mask=m_x).to(tl.float32)
+    b_cos_a, b_cos_b = tl.load(rotation + o_a, mask=m_pair), tl.load(rotation + o_b, mask=m_pair)
+    b_sin_a, b_sin_b = tl.load(rotation + P + o_a, mask=m_pair), tl.load(rotation + P + o_b, mask=m_pair)
+    return b_a * b_cos_a + b_b * b_sin_a, b_b * b_cos_b + b_a * b_sin_b, o_a, o_b
+
+
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
+def latent_store_kernel(
+    latent, weight, rotation, slot_mapping, kv, kv_stride, eps,
+    R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """pool <- (c rsqrt(mean(c^2) + eps) weight | rope(k')), (c | k') = latent[t]. One program per token."""
+    i_token = tl.program_id(0)
+    i_place = tl.load(slot_mapping + i_token)
+    if i_place >= 0:
+        o_r = tl.arange(0, BLOCK_R)
+        m_r = o_r < R
+        p_latent = latent + i_token.to(tl.int64) * (R + P)
+        b_c = tl.load(p_latent + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_w = tl.load(weight + o_r, mask=m_r, other=0.0).to(tl.float32)
+        b_c = b_c * tl.rsqrt(tl.sum(b_c * b_c, 0) / R + eps) * b_w
+        p_kv = kv + (i_place // BLOCK_SIZE) * kv_stride + (i_place % BLOCK_SIZE) * (R + P)
+        tl.store(p_kv + o_r, _cast(b_c, kv.dtype.element_ty), mask=m_r)
+        o_pair = tl.arange(0, BLOCK_P)
+        m_pair = o_pair < P // 2
+        p_rotation = rotation + i_token.to(tl.int64) * (2 * P)
+        b_a, b_b, o_a, o_b = _turn(p_latent + R, p_rotation, P, INTERLEAVED, o_pair, m_pair)
+        tl.store(p_kv + R + o_a, _cast(b_a, kv.dtype.element_ty), mask=m_pair)
+        tl.store(p_kv + R + o_b, _cast(b_b, kv.dtype.element_ty), mask=m_pair)
+
+
+def latent_store(
+    latent: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rotation: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv: torch.Tensor,
+    interleaved: bool = False,
+) -> None:
+    """The pool gets (rms_norm(c) | rope(k')) for each token's latent (c | k').
+
+    Args:
+        latent: [T, R + P]. weight: [R].
+        rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
+        slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, written in place.
+    """
+    (tokens, width), rank, rope = latent.shape, len(weight), rotation.shape[2]
+    assert latent.is_contiguous() and rotation.is_contiguous() and width == rank + rope == kv.shape[4]
+    assert kv.shape[1:3] == (1, 1) and kv[0].is_contiguous() and kv.dtype == latent.dtype and rope % 2 == 0
+
+    block_r, block_p = triton.next_power_of_2(rank), triton.next_power_of_2(rope // 2)
+    latent_store_kernel[(tokens,)](
+        latent, weight, rotation, slot_mapping, kv, kv.stride(0), eps,
+        rank, rope, kv.shape[3], interleaved, block_r, block_p, num_warps=min(4, max(1, block_r // 128)),
+    )  # fmt: skip
+
+
+@triton.jit
+def rope_last_kernel(
+    x, rotation, out, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, P: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """out[t, h, E - P:] = rope(x[t, h, D - P:]); x [T, H, D], out [T, H, E]. For a token and BLOCK_H heads."""
+    i_token = tl.program_id(0).to(tl.int64)
+    o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    o_pair = tl.arange(0, BLOCK_P)
+    m_x = (o_h < H)[:, None] & (o_pair < P // 2)[None, :]
+    p_x = x + i_token * (H * D) + (o_h * D + D - P)[:, None]
+    p_out = out + i_token * (H * E) + (o_h * E + E - P)[:, None]
+    b_a, b_b, o_a, o_b = _turn(p_x, rotation + i_token * (2 * P), P, INTERLEAVED, o_pair[None, :], m_x)
+    tl.store(p_out + o_a, _cast(b_a, out.dtype.element_ty), mask=m_x)
+    tl.store(p_out + o_b, _cast(b_b, out.dtype.element_ty), mask=m_x)
+
+
+def rope_last(
+    x: torch.Tensor, rotation: torch.Tensor, interleaved: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out[t, h, -P:] = rope(x[t, h, -P:]), and all else in `out` stays as it is.
+
+    Args:
+        x: [T, H, D]. rotation: [T, 2, P] float32; for it and `interleaved` see `qk_norm_rope_store`.
+        out: [T, H, E] of x's dtype; None: x itself.
+    """
+    out, (tokens, heads, size), rope = x if out is None else out, x.shape, rotation.shape[2]
+    assert x.is_contiguous() and out.is_contiguous() and rotation.is_contiguous() and out.dtype == x.dtype
+    assert out.shape[:2] == x.shape[:2] and rope % 2 == 0 and rope <= min(size, out.shape[2])
+
+    block_p = triton.next_power_of_2(rope // 2)
+    block_h = min(triton.next_power_of_2(heads), max(1, 1024 // block_p))
+    rope_last_kernel[(tokens, triton.cdiv(heads, block_h))](
+        x, rotation, out, heads, size, out.shape[2], rope, interleaved, block_h, block_p
+    )
+    return out
+
+
+# -------------------------------------------------------------------------------------------------- a product per head
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def head_linear_kernel(
+    x, weight, y, tokens, H: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y[t, h] = weight[h] x[t, h]; x [tokens, H, K], y [tokens, H, N]; weight [H, N, K] has the strides.
+
+    A program computes BLOCK_M tokens and BLOCK_N outputs of a head, and goes through all of K in the same order
+    whatever the other tokens are. So a token's result depends on nothing but the token.
+    """
+    i_h = tl.program_id(2)
+    o_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    o_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_m, m_n = o_m < tokens, o_n < N
+    o_row = o_m.to(tl.int64) * H + i_h
+    p_w = weight + i_h.to(tl.int64) * STRIDE_H
+    b_y = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for i_k in range(0, K, BLOCK_K):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = o_k < K
+        b_x = tl.load(x + (o_row * K)[:, None] + o_k[None, :], mask=m_m[:, None] & m_k[None, :], other=0.0)
+        p_part = p_w + (o_k * STRIDE_K)[:, None] + (o_n * STRIDE_N)[None, :]
+        b_w = tl.load(p_part, mask=m_k[:, None] & m_n[None, :], other=0.0)
+        b_y = _dot(b_x, b_w, b_y)
+    p_y = y + (o_row * N)[:, None] + o_n[None, :]
+    tl.store(p_y, _cast(b_y, y.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """y[t, h] = weight[h] x[t, h].
+
+    A token's result depends on nothing but the token: not on T, nor on its place among the others.
+
+    Args:
+        x: [T, H, K]. weight: [H, N, K], with any strides.
+
+    Returns:
+        y [T, H, N] in x's dtype, rounded once from float32.
+    """
+    (tokens, heads, inputs), outputs = x.shape, weight.shape[1]
+    assert x.is_contiguous() and weight.shape == (heads, outputs, inputs) and weight.dtype == x.dtype
+
+    y = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
+
+    block_n, block_k, stages = (64, 32, 2) if x.dtype == torch.float32 else (128, 64, 3)
+    grid = (triton.cdiv(tokens, PRODUCT_ROWS), triton.cdiv(outputs, block_n), heads)
+    head_linear_kernel[grid](
+        x, weight, y, tokens, heads, outputs, inputs, *weight.stride(), PRODUCT_ROWS, block_n, block_k,
+        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
+    )  # fmt: skip
+    return y
+
+
+# ---------------------------------------------------------------------------------------------------------- attention
+
+
+@triton.jit
+def _attend(
+    b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+    R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc <- acc 2^(max - max') + p C, sum <- sum 2^(max - max') + sum(p), p = 2^(scale (q C^T + q' K'^T) - max').
+
+    One step of an online softmax over the BLOCK_N latents from i_n on. C [BLOCK_N, R] is loaded once, as keys and as
+    values. For all else, masks among them, see `_attend` in kernels.py. The loops around it keep nothing that they can
+    compute again (`disable_licm`), or registers would spill.
+    """
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    if MASKED:
+        m_n = o_n < i_end
+        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
+        m_c, m_k = m_n[:, None] & (o_r < R)[None, :], m_n[:, None] & (o_p < P)[None, :]
+    else:
+        b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
+        m_c = tl.broadcast_to((o_r < R)[None, :], BLOCK_N, BLOCK_R)
+        m_k = tl.broadcast_to((o_p < P)[None, :], BLOCK_N, BLOCK_P)
+    p_c = kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * (R + P))[:, None]
+    b_c = tl.load(p_c + o_r[None, :], mask=m_c, other=0.0)
+    b_k = tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0)
+    b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
+    b_s = _dot(b_q, tl.trans(b_c), b_s)
+    if MASKED:
+        b_s = tl.where((o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None]), b_s, float("-inf"))
+    b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
+    b_base = b_new
+    if MASKED:
+        b_base = tl.where(b_new == float("-inf"), 0.0, b_new)  # where a row has seen no key yet, -inf - -inf is NaN
+    b_p = tl.exp2(b_s * scale - b_base[:, None])
+    b_scale = tl.exp2(b_max - b_base)
+    b_acc = _dot(_cast(b_p, b_c.dtype), b_c, b_acc * b_scale[:, None])
+    return b_acc, b_new, b_sum * b_scale + tl.sum(b_p, 1)
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
+def latent_decode_kernel(
+    q, kv, block_tables, slots, seq_lens, items, arrived, out, partial, partial_lse,
+    num_rows, table_stride, kv_stride, scale,
+    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    TILES: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_B: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """out[t, h] = softmax(scale q[t, h] C^T) C[:, :R] over the latents of t's row at most at t's position.
+
+    q [B TOKENS, H, R + P], out [B TOKENS, H, R]. This is attention_decode_kernel for latents; see there how the items
+    of all rows are shared out and how the pieces of a row find each other. The TOKENS * H queries of a row see the same
+    keys, and TILES programs share them: each has G of them as the rows of its matrix products.
+    """
+    i_p, i_tile = tl.program_id(0), tl.program_id(1)
+    G: tl.constexpr = TOKENS * H // TILES
+    total = tl.load(items + num_rows).to(tl.int64)
+    programs = tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST))
+    if i_p >= programs:
+        return
+    i_item, i_stop = (i_p * total // programs).to(tl.int32), ((i_p + 1) * total // programs).to(tl.int32)
+    i_b = tl.zeros([], tl.int32)
+    for i_o in tl.range(0, num_rows, BLOCK_B, num_stages=1):
+        o_b = i_o + tl.arange(0, BLOCK_B)
+        i_b += tl.sum((tl.load(items + 1 + o_b, mask=o_b < num_rows, other=NO_ID) <= i_item).to(tl.int32), 0)
+
+    o_q, o_r, o_p = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    m_q, m_r, m_p = o_q < G, o_r < R, o_p < P
+    while i_item < i_stop:
+        i_from, i_to = tl.load(items + i_b), tl.load(items + i_b + 1)
+        i_next = tl.minimum(i_to, i_stop)
+        i_slot = tl.load(slots + i_b).to(tl.int64)
+        i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
+        i_begin = (i_item - i_from) * BLOCK_N
+        i_end = tl.minimum(i_begin + (i_next - i_item) * BLOCK_N, i_len)
+        i_row = i_b.to(tl.int64) * (TOKENS * H) + i_tile * G  # the first of the tile's queries
+        p_q = q + i_row * (R + P) + (o_q * (R + P))[:, None]
+        b_q = tl.load(p_q + o_r[None, :], mask=m_q[:, None] & m_r[None, :], other=0.0)
+        b_q_rope = tl.load(p_q + R + o_p[None, :], mask=m_q[:, None] & m_p[None, :], other=0.0)
+        o_pos = i_len - TOKENS + (i_tile * G + o_q) // H
+        b_acc = tl.zeros([BLOCK_Q, BLOCK_R], tl.float32)
+        b_max = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+        b_sum = tl.zeros([BLOCK_Q], tl.float32)
+        for i_n in tl.range(i_begin, i_end, BLOCK_N, disable_licm=True):
+            b_acc, b_max, b_sum = _attend(
+                b_q, b_q_rope, b_acc, b_max, b_sum, kv, block_tables + i_slot * table_stride, i_n, i_end, o_pos,
+                scale, kv_stride, R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
+            )  # fmt: skip
+        b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
+        m_out = m_q[:, None] & m_r[None, :]
+        if i_next - i_item == i_to - i_from:
+            p_out = out + i_row * R + (o_q * R)[:, None] + o_r[None, :]
+            tl.store(p_out, _cast(b_acc, out.dtype.element_ty), mask=m_out)
+        else:
+            i_piece = i_p * 2 + (i_item == i_from)
+            i_one = (((i_from + 1) * programs - 1) // total).to(tl.int32)  # the program that has item i_from
+            pieces = ((i_to * programs - 1) // total).to(tl.int32) - i_one + 1
+            o_row = (i_piece.to(tl.int64) * TILES + i_tile) * G + o_q
+            tl.store(partial + (o_row * R)[:, None] + o_r[None, :], b_acc, mask=m_out)
+            tl.store(partial_lse + o_row, b_max + tl.log2(b_sum), mask=m_q)
+            tl.debug_barrier()  # all threads have stored before one of them tells the whole device
+            if (tl.atomic_add(arrived + i_tile * num_rows + i_b, 1, sem="acq_rel") + 1) % pieces == 0:
+                _combine(
+                    out + i_b.to(tl.int64) * (TOKENS * H * R), partial, partial_lse, i_tile, i_one, pieces,
+                    TOKENS * H, TILES, R, G, PIECES, ROWS, BLOCK_R,
+                )  # fmt: skip
+        i_item, i_b = i_next, i_b + (i_next == i_to).to(tl.int32)
+
+
+class DecodePlan(Protocol):
+    """What `latent_decode` reads of a `kernels.DecodePlan`, which tells what each is."""
+
+    @property
+    def block_tables(self) -> torch.Tensor: ...
+    @property
+    def slots(self) -> torch.Tensor: ...
+    @property
+    def seq_lens(self) -> torch.Tensor: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def items(self) -> torch.Tensor: ...
+    @property
+    def arrived(self) -> torch.Tensor: ...
+
+
+class Tile(NamedTuple):
+    """How latent_decode is launched for the queries of a sequence that share their keys."""
+
+    tiles: int  # that the queries are divided among
+    block_q: int
+    block_n: int
+    warps: int
+
+
+def _decode_tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
+    arch = _arch(device)
+    most = 16 if dtype == torch.float32 else WIDE_ROWS if arch == 9 else WIDE_ROWS // 2
+    count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
+    block_q = max(16, triton.next_power_of_2(rows // count))
+    # With 32 rows 8 warps divide the keys, 8 for each. With 64 rows they divide the sums, and work in groups of 4.
+    block_n = 16 if dtype == torch.float32 else 64 if block_q == 32 and arch in (9, 10) else 32
+    return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
+
+
+@functools.cache
+def _arch(device: torch.device) -> int:
+    """The major version of the device's compute capability, or 9 without a GPU; 0 where a program has under 160 KiB."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return 9
+    major, minor = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+    return major if (major, minor) == (8, 0) or major in (9, 10) else 0
+
+
+def _stages(device: torch.device) -> int:
+    """Stages of a loop over keys. Half of them load the block table, which latents wait for."""
+    return 5 if _arch(device) else 3
+
+
+@functools.cache
+def _programs(device: torch.device, tiles: int, each: int) -> int:
+    """Programs of latent_decode for each tile: `each` for each processor."""
+    cuda = device.type == "cuda"
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    return max(1, each * processors // tiles)
+
+
+def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: float, rank: int) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's row up to t itself, few a row.
+
+    Args:
+        q: [B * tokens, H, R + P], (W_UK[h]^T q | rope(q')): the last `tokens` of each row's context.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
+        plan: of `plan_decode` for these rows, without a window. rank: R.
+
+    Returns:
+        out [B * tokens, H, R] in q's dtype; zeros for padding rows.
+    """
+    batch, (count, heads, width), block_size = len(plan.slots), q.shape, kv.shape[3]
+    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
+    assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
+
+    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, q.device)
+    rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, 2 if block_q == 16 else 1)
+    out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
+    partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(programs, 2, tiles, rows, dtype=torch.float32, device=q.device)
+
+    # A piece is written and read in float32, which is 8 rows R bytes. With this many items it adds at most an eighth
+    # to the bytes of the latents, or for many rows, where time goes into products, to these.
+    least = max(1, min(32 * rows, 512) // block_n)
+    block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
+    at_once = max(1, min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_r))
+    latent_decode_kernel[(programs, tiles)](
+        q, kv, plan.block_tables, plan.slots, plan.seq_lens, plan.items, plan.arrived, out, partial, partial_lse,
+        batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
+        plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
+        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=_stages(q.device),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
+def latent_prefill_kernel(
+    q, kv, block_tables, slots, seq_lens, query_starts, out, table_stride, kv_stride, scale,
+    H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """out[t, h] = softmax(scale q[t, h] C^T) C[:, :R] over the latents of t's sequence at most at t's position.
+
+    q [T, H, R + P], out [T, H, R]. One program per sequence and tile of BLOCK_M of its queries, which lie in the order
+    of tokens and then heads. As in attention_prefill_kernel, only the tiles of keys that the causal diagonal crosses
+    are masked, and no bit of a token depends on how its sequence was cut, or on the batch.
+    """
+    i_b = tl.program_id(1)
+    i_start = tl.load(query_starts + i_b)
+    i_count = tl.load(query_starts + i_b + 1) - i_start
+    i_tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    if i_tile >= i_count * H:
+        return
+    i_slot = tl.load(slots + i_b).to(tl.int64)
+    i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
+    o_m, o_r, o_p = i_tile + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    m_m, m_r = o_m < i_count * H, o_r < R
+    o_pos = i_len - i_count + o_m // H
+    o_row = (i_start.to(tl.int64) * H + o_m)[:, None]
+    b_q = tl.load(q + o_row * (R + P) + o_r[None, :], mask=m_m[:, None] & m_r[None, :], other=0.0)
+    b_q_rope = tl.load(q + o_row * (R + P) + R + o_p[None, :], mask=m_m[:, None] & (o_p < P)[None, :], other=0.0)
+    b_acc = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+    b_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    b_sum = tl.zeros([BLOCK_M], tl.float32)
+    i_low = i_len - i_count + i_tile // H  # the position of the tile's first token
+    i_end = tl.maximum(tl.minimum(i_len - i_count + (i_tile + BLOCK_M - 1) // H + 1, i_len), 0)
+    i_full = tl.maximum(i_low + 1, 0) // BLOCK_N * BLOCK_N
+    p_table = block_tables + i_slot * table_stride
+    for i_n in tl.range(0, i_full, BLOCK_N, disable_licm=True):
+        b_acc, b_max, b_sum = _attend(
+            b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, False,
+        )  # fmt: skip
+    for i_n in tl.range(i_full, i_end, BLOCK_N, disable_licm=True):
+        b_acc, b_max, b_sum = _attend(
+            b_q, b_q_rope, b_acc, b_max, b_sum, kv, p_table, i_n, i_end, o_pos, scale, kv_stride,
+            R, P, BLOCK_SIZE, BLOCK_N, BLOCK_R, BLOCK_P, True,
+        )  # fmt: skip
+    b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
+    tl.store(out + o_row * R + o_r[None, :], _cast(b_acc, out.dtype.element_ty), mask=m_m[:, None] & m_r[None, :])
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    rank: int,
+) -> torch.Tensor:
+    """out[t, h] = softmax(scale * q[t, h] C^T) C[:, :R] over the latents C of t's sequence up to t itself (causal).
+
+    Args:
+        q: [T, H, R + P], as in `latent_decode`; for the rows see `attention_prefill`.
+        kv: [num_blocks, 1, 1, block_size, R + P], a layer of the pool, which has the latents of these tokens already.
+        rank: R.
+
+    Returns:
+        out [T, H, R] in q's dtype; zeros for padding rows.
+    """
+    (tokens, heads, width), block_size = q.shape, kv.shape[3]
+    assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
+    assert kv.shape[1:3] == (1, 1) and kv.shape[4] == width > rank and scale > 0
+
+    out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
+
+    wide = _arch(q.device) in (9, 10)
+    block_m, block_n, warps = (
+        (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if wide else WIDE_ROWS // 2, 32, 8)
+    )
+    block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
+    latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
+        q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
+        scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
+        num_warps=warps, num_stages=3 if wide else _stages(q.device),
+    )  # fmt: skip
+    return out
