@@ -34,7 +34,7 @@ from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
 from latent import latent_store as latent_store
 from latent import rope_last as rope_last
-from matmul import DECODE_PARTIALS, FLOAT_MAX, LOG2E, NO_ID, _cast, _combine, _dot
+from matmul import DECODE_PARTIALS, LOG2E, NO_ID, _cast, _combine, _dot
 from matmul import linear as linear
 from sampling import Adjust
 from sampling import logprobs as logprobs

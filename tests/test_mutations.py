@@ -24,7 +24,6 @@ import sampling
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
-import test_latent
 import test_matmul
 
 F32 = torch.float32
