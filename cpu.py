@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")  # its name in checkpoints with and without a head
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 PANEL = 256  # bytes of an input's weights that lie together
+FEW = 4  # rows; fewer are multiplied by a panel one after the other, while it is in the cache
 PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
@@ -126,9 +126,9 @@ class PanelLinear:
     """A weight [out, in] cut into panels, for rows that come one by one. A panel has PANEL bytes for each input.
 
     The product of one row is then what embedding_bag computes: a weighted sum of a table's rows. embedding_bag fetches
-    rows ahead, and so reads memory faster than a matrix product does. Several rows are multiplied panel by panel. For
-    PROMPT rows or more the panels are laid side by side first, because one large product then saves more than that copy
-    costs.
+    rows ahead, and so reads memory faster than a matrix product does. FEW rows or more are multiplied panel by panel.
+    For PROMPT rows or more the panels are laid side by side first, because one large product then saves more than that
+    copy costs.
 
     Args:
         weight: a plain tensor.
@@ -149,6 +149,10 @@ class PanelLinear:
         if rows == 1:
             weights = x.expand(count, -1).reshape(-1)
             y = torch.embedding_bag(self.table, self.rows, self.offsets, per_sample_weights=weights)[0]
+        elif rows < FEW:
+            weights, places = x.expand(count, -1, -1).reshape(-1), panel_rows(count, x.shape[1], rows)
+            y = torch.embedding_bag(self.table, *places, per_sample_weights=weights)[0]
+            y = y.view(count, rows, width).transpose(0, 1).reshape(rows, -1)
         elif rows >= PROMPT:
             y = halves(x) @ self.panels.transpose(0, 1).flatten(1)
         else:
@@ -161,13 +165,14 @@ class PanelLinear:
 
 
 @functools.cache
-def panel_rows(panels: int, inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+def panel_rows(panels: int, inputs: int, times: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """For embedding_bag: the row of each input, panel by panel [panels * inputs], and where each panel begins [panels].
 
-    A panel is read at its beginning and at its middle in turn; see `halves`.
+    A panel is read at its beginning and at its middle in turn; see `halves`. Each panel comes `times` times.
     """
     rows = torch.arange(panels * inputs, dtype=torch.int32).view(panels, inputs)
-    return rows.view(panels, 2 - inputs % 2, -1).mT.flatten(), rows[:, 0].contiguous()
+    rows = rows.view(panels, 2 - inputs % 2, -1).mT.flatten(1).repeat_interleave(times, 0)
+    return rows.flatten(), torch.arange(0, rows.numel(), inputs, dtype=torch.int32)
 
 
 def halves(x: torch.Tensor) -> torch.Tensor:
@@ -405,11 +410,8 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         files: the checkpoint's safetensors; none where weights are made up.
     """
     tied = model.head is model.embedding
-    model.pack(lambda weight: pack(weight, rows))
-    for owner in (model, *model.layers):  # a norm multiplies in float32, and would convert its weight in each call
-        for name, weight in list(vars(owner).items()):
-            if name.endswith("norm") and weight is not None:
-                setattr(owner, name, weight.float())
+    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows))
+    model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
     head = None
     if tied and model.group.size == 1 and rows != "several":
         # Built from the copy, because reading the whole mapped file would keep its pages in memory.
@@ -430,10 +432,12 @@ def map_embedding(model: Any, files: list[str]) -> None:
         return
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in set(EMBEDDINGS).intersection(file.keys()):
-                table = file.get_tensor(name)
-                if table.dtype == model.embedding.dtype:
-                    model.embedding = table
+            name = f"{model.row.name('embed')}.weight"
+            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                if saved == name or saved.endswith("." + name):
+                    table = file.get_tensor(saved)
+                    if table.dtype == model.embedding.dtype and table.shape == model.embedding.shape:
+                        model.embedding = table
 
 
 def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:
@@ -454,3 +458,19 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | Packed
             plain = functools.partial(F.linear, weight=weight)
             return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain)
     return several
+
+
+class PackedExperts:
+    """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
+
+    Args:
+        weight: a plain tensor.
+        rows: see `pack`. A prompt of "one" sequence has several rows, and its decoding one row for each expert.
+    """
+
+    def __init__(self, weight: torch.Tensor, rows: str):
+        self.shape = weight.shape
+        self.experts = [pack(part, rows) for part in weight]
+
+    def __getitem__(self, expert: int) -> torch.Tensor | Callable[..., torch.Tensor]:
+        return self.experts[expert]

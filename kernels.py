@@ -2,8 +2,8 @@
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
-values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py, and
-those of sampling in sampling.py.
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py, those
+of experts in experts.py, and those of sampling in sampling.py.
 
 Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
 has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
@@ -24,8 +24,12 @@ import torch
 import triton
 import triton.language as tl
 
+from experts import expert_down as expert_down  # ops like those below
+from experts import expert_gate_up as expert_gate_up
+from experts import plan_experts as plan_experts
+from experts import route as route
 from latent import _decode_tile as _latent_tile
-from latent import head_linear as head_linear  # ops like those below
+from latent import head_linear as head_linear
 from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
 from latent import latent_store as latent_store
@@ -38,6 +42,8 @@ from sampling import mask_words as mask_words
 from sampling import sample as sample
 
 __version__ = "0.1.0"
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # assumed where there is no GPU to ask
@@ -55,21 +61,28 @@ POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, residual, y, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+def norm_kernel(
+    x, weight, bias, residual, y, eps, SIZE: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = weight * h * rsqrt(mean(h^2) + eps), h = x + residual -> residual; all [T, SIZE]. One program per row."""
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h or h - mean(h), h = x + residual -> residual.
+
+    All of them [T, SIZE]. One program per row. If CENTERED, the mean is subtracted.
+    """
     o_x = tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     i_row = tl.program_id(0).to(tl.int64) * SIZE
     b_h = tl.load(x + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         b_h += tl.load(residual + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
         b_sum = _cast(b_h, residual.dtype.element_ty)
         tl.store(residual + i_row + o_x, b_sum, mask=m_x)
         b_h = b_sum.to(tl.float32)
+    if CENTERED:
+        b_h = tl.where(m_x, b_h - tl.sum(b_h, 0) / SIZE, 0.0)
     b_w = tl.load(weight + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, 0) / SIZE + eps) * b_w
+    if bias is not None:
+        b_y += tl.load(bias + o_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_row + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
@@ -77,62 +90,133 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, size], any float dtype. weight: [size]. residual: [T, size] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
         y [T, size] in x's dtype, rounded once from float32.
     """
+    return _norm(x, weight, None, eps, residual, centered=False)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    return _norm(x, weight, bias, eps, residual, centered=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    centered: bool,
+) -> torch.Tensor:
+    """See `layer_norm`, and `rms_norm` for one that is not centered."""
     tokens, size = x.shape
-    assert x.is_contiguous() and weight.shape == (size,)
+    assert x.is_contiguous() and weight.shape == (size,) and (bias is None or bias.shape == (size,))
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
 
     y = torch.empty_like(x)
 
     block = triton.next_power_of_2(size)
     warps = min(max(block // 512, 1), 16)
-    rms_norm_kernel[(tokens,)](x, weight, residual, y, eps, size, residual is not None, block, num_warps=warps)
+    norm_kernel[(tokens,)](x, weight, bias, residual, y, eps, size, centered, block, num_warps=warps)
     return y
+
+
+@triton.jit
+def _head_weights(
+    q_weight, k_weight, o_h, o_d,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """The norm's weights at o_d of heads o_h, [heads, o_d] or [1, o_d] float32: q's, and for other heads k's."""
+    m_q, m_d = (o_h < H)[:, None], (o_d < D)[None, :]
+    if PER_HEAD:
+        m_k = (o_h >= H)[:, None] & (o_h < H + KV)[:, None]
+        b_q = tl.load(q_weight + (o_h * D)[:, None] + o_d[None, :], mask=m_q & m_d, other=0.0).to(tl.float32)
+        b_k = tl.load(k_weight + ((o_h - H) * D)[:, None] + o_d[None, :], mask=m_k & m_d, other=0.0).to(tl.float32)
+    else:
+        b_q = tl.load(q_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+        b_k = tl.load(k_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+    return tl.where(m_q, b_q, b_k)
+
+
+@triton.jit
+def _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """([heads, 1] mean, [heads, 1] factor) by which the norm makes (x - mean) * factor of heads b_x [heads, D].
+
+    The mean is 0 but for a layer norm. The factor is the token's own for q or k where there are `scales` [T, 2].
+    """
+    b_mean = tl.zeros([b_x.shape[0], 1], tl.float32)
+    if NORM == "layer":
+        b_mean = tl.sum(b_x, 1)[:, None] / D
+        b_x = tl.where(m_d[None, :], b_x - b_mean, 0.0)
+    if NORM == "scales":
+        b_scale = tl.load(scales + i_token.to(tl.int64) * 2 + (o_h >= H).to(tl.int32))[:, None]
+    else:
+        b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+    return b_mean, b_scale
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv_stride, eps,
+    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, NORM_LAST: tl.constexpr, PER_HEAD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
-    qkv [T, H + 2 KV, D]. One program per token and BLOCK_H of its heads. A partner that lies ROTARY / 2 away is read
-    again (from L1) rather than shuffled between threads, so D, the number of heads and ROTARY <= D may be anything.
+    With NORM_LAST it is norm(rope(x)). NORM is empty for no norm. qkv [T, H + 2 KV, D]. One program per token and
+    BLOCK_H of its heads. A partner that lies ROTARY / 2 away is read again (from L1) rather than shuffled between
+    threads, so D, the number of heads and ROTARY <= D may be anything.
     """
     i_token = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
-    m_q, m_qk = o_h < H, o_h < H + KV
-    m_x = (o_h < H + 2 * KV)[:, None] & (o_d < D)[None, :]
+    m_q, m_qk, m_d = o_h < H, o_h < H + KV, o_d < D
+    m_x = (o_h < H + 2 * KV)[:, None] & m_d[None, :]
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    m_d = o_d < D
-    if NORM:  # v is normed as well, and the result is not used
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-        b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-    if INTERLEAVED:  # partners are neighbours in one thread's registers; what is not rotated has a sine of 0
-        b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
-        b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
-    else:
-        o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
-        b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if NORM:
-            b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-    p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
-    b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
-    b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
-    b_y = _cast(b_x * b_cos[None, :] + b_partner * b_sin[None, :], q.dtype.element_ty)
+    if NORM != "" and not NORM_LAST:  # v is normed as well, and the result is not used
+        b_mean, b_scale = _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H, D, NORM)
+        if NORM == "layer":
+            b_x -= b_mean
+        b_x *= b_scale * _head_weights(q_weight, k_weight, o_h, o_d, H, KV, D, PER_HEAD)
+    b_y = b_x
+    if ROTARY > 0:
+        if INTERLEAVED:  # partners are neighbours in one thread's registers; what is not rotated has a sine of 0
+            b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
+            b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
+        else:
+            o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
+            b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+            if NORM != "" and not NORM_LAST:
+                if NORM == "layer":
+                    b_partner -= b_mean
+                b_partner *= b_scale * _head_weights(q_weight, k_weight, o_h, o_partner, H, KV, D, PER_HEAD)
+        p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
+        b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
+        b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
+        b_y = b_x * b_cos[None, :] + b_partner * b_sin[None, :]
+    if NORM != "" and NORM_LAST:
+        b_mean, b_scale = _center_and_scale(b_y, m_d, scales, i_token, o_h, eps, H, D, NORM)
+        b_y = (b_y - b_mean) * b_scale * _head_weights(q_weight, k_weight, o_h, o_d, H, KV, D, PER_HEAD)
+    b_y = _cast(b_y, q.dtype.element_ty)
     p_q = q + i_token.to(tl.int64) * (H * D) + (o_h * D)[:, None] + o_d[None, :]
     tl.store(p_q, b_y, mask=m_x & m_q[:, None])
     i_place = tl.load(slot_mapping + i_token)
@@ -160,6 +244,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
     interleaved: bool = False,
+    norm: str = "rms",
+    norm_last: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -168,10 +255,14 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) D]. It may be overwritten: q may be a part of it.
-        q_weight, k_weight: [D], or both None: no norm.
+        q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
+        norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
+        scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
+            own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -181,7 +272,15 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
-    assert (q_weight is None) == (k_weight is None)
+    assert (q_weight is None) == (k_weight is None) and norm in ("rms", "layer")
+    assert scales is None or (
+        scales.shape == (tokens, 2) and scales.is_contiguous() and norm == "rms" and not norm_last
+    )
+    per_head = q_weight is not None and q_weight.ndim == 2
+    if q_weight is not None and k_weight is not None:
+        assert q_weight.is_contiguous() and q_weight.shape in ((head_dim,), (heads, head_dim))
+        assert k_weight.is_contiguous() and k_weight.shape == ((kv_heads, head_dim) if per_head else (head_dim,))
+    kind = "" if q_weight is None else norm if scales is None else "scales"
 
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
 
@@ -189,44 +288,117 @@ def qk_norm_rope_store(
     block_h = min(triton.next_power_of_2(heads + 2 * kv_heads), max(1, 2048 // block_d))
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
-        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv.stride(0), eps,
-        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, interleaved,
-        block_h, block_d,
+        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv.stride(0), eps,
+        heads, kv_heads, head_dim, rotary, block_size, kind, norm_last, per_head, interleaved, block_h, block_d,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK.
+def square_sums_kernel(qkv, y, Q: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = (sum(q^2), sum(k^2)), float32; q is qkv[t, : Q], and k is the K numbers after it; qkv [T, STRIDE].
 
-    Both activations are act(gate) = gate * sigmoid(z): SiLU's z is the gate itself, and GELU (by tanh) has the z below,
-    because (1 + tanh(z / 2)) / 2 = sigmoid(z).
+    One program per token and one of q and k.
+    """
+    i_token, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_size = tl.where(i_k == 0, Q, K)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_x in range(0, i_size, BLOCK):
+        o_x = i_x + tl.arange(0, BLOCK)
+        b_x = tl.load(qkv + i_token * STRIDE + i_k * Q + o_x, mask=o_x < i_size, other=0.0).to(tl.float32)
+        b_sum += b_x * b_x
+    tl.store(y + i_token * 2 + i_k, tl.sum(b_sum, 0))
+
+
+def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """y[t] = (sum(q^2), sum(k^2)) over all heads of qkv [T, (H + 2 KV) D]; y [T, 2] float32.
+
+    `qk_norm_rope_store` takes rsqrt(y / number + eps) as its `scales`, after the ranks that share the heads have added
+    up their y.
+    """
+    (tokens, width), keys = qkv.shape, kv_heads * head_dim
+    assert qkv.is_contiguous() and width > 2 * keys
+
+    y = torch.empty(tokens, 2, dtype=torch.float32, device=qkv.device)
+
+    block = min(triton.next_power_of_2(width - 2 * keys), 1024)
+    square_sums_kernel[(tokens, 2)](qkv, y, width - 2 * keys, keys, width, block)
+    return y
+
+
+@triton.jit
+def _activate(b_x, alphas, ACTIVATION: tl.constexpr):
+    """The activation of b_x [..] float32, as `act` has it.
+
+    silu and gelu_tanh are x sigmoid(z): silu's z is x itself, and gelu_tanh has the z below, because (1 + tanh(z / 2))
+    / 2 = sigmoid(z). In xielu e^x - 1 - x would lose all digits of a small x, so there its Taylor series stands.
+    """
+    if ACTIVATION == "silu" or ACTIVATION == "gelu_tanh":
+        b_z = b_x
+        if ACTIVATION == "gelu_tanh":
+            b_z = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_y = b_x / (1.0 + tl.exp2(-b_z * LOG2E))
+    elif ACTIVATION == "gelu":
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif ACTIVATION == "xielu":
+        b_low = tl.minimum(b_x, -1e-6)
+        b_series = 1 / 6 + b_low * (1 / 24 + b_low * (1 / 120 + b_low * (1 / 720)))
+        b_series = b_low * b_low * (0.5 + b_low * b_series)
+        b_rest = tl.where(b_low > -0.25, b_series, tl.exp2(b_low * LOG2E) - 1.0 - b_low)
+        b_y = tl.where(b_x > 0, tl.load(alphas) * b_x * b_x, tl.load(alphas + 1) * (b_rest + (b_low - b_x)))
+        b_y += 0.5 * b_x
+    else:
+        b_y = tl.where(b_x < 0, 0.0, b_x)  # NaN stays NaN
+        if ACTIVATION == "relu2":
+            b_y *= b_y
+    return b_y
+
+
+@triton.jit
+def act_kernel(
+    x, alphas, y, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y = act(x), x [T, SIZE], or if GATED y = act(gate) * up, x [T, 2 SIZE] = (gate | up); y [T, SIZE].
+
+    One program per row and BLOCK.
     """
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
-    b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_z = b_gate
-    if GELU:
-        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    b_y = b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+    p_x = x + i_token * (2 * SIZE if GATED else SIZE) + o_x
+    b_y = _activate(tl.load(p_x, mask=m_x, other=0.0).to(tl.float32), alphas, ACTIVATION)
+    if GATED:
+        b_y *= tl.load(p_x + SIZE, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ("silu", "gelu")
+    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
 
     y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
 
     block = min(triton.next_power_of_2(size), 1024)
-    act_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, activation == "gelu", block)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, None, y, size, activation, True, block)
+    return y
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    tokens, size = x.shape
+    assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
+    assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
+
+    y = torch.empty_like(x)
+
+    block = min(triton.next_power_of_2(size), 1024)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, params, y, size, activation, False, block)
     return y
 
 

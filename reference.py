@@ -5,10 +5,11 @@ float64, and the other two against the same formulas and against this one. It is
 `--backend reference` runs the whole engine on it.
 
 Shapes: B rows (sequences) of a step, T its tokens, R the rows that sample, S slots of the batch state, M blocks of a
-sequence, H query heads, KV key/value heads, D head_dim, V vocabulary. A slot is a row of the batch state. The slot -1
-marks a padding row, which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size,
-D], and `kv` is one layer of it: pool[:, layer]. Where a model caches one latent of R + P numbers for each token, the
-pool is [num_blocks, num_layers, 1, 1, block_size, R + P]: no values, and one head. See `latent_store`.
+sequence, H query heads, KV key/value heads, D head_dim, V vocabulary; of a layer of experts, E experts on this rank, k
+choices of a token, H inputs, I intermediate. A slot is a row of the batch state. The slot -1 marks a padding row,
+which changes nothing. The pool of keys and values is [num_blocks, num_layers, 2, KV, block_size, D], and `kv` is one
+layer of it: pool[:, layer]. Where a model caches one latent of R + P numbers for each token, the pool is
+[num_blocks, num_layers, 1, 1, block_size, R + P]: no values, and one head. See `latent_store`.
 """
 
 from __future__ import annotations
@@ -27,13 +28,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, H], any float dtype. weight: [H]. residual: [T, H] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
-        y [T, H] in x's dtype, rounded once from float32.
+        y [T, size] in x's dtype, rounded once from float32.
     """
     h = (x if residual is None else residual.add_(x)).float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    h = (x if residual is None else residual.add_(x)).float()
+    y = rms_norm(h - h.mean(-1, keepdim=True), weight, eps)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -53,6 +74,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
     interleaved: bool = False,
+    norm: str = "rms",
+    norm_last: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -61,10 +85,14 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) D], undefined afterwards, because a backend may rotate q in place.
-        q_weight, k_weight: [D], or both None for no norm.
+        q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin). r <= D; elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
+        norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
+        scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
+            own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -72,14 +100,30 @@ def qk_norm_rope_store(
     _, _, kv_heads, block_size, head_dim = kv.shape
     x = qkv.view(len(qkv), -1, head_dim)
     q, k, v = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    q, k = q.float(), k.float()
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    q, k = (_rope(part, rotation, interleaved).to(qkv.dtype) for part in (q, k))
+    turned = []
+    for i, (part, weight) in enumerate(((q.float(), q_weight), (k.float(), k_weight))):
+        part = _rope(part, rotation, interleaved) if norm_last else part
+        if weight is not None and scales is not None:
+            part = part * scales[:, i, None, None] * weight.float()
+        elif weight is not None:
+            part = rms_norm(part, weight, eps) if norm == "rms" else layer_norm(part, weight, None, eps)
+        turned.append((part if norm_last else _rope(part, rotation, interleaved)).to(qkv.dtype))
+    q, k = turned
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
     kv[block, 0, :, place], kv[block, 1, :, place] = k[stored], v[stored]
     return q
+
+
+def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """y[t] = (sum(q^2), sum(k^2)) over all heads of qkv [T, (H + 2 KV) D]; y [T, 2] float32.
+
+    `qk_norm_rope_store` takes rsqrt(y / number + eps) as its `scales`, after the ranks that share the heads have added
+    up their y.
+    """
+    keys = kv_heads * head_dim
+    q, k, _ = qkv.float().square().split((qkv.shape[1] - 2 * keys, keys, keys), dim=1)
+    return torch.stack((q.sum(1), k.sum(1)), 1)
 
 
 def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -93,13 +137,27 @@ def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.T
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     gate, up = x.float().chunk(2, dim=1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).to(x.dtype)
+    return (act(gate, activation) * up).to(x.dtype)
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    z = x.float()
+    if activation == "xielu":
+        assert params is not None
+        y = z / 2 + torch.where(z > 0, params[0] * z.square(), params[1] * (z.clamp(max=-1e-6).expm1() - z))
+    elif activation in ("gelu", "gelu_tanh"):
+        y = F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    else:
+        y = {"silu": F.silu, "relu": F.relu, "relu2": lambda z: F.relu(z).square()}[activation](z)
+    return y.to(x.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -112,6 +170,130 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         y [T, N] in x's dtype.
     """
     return F.linear(x, weight, bias)
+
+
+def route(
+    logits: torch.Tensor,
+    k: int,
+    scoring: str,
+    bias: torch.Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
+
+    The router of a mixture of experts. With `groups` only the experts of the best `top_groups` of them may be chosen. A
+    group is as good as its best expert if scoring is softmax (DeepSeek V2), and as its two best experts together if
+    scoring is sigmoid (DeepSeek V3). With neither bias nor groups, the largest logits are chosen, because distinct
+    logits can have the same score.
+
+    Args:
+        logits: [T, E], any float dtype. k: experts of a token. scoring: softmax or sigmoid.
+        bias: [E] float32, which helps to choose and does not change the weights; or None.
+        groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
+        renormalize: divide each weight by the token's sum of weights, before `scale`.
+
+    Returns:
+        weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    rank = logits if bias is None and groups == 1 else scores if bias is None else scores + bias
+    if groups > 1:
+        members = rank.unflatten(1, (groups, -1))
+        quality = members.amax(-1) if scoring == "softmax" else members.sort(-1).values[..., -2:].sum(-1)
+        best = quality.argsort(dim=-1, descending=True, stable=True)[:, :top_groups]
+        hidden = torch.ones_like(quality, dtype=torch.bool).scatter(1, best, False)
+        rank = members.masked_fill(hidden[..., None], -math.inf).flatten(1)
+    ids = rank.argsort(dim=-1, descending=True, stable=True)[:, :k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which keeps 0 / 0 away, as in DeepSeek V3
+    return weights * scale, ids.to(torch.int32)
+
+
+class ExpertPlan(NamedTuple):
+    """Which experts of this rank each token meets."""
+
+    weights: torch.Tensor  # [T, k] float32
+    ids: torch.Tensor  # [T, k], from 0 to num_experts - 1, or -1 where the expert is another rank's
+    weigh_inputs: bool
+
+
+def plan_experts(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    first: int = 0,
+    weigh_inputs: bool = False,
+    batch_invariant: bool = False,
+) -> ExpertPlan:
+    """What `expert_gate_up` and `expert_down` derive from the router's choice: once for both, with no look at the host.
+
+    Args:
+        weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
+        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts.
+        weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
+        batch_invariant: a token's bits must not depend on the other tokens. A fast backend then has one size of tile.
+    """
+    here = (ids >= first) & (ids < first + num_experts)
+    return ExpertPlan(weights, torch.where(here, ids - first, -1), weigh_inputs)
+
+
+def expert_gate_up(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan, activation: str
+) -> torch.Tensor:
+    """h[t k + j] = act(gate, up), (gate | up) = w x[t] W_e^T + b_e, for choice j of token t: expert e, weight w.
+
+    silu: silu(gate) up. gelu_tanh: gelu(gate) up, see `act_mul`. swigluoai: (up + 1) g sigmoid(1.702 g), g = min(gate,
+    7), with up first clamped to [-7, 7] (gpt-oss). Without `weigh_inputs` w is 1.
+
+    Args:
+        x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
+
+    Returns:
+        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is another rank's are undefined.
+    """
+    h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
+    for expert, pairs in _meetings(plan):
+        y = F.linear(x[pairs // plan.ids.shape[1]].float(), weight[expert].float())
+        if plan.weigh_inputs:
+            y *= plan.weights.flatten()[pairs, None]
+        gate, up = (y if bias is None else y + bias[expert].float()).chunk(2, dim=1)
+        if activation == "swigluoai":
+            gate = gate.clamp(max=7)
+            y = (up.clamp(-7, 7) + 1) * gate * (1.702 * gate).sigmoid()
+        else:
+            y = (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        h[pairs] = y.to(x.dtype)
+    return h
+
+
+def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, plan: ExpertPlan) -> torch.Tensor:
+    """y[t] = sum_j w (h[t k + j] W_e^T + b_e) over the choices j of token t: expert e, weight w.
+
+    With `weigh_inputs` w is 1.
+
+    Args:
+        h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
+
+    Returns:
+        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is another rank's are left out.
+    """
+    parts = torch.zeros(len(h), weight.shape[1], device=h.device)
+    for expert, pairs in _meetings(plan):
+        y = F.linear(h[pairs].float(), weight[expert].float())
+        y = y if bias is None else y + bias[expert].float()
+        parts[pairs] = y if plan.weigh_inputs else y * plan.weights.flatten()[pairs, None]
+    return parts.unflatten(0, plan.ids.shape).sum(1).to(h.dtype)
+
+
+def _meetings(plan: ExpertPlan) -> list[tuple[int, torch.Tensor]]:
+    """Each expert of this rank that a token meets, and which choices, counted t k + j, are for it."""
+    ids = plan.ids.flatten()
+    return [(expert, (ids == expert).nonzero()[:, 0]) for expert in ids.unique().tolist() if expert >= 0]
 
 
 class DecodePlan(NamedTuple):

@@ -15,25 +15,56 @@ import torch
 
 pytest.importorskip("triton")
 
+import experts
 import kernels
 import latent
 import matmul
+import oracles
 import sampling
+import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
-import test_latent
 import test_matmul
 
 F32 = torch.float32
-HOMES = (kernels, latent, matmul, sampling)
-# The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
+HOMES = (experts, kernels, latent, matmul, sampling)
+# The kernel (and of what, where it has several), what stands in it, what is put there, and the test with one of the
+# examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
-    "rms_norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True)),
+    "norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True, False)),
+    "norm, of deviations": (
+        "tl.where(m_x, b_h - ", "tl.where(o_x >= 0, b_h - ",
+        test_kernels.test_layer_norm, (3, 100, F32, True, True, False)),
     "qk_norm_rope_store": (
         "((H + 2 * KV) * D)", "((H + KV) * D)",
-        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
-    "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("rms"), False)),
+    "qk_norm_rope_store, of deviations": (
+        "b_partner -= b_mean", "b_partner -= 0.0",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("layer"), False)),
+    "qk_norm_rope_store, of what is rotated": (
+        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ",
+        test_kernels.test_qk_norm_rope_store,
+        (3, (6, 2), (32, 16), F32, oracles.HeadNorm("layer", True, True), False)),
+    "square_sums": (
+        "i_k * Q", "i_k * K",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("scales", True), False)),
+    "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
+    "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act, (2, 96, F32, "relu")),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
+    "route": (
+        "m_left & (o_e != i_e)", "m_left & (o_e > i_e)",
+        test_expert_kernels.test_route, (4, (128, 8, 1, 1), "softmax", False, True, False)),
+    "plan_experts": (
+        "(b_id < i_e)", "(b_id <= i_e)", test_expert_kernels.test_plan_experts_sorts_the_pairs, ((40, 4, 6), 3)),
+    "expert_gate_up": (
+        "m_n = o_m < i_end, o_n < SIZE", "m_n = o_m < i_end, o_n < SIZE - 1",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_down": (
+        "m_n = o_m < i_end, o_n < H", "m_n = o_m < i_end - 1, o_n < H",
+        test_expert_kernels.test_experts, (20, (4, 4, 0, 4), (32, 16), F32, False, "silu", False, False)),
+    "expert_sum": (
+        "(i_e < E)", "(i_e <= E)",
+        test_expert_kernels.test_experts, (20, (8, 3, 2, 4), (32, 16), F32, False, "silu", False, False)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
         test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
@@ -82,12 +113,12 @@ def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> M
 def test_each_kernel_has_a_mutation() -> None:
     names = [name for module in HOMES for name in vars(module)]
     found = {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
-    assert found == set(MUTATIONS)
+    assert found == {name.partition(",")[0] for name in MUTATIONS}
 
 
-@pytest.mark.parametrize("kernel", MUTATIONS)
-def test_the_tests_catch_it(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    old, new, test, example = MUTATIONS[kernel]
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_tests_catch_it(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel, (old, new, test, example) = mutation.partition(",")[0], MUTATIONS[mutation]
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
     given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
     plain(*given, *example)

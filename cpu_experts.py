@@ -1,0 +1,106 @@
+"""Mixtures of experts as a CPU runs them: the names and signatures of `reference.py`; `cpu_ops` passes them on.
+
+A step reads the weights of those experts that some token meets, and of no others. Each of them is one product of its
+tokens' rows. All else is done for all experts together, because in a small step the number of calls takes time.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from cpu import PackedExperts, PackedLinear
+
+SUMMED = 256  # tokens whose choices are added up at a time; they are in float32 meanwhile
+FEW = 4  # rows; oneDNN reads a packed weight faster for four rows than for fewer
+
+
+class ExpertPlan(NamedTuple):
+    """The pairs t k + j of token and choice whose experts are this rank's, sorted by expert."""
+
+    weights: torch.Tensor  # [T, k] float32
+    hits: list[tuple[int, int]]  # each expert that is met, and by how many pairs
+    pairs: torch.Tensor  # [n] int64
+    tokens: torch.Tensor  # [n] int64, of these pairs
+    places: torch.Tensor  # [T k] int64: where each pair is among the n, or n
+    weigh_inputs: bool
+
+
+def plan_experts(
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    num_experts: int,
+    first: int = 0,
+    weigh_inputs: bool = False,
+    batch_invariant: bool = False,
+) -> ExpertPlan:
+    """See `reference.plan_experts`."""
+    listed = ids.flatten().tolist()  # plain Python is as fast as torch for thousands of pairs, and faster for few
+    here = [pair for pair, expert in enumerate(listed) if first <= expert < first + num_experts]
+    here.sort(key=listed.__getitem__)
+    hits = [(expert - first, len(list(met))) for expert, met in groupby(here, key=listed.__getitem__)]
+    pairs = torch.tensor(here, dtype=torch.int64)
+    places = torch.full((len(listed),), len(here))
+    places[pairs] = torch.arange(len(here))
+    return ExpertPlan(weights, hits, pairs, pairs // ids.shape[1], places, weigh_inputs)
+
+
+def expert_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor | PackedExperts,
+    bias: torch.Tensor | None,
+    plan: ExpertPlan,
+    activation: str,
+) -> torch.Tensor:
+    """See `reference.expert_gate_up`."""
+    rows = x.index_select(0, plan.tokens)
+    if plan.weigh_inputs:
+        rows *= plan.weights.view(-1, 1).index_select(0, plan.pairs)
+    y = _products(rows, weight, bias, plan).float()
+    half = y.shape[1] // 2
+    gate, up = y.split_with_sizes((half, half), 1)
+    if activation == "swigluoai":
+        gate = gate.clamp(max=7)
+        gate = gate * (1.702 * gate).sigmoid_()
+        up = up.clamp(-7, 7).add_(1)
+    else:
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    h = x.new_empty(plan.places.shape[0], half)
+    return h.index_copy_(0, plan.pairs, gate.mul_(up).to(x))
+
+
+def expert_down(
+    h: torch.Tensor, weight: torch.Tensor | PackedExperts, bias: torch.Tensor | None, plan: ExpertPlan
+) -> torch.Tensor:
+    """See `reference.expert_down`."""
+    tokens, k = plan.weights.shape
+    y = _products(h.index_select(0, plan.pairs), weight, bias, plan)
+    if y.shape[0] < h.shape[0]:
+        y = F.pad(y, (0, 0, 0, 1))  # zeros for the pairs of other ranks
+    weights = torch.ones_like(plan.weights) if plan.weigh_inputs else plan.weights
+    out = h.new_empty(tokens, y.shape[1])
+    for begin in range(0, tokens, SUMMED):
+        taken = slice(begin, begin + SUMMED)
+        parts = y.index_select(0, plan.places[begin * k : (begin + SUMMED) * k]).float()
+        out[taken] = (weights[taken, None] @ parts.view(-1, k, y.shape[1]))[:, 0]
+    return out
+
+
+def _products(
+    rows: torch.Tensor, weight: torch.Tensor | PackedExperts, bias: torch.Tensor | None, plan: ExpertPlan
+) -> torch.Tensor:
+    """[n, out]: each expert's product with its pairs' rows [n, in]."""
+    parts = rows.split_with_sizes([count for _, count in plan.hits])
+    done = []
+    for (expert, count), part in zip(plan.hits, parts, strict=True):
+        matrix, shift = weight[expert], None if bias is None else bias[expert]
+        if isinstance(matrix, torch.Tensor):
+            done.append(F.linear(part, matrix, shift))
+        elif count < FEW and isinstance(matrix, PackedLinear):
+            done.append(matrix(F.pad(part, (0, 0, 0, FEW - count)), shift)[:count])
+        else:
+            done.append(matrix(part, shift))
+    return torch.cat(done) if done else rows.new_empty(0, weight.shape[1])
