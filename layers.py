@@ -34,6 +34,7 @@ class Batch:
     num_decodes: int  # this many rows come first and have one token
     query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
     max_query_len: int
+    longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
 
 
 @dataclass(slots=True)
@@ -45,6 +46,7 @@ class Step:
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
     plans: dict[int, Any]  # of `plan_decode`, by window
+    rows: list[Any] | None = None  # how latent attention goes through the longer rows, once a layer has asked
 
 
 class Slot(NamedTuple):
@@ -106,8 +108,8 @@ def new_norm(c: ModelConfig, ops: ModuleType, part: str, new: New) -> Norm | Non
 class Attention:
     """Attention of some layer over the paged context, with the heads of this rank. q, k and v are one product."""
 
-    matrices = ("qkv", "o")
-    factors = ("q_norm", "k_norm")
+    matrices: tuple[str, ...] = ("qkv", "o")
+    factors: tuple[str, ...] = ("q_norm", "k_norm")
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, kv_heads: int, new: New):
         row, dim = c.row, c.head_dim
@@ -174,6 +176,10 @@ class Attention:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
         qkv = linear(x, self.qkv, self.qkv_bias)
         return linear(self.attend(self.store(qkv, step), step), self.o, self.o_bias)
+
+    def rehearse(self, x: torch.Tensor, step: Step) -> None:
+        """Do all of it for x [T, hidden] but attention itself."""
+        self.store(linear(x, self.qkv, self.qkv_bias), step)
 
     def store(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """The rotated queries [T, heads, dim] of `qkv`, whose keys and values go into the pool."""
@@ -345,11 +351,11 @@ class ExpertMlp:
 class Layer:
     """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, kv_heads: int, new: New):
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Attention, new: New):
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
             new_norm(c, ops, part, new) for part in ("attn_in", "attn_out", "mlp_in", "mlp_out")
         )
-        self.attention = Attention(c, ops, group, i, heads, kv_heads, new)
+        self.attention = attention
         self.mlp: Mlp | ExpertMlp
         if c.experts and c.expert_layers[i]:
             self.mlp = ExpertMlp(c, ops, group, c.experts.size // group.size, new)

@@ -9,6 +9,7 @@ compare them with torch's own count.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 from collections.abc import Iterable, Iterator

@@ -15,8 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from latent_attention import LatentAttention
+from layers import Attention, ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
+<<<<<<< HEAD
 from layers import ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
+=======
+>>>>>>> M
 from model_config import ModelConfig
 from parallel import Group
 from rope import query_scales, rope_table
@@ -74,7 +79,13 @@ class Transformer:
         if self.row.name("positions"):
             self.positions = new(config.max_position + self.row.position_offset, size)
         heads = self.num_heads, self.num_kv_heads
-        self.layers = [Layer(config, ops, group, i, *heads, new) for i in range(config.num_layers)]
+
+        def attention(i: int) -> Attention:
+            if config.latent:
+                return LatentAttention(config, ops, i, heads[0], max_model_len, new)
+            return Attention(config, ops, group, i, *heads, new)
+
+        self.layers = [Layer(config, ops, group, i, attention(i), new) for i in range(config.num_layers)]
         self.norm = Norm(config, ops, size, new)
         self.head: Weight | None = None
         self.head_bias: torch.Tensor | None = None
@@ -218,8 +229,14 @@ class Transformer:
         """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
         self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
         for layer in self.layers:
+<<<<<<< HEAD
             if isinstance(layer.mlp, ExpertMlp):
                 layer.mlp.batch_invariant = True
+=======
+            for part in layer.parts():
+                if isinstance(part, ExpertMlp | LatentAttention):
+                    part.batch_invariant = True
+>>>>>>> M
 
     def finish(self) -> None:
         """Do what is left to do once the weights are loaded."""
@@ -276,10 +293,10 @@ class Transformer:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
         x, nowhere = self.embedding.new_zeros(rows, self.config.hidden_size), torch.full((rows,), -1)
         first = torch.zeros_like(nowhere)
-        step = self.new_step(Batch(first, first, nowhere, first, first, first[None], 0, first, 1), pool)
+        step = self.new_step(Batch(first, first, nowhere, first, first, first[None], 0, first, 1, []), pool)
         self.enter(x)
         for layer in self.layers:
-            layer.attention.store(linear(x, layer.attention.qkv, layer.attention.qkv_bias), step)
+            layer.attention.rehearse(x, step)
             y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
         self.add(y, x, self.norm)
         if self.head is not None:

@@ -81,26 +81,25 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """The sizes of multi-head latent attention (DeepSeek-V2, 2024), whose cache is one latent for each token."""
+    """Sizes of attention by latents (DeepSeek V2): of the latents of queries (0: there are none), and of keys and
+    values; of the rotated and the other part of a query; and of a value."""
 
-    rank: int  # R, of the latent that keys and values are made of: kv_lora_rank
-    rope: int  # P, elements of a query and of a key that RoPE is applied to: qk_rope_head_dim
-    nope: int  # N, elements of these that it is not applied to: qk_nope_head_dim
-    value: int  # elements of a value: v_head_dim
-    q_rank: int  # of the latent that queries are made of, q_lora_rank; 0: they are made of the hidden state
-    norm_eps: float = 1e-6  # of the two latents' norms, whatever `rms_norm_eps` is
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
 
     @property
     def width(self) -> int:
-        """Numbers that the cache holds of a token and layer."""
-        return self.rank + self.rope
+        """Numbers that the cache holds of a token in a layer: the latent, and the rotated part of a key."""
+        return self.kv_rank + self.rope_dim
 
     def weights(self, hidden_size: int, heads: int) -> int:
         """Numbers in a layer's matrices."""
-        q = heads * (self.nope + self.rope)
+        q, kv = heads * (self.nope_dim + self.rope_dim), self.kv_rank * heads * (self.nope_dim + self.v_dim)
         queries = self.q_rank * (hidden_size + q) if self.q_rank else hidden_size * q
-        expanding = self.rank * heads * (self.nope + self.value)
-        return queries + hidden_size * self.width + expanding + heads * self.value * hidden_size
+        return queries + kv + hidden_size * (self.width + heads * self.v_dim)
 
 
 @dataclass(frozen=True)
@@ -141,9 +140,15 @@ class ModelConfig:
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
     def page(self, ranks: int) -> tuple[int, int, int]:
+<<<<<<< HEAD
         """What a place of the pool holds in each layer, on each of `ranks`: parts, heads, and numbers of each of them.
 
         It is keys and values, or one latent that all heads share and that every rank has.
+=======
+        """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.
+
+        These are keys and values, or one latent, which all heads share and every rank has.
+>>>>>>> M
         """
         if self.latent:
             return 1, 1, self.latent.width
@@ -376,11 +381,11 @@ class Reading:
         f.get("head_dim"), f.get("qk_head_dim")  # they follow from those below
         q_rank = f.get("q_lora_rank")
         return Latent(
-            rank=f.whole("kv_lora_rank", 1, 2**16),
-            rope=f.whole("qk_rope_head_dim", 2, 1024, 64),
-            nope=f.whole("qk_nope_head_dim", 1, 1024, 128),
-            value=f.whole("v_head_dim", 1, 1024, 128),
             q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
+            kv_rank=f.whole("kv_lora_rank", 1, 2**16),
+            rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
+            nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
+            v_dim=f.whole("v_head_dim", 1, 1024, 128),
         )
 
     def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:

@@ -270,9 +270,13 @@ class Worker:
         if self.sanitizer and plan:
             self.sanitizer.check(plan, input_ids, positions, slot_mapping, seq_lens)
         longer = starts[n:] - n if 0 < n < shape.rows else starts[n:]
+        held = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
+        if plan:
+            held = [(count, state.num_blocks[slot]) for slot, count in plan.rows[n:]]
         batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len
-        )
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len,
+            held,
+        )  # fmt: skip
         self.mark("model")
         hidden = self.model.forward(batch, self.pool)
         if self.sanitizer and plan:

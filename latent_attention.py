@@ -1,0 +1,237 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), whose cache holds one latent for each token.
+
+`reference.latent_store` tells what a latent is. A row of one token attends to the latents as they are, which is the
+absorbed form: all heads share the keys, so each latent is read once. For longer rows this would be three times the
+work, so keys and values are made of the latents again, which is the plain form. They go into pages of a workspace, and
+`attention_prefill` reads them there.
+
+The workspace is bounded: some heads at a time have their keys and values of the whole context in it. So no sum has to
+be merged with another one, and how many heads there are changes no bit. With `batch_invariant` all rows have the
+absorbed form, because a decode step must not depend on the length of the context for its shapes (it is a CUDA graph),
+and because a token must get the same bits in a prompt and as a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from layers import Attention, New, Slot, Slots, Step, Weight, linear
+from model_config import ModelConfig
+
+NORM_EPS = 1e-6  # of the two latents' norms, whatever config.json says of the others
+WORKSPACE = 2**29  # bytes for keys and values in the plain form, unless those of one head take more
+CONTEXT = 8192  # tokens whose keys and values are made together, or one sequence if it has more
+ABSORBED_HEADS = 16  # heads at a time whose rows of many tokens are in the absorbed form, at most
+
+
+class Rows(NamedTuple):
+    """Neighbouring rows of many tokens whose keys and values are made together, n blocks of them."""
+
+    tokens: slice  # of those of all such rows
+    rows: slice
+    blocks: torch.Tensor  # [n] int64: where in the pool their blocks are
+    tables: torch.Tensor  # [rows, M] int32: where in the workspace each row's blocks are
+    slots: torch.Tensor  # [rows] int32: 0, 1, 2, ..
+    starts: torch.Tensor  # [rows + 1] int32: where each row's tokens begin, counted from the first one's
+    longest: int  # the most tokens of a row
+
+
+def heads_at_once(heads: int, c: ModelConfig, max_model_len: int, itemsize: int) -> int:
+    """How many heads have their keys and values in the workspace at a time. Kernels are compiled for this number."""
+    return _divisor(heads, WORKSPACE // (head_numbers(c) * itemsize * max(CONTEXT, max_model_len)))
+
+
+def absorbed_heads(heads: int) -> int:
+    """How many heads of rows of many tokens are in the absorbed form at a time."""
+    return _divisor(heads, ABSORBED_HEADS)
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`; at least 1."""
+    return max(i for i in range(1, number + 1) if number % i == 0 and i <= max(1, most))
+
+
+def head_numbers(c: ModelConfig) -> int:
+    """Numbers of the workspace that a head takes for a token: key and value, and what the product gave."""
+    assert c.latent
+    return 2 * c.head_dim + c.latent.nope_dim + c.latent.v_dim
+
+
+class LatentAttention(Attention):
+    """Latent attention of some layer, with the heads of this rank. Every rank has the latents of all tokens.
+
+    R is the latents' rank, P and N are the rotated elements of a query and the others, D = N + P. The cache has R + P
+    numbers for each token.
+    """
+
+    matrices = ("q_a", "q_b", "kv_a", "o")
+    factors = ("q_a_norm", "kv_a_norm")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, i: int, heads: int, max_model_len: int, new: New):
+        latent, row = c.latent, c.row
+        assert latent and latent.v_dim <= c.head_dim
+        self.config, self.ops, self.i, self.row, self.heads, self.latent = c, ops, i, row, heads, latent
+        self.rope, self.batch_invariant = c.layer_ropes[i], False
+        q_size, inputs = heads * c.head_dim, c.hidden_size
+        self.q_a: Weight | None = None
+        self.q_a_norm = self.q_a_bias = None
+        if latent.q_rank:
+            inputs = latent.q_rank
+            self.q_a, self.q_a_norm = new(inputs, c.hidden_size), new(inputs)
+            self.q_a_bias = new(inputs) if row.qkv_bias else None
+        self.q_b = new(q_size, inputs)  # of the queries' latent, or of the hidden state
+        self.kv_a, self.kv_a_norm = new(latent.width, c.hidden_size), new(latent.kv_rank)
+        self.kv_a_bias = new(latent.width) if row.qkv_bias else None
+        self.kv_b = new(heads, latent.nope_dim + latent.v_dim, latent.kv_rank)  # (W_UK | W_UV) of each head
+        self.o = new(c.hidden_size, heads * latent.v_dim)
+        self.o_bias = new(c.hidden_size) if row.o_bias else None
+        self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it."""
+        names = {
+            "q_a_proj.weight": (self.q_a, "all"),
+            "q_a_proj.bias": (self.q_a_bias, "all"),
+            "q_a_layernorm.weight": (self.q_a_norm, "all"),
+            "q_b_proj.weight" if self.latent.q_rank else "q_proj.weight": (self.q_b, "col"),
+            "kv_a_proj_with_mqa.weight": (self.kv_a, "all"),
+            "kv_a_proj_with_mqa.bias": (self.kv_a_bias, "all"),
+            "kv_a_layernorm.weight": (self.kv_a_norm, "all"),
+            "kv_b_proj.weight": (self.kv_b.flatten(0, 1), "col"),
+            "o_proj.weight": (self.o, "row"),
+            "o_proj.bias": (self.o_bias, "first"),
+        }
+        root = str(self.row.name("o")).rpartition(".")[0]
+        return {
+            f"{root}.{name}": Slot((weight,), (word,))
+            for name, (weight, word) in names.items()
+            if isinstance(weight, torch.Tensor)
+        }
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+        return linear(self.attend(self.store(x, step), step), self.o, self.o_bias)
+
+    def rehearse(self, x: torch.Tensor, step: Step) -> None:
+        """Do all of it for x [T, hidden] but attention itself."""
+        self.store(x, step)
+
+    def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""
+        rotation, kv, q = step.rotations[self.rope], step.pool[self.i], x
+        latent = linear(x, self.kv_a, self.kv_a_bias)
+        self.ops.latent_store(
+            latent, self.kv_a_norm, NORM_EPS, rotation, step.batch.slot_mapping, kv, bool(self.row.interleaved)
+        )
+        if self.q_a is not None:
+            q = self.ops.rms_norm(linear(x, self.q_a, self.q_a_bias), self.q_a_norm, NORM_EPS)
+        return linear(q, self.q_b).view(len(x), self.heads, -1)
+
+    def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """The heads' results [T, heads * v_dim] of queries q [T, heads, D], which are rotated in place."""
+        batch, n, kv = step.batch, step.batch.num_decodes, step.pool[self.i]
+        rotation, interleaved = step.rotations[self.rope], bool(self.row.interleaved)
+        out = q.new_empty(len(q), self.heads, self.latent.v_dim)
+        if n > 0:
+            absorbed = self.absorb(q[:n], rotation[:n], slice(None))
+            found = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
+            self.expand(found, slice(None), out[:n])
+        if n < len(q) and self.batch_invariant:
+            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            size = absorbed_heads(self.heads)
+            for begin in range(0, self.heads, size):
+                heads = slice(begin, begin + size)
+                absorbed = self.absorb(q[n:, heads].contiguous(), rotation[n:], heads)
+                more = self.config.scale, self.latent.kv_rank
+                self.expand(self.ops.latent_prefill(absorbed, kv, *rows, *more), heads, out[n:])
+        elif n < len(q):
+            self.ops.rope_last(q[n:], rotation[n:], interleaved)
+            if step.rows is None:
+                step.rows = list(self.rows_of(step))
+            for rows in step.rows:
+                self.plain(q[n:][rows.tokens], batch.seq_lens[n:][rows.rows], kv, rows, out[n:][rows.tokens])
+        return out.flatten(1)
+
+    def absorb(self, q: torch.Tensor, rotation: torch.Tensor, heads: slice) -> torch.Tensor:
+        """(W_UK^T q | rope(q')) [T, heads, R + P] of the queries q [T, heads, D] of some heads."""
+        nope, weight = self.latent.nope_dim, self.kv_b[heads, : self.latent.nope_dim]
+        absorbed = q.new_empty(*q.shape[:2], self.latent.width)
+        target = absorbed[..., : self.latent.kv_rank]
+        if self.batch_invariant:
+            target.copy_(self.ops.head_linear(q[..., :nope].contiguous(), weight.mT))
+        else:
+            torch.bmm(q[..., :nope].transpose(0, 1), weight, out=target.transpose(0, 1))
+        return self.ops.rope_last(q, rotation, bool(self.row.interleaved), absorbed)
+
+    def expand(self, found: torch.Tensor, heads: slice, out: torch.Tensor) -> None:
+        """out[:, heads] = W_UV found for some heads' sums of latents, found [T, heads, R]."""
+        weight = self.kv_b[heads, self.latent.nope_dim :]
+        if self.batch_invariant:
+            out[:, heads] = self.ops.head_linear(found.contiguous(), weight)
+        else:
+            torch.bmm(found.transpose(0, 1), weight.mT, out=out[:, heads].transpose(0, 1))
+
+    def rows_of(self, step: Step) -> Iterator[Rows]:
+        """A step's rows of many tokens, in groups whose keys and values are made together."""
+        batch, n, size = step.batch, step.batch.num_decodes, step.pool[self.i].shape[3]
+        device, counts = batch.slots.device, batch.longer
+        tokens = [0, *accumulate(count for count, _ in counts)]
+        begin = 0
+        while begin < len(counts):
+            end = begin + 1
+            while end < len(counts) and sum(held for _, held in counts[begin : end + 1]) * size <= CONTEXT:
+                end += 1
+            held = [held for _, held in counts[begin:end]]
+            rows: list[int] = []
+            columns: list[int] = []
+            firsts = [0, *accumulate(held)]
+            for row, blocks in enumerate(held):
+                rows += [begin + n + row] * blocks
+                columns += range(blocks)
+            indices = to_device(torch.tensor((rows, columns)), device)
+            tables = torch.tensor(firsts[:-1])[:, None] + torch.arange(max(held))
+            starts = batch.query_starts[begin : end + 1]
+            yield Rows(
+                slice(tokens[begin], tokens[end]),
+                slice(begin, end),
+                batch.block_tables[batch.slots[indices[0]].long(), indices[1]].long(),
+                to_device(tables.to(torch.int32), device),
+                torch.arange(end - begin, dtype=torch.int32, device=device),
+                starts - starts[0],
+                max(count for count, _ in counts[begin:end]),
+            )
+            begin = end
+
+    def plain(self, q: torch.Tensor, seq_lens: torch.Tensor, kv: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+        """Attention of some rows' rotated queries q [T, heads, D] in the plain form, into out [T, heads, v_dim]."""
+        c, nope, rank, size = self.config, self.latent.nope_dim, self.latent.kv_rank, kv.shape[3]
+        latents = kv[rows.blocks, 0, 0]  # [blocks, block_size, R + P]
+        for begin in range(0, self.heads, self.at_once):
+            heads = slice(begin, begin + self.at_once)
+            made = F.linear(latents.view(-1, self.latent.width)[:, :rank], self.kv_b[heads].flatten(0, 1))
+            made = made.view(len(latents), size, self.at_once, -1).transpose(1, 2)
+            pages = made.new_empty(len(latents), 2, self.at_once, size, c.head_dim)
+            keys = self.ops.keys_of(pages)
+            keys[..., :nope] = made[..., :nope]
+            keys[..., nope:] = latents[:, None, :, rank:]
+            pages[:, 1, ..., : self.latent.v_dim] = made[..., nope:]  # what is beside a value is never looked at
+            found = self.ops.attention_prefill(
+                q[:, heads].contiguous(), pages, rows.tables, rows.slots, seq_lens, rows.starts, rows.longest,
+                c.scale, 0,
+            )  # fmt: skip
+            out[:, heads] = found[..., : self.latent.v_dim]
+            del made, pages, keys, found
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy of a host tensor on the device, for which nobody waits."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
