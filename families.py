@@ -224,11 +224,13 @@ COHERE = Family(
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )  # fmt: skip
 PLAIN = {"gate": None, "up": "mlp.up_proj"}
+DEEPSEEK_EXPERTS = Routing(
+    count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
+    scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
+)  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
-    routing=Routing(
-        count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
-        scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace"),
+    routing=DEEPSEEK_EXPERTS,
     fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
@@ -254,7 +256,7 @@ FAMILIES = {
         window="pattern", full_every=4, rope="windowed", qk_norm="", defaults=COHERE.defaults | {
             "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
-        interleaved=True, routing=dataclasses.replace(DEEPSEEK.routing, scoring="softmax", correction=False),
+        interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
         "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),
@@ -286,7 +288,7 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias", qk_norm="head", has_qk_norm="use_qk_norm",
         defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
-        routing=DEEPSEEK.routing),
+        routing=DEEPSEEK_EXPERTS),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
         names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,

@@ -18,10 +18,6 @@ import torch.nn.functional as F
 from latent_attention import LatentAttention
 from layers import Attention, ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
-<<<<<<< HEAD
-from layers import ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
-=======
->>>>>>> M
 from model_config import ModelConfig
 from parallel import Group
 from rope import query_scales, rope_table
@@ -31,7 +27,7 @@ class Piece(NamedTuple):
     """A part of a checkpoint's tensor, and where it goes."""
 
     target: torch.Tensor  # the part of our weights that is filled
-    index: tuple[slice | int, ...]  # the part of the tensor, seen in the shape `Part.view`
+    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `Part.view`
 
 
 class Part(NamedTuple):
@@ -191,6 +187,7 @@ class Transformer:
         _, q_begin, q_end = self.share("col", self.num_heads)
         _, kv_begin, kv_end = self.share("kv", self.num_kv_heads)
         per_key = c.num_heads // c.num_kv_heads
+        indices: list[tuple[slice | int, ...]]
         if slot.layout == "heads":
             view = c.num_heads, 3, c.head_dim, *rest
             indices = [(slice(q_begin, q_end), j) for j in range(3)]
@@ -229,14 +226,9 @@ class Transformer:
         """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
         self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
         for layer in self.layers:
-<<<<<<< HEAD
-            if isinstance(layer.mlp, ExpertMlp):
-                layer.mlp.batch_invariant = True
-=======
             for part in layer.parts():
                 if isinstance(part, ExpertMlp | LatentAttention):
                     part.batch_invariant = True
->>>>>>> M
 
     def finish(self) -> None:
         """Do what is left to do once the weights are loaded."""

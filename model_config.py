@@ -140,15 +140,9 @@ class ModelConfig:
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
     def page(self, ranks: int) -> tuple[int, int, int]:
-<<<<<<< HEAD
-        """What a place of the pool holds in each layer, on each of `ranks`: parts, heads, and numbers of each of them.
-
-        It is keys and values, or one latent that all heads share and that every rank has.
-=======
         """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.
 
         These are keys and values, or one latent, which all heads share and every rank has.
->>>>>>> M
         """
         if self.latent:
             return 1, 1, self.latent.width

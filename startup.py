@@ -303,7 +303,6 @@ class Startup:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
-        model.step = None  # it would keep the pool alive
         if config.pools:
             return torch.cuda.max_memory_allocated() - held
         logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))

@@ -6,9 +6,9 @@ It runs in a process that cannot see this project, because transformers looks fo
 find ours.
 
 For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it. That file has the logits
-`logits{i}` and the greedy tokens `tokens{i}` of prompt i, or of the prompts that the case's `generated` names. Entry j of
-the case's `beams` is a dict of arguments of `generate`: its answers to prompt i are `beams{j}.{i}`, one a row, filled up
-with -1, and their scores `scores{j}.{i}`.
+`logits{i}` and the greedy tokens `tokens{i}` of prompt i, or of the prompts that the case's `generated` names.
+Entry j of the case's `beams` is a dict of arguments of `generate`: its answers to prompt i are `beams{j}.{i}`, one a
+row, filled up with -1, and their scores `scores{j}.{i}`.
 A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
 are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.

@@ -176,7 +176,7 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
         whole = torch.full(shape, torch.nan)
         for part in (share[key] for share in shares):
             assert part.shape == shape
-            whole[part.pieces[0].index] = part.pieces[0].target
+            whole[part.pieces[0].at] = part.pieces[0].target
         assert torch.equal(whole, target)
         if not dummy:
             saved = key if key.startswith("lm_head") else f"model.{key}"
