@@ -626,7 +626,7 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
     """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
     block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
     assert block_q * block_d * dtype.itemsize <= 32768, f"{rows} queries a row are too many: use attention_prefill"
-    many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048)
+    many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048) and (block_q > 16 or dtype.itemsize == 4)
     block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
     return block_q, max(16, block_n), block_d, 8 if many else 4
 
@@ -794,11 +794,14 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
     """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel, chosen so that no register spills.
 
     Matrix units for warp groups read K and V from shared memory. Older units hold them in registers, so there the tiles
-    are smaller. The pipeline is deep because half of its stages load the block table, which K and V wait for.
+    are smaller, and for heads of 512 everywhere: the 64 rows that wgmma needs would spill. The pipeline is deep because
+    half of its stages load the block table, which K and V wait for.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         return max(32, triton.next_power_of_2(group)), 32, block_d, 4, 2
+    if block_d > 256:
+        return max(32, triton.next_power_of_2(group)), 32, block_d, 8, 3
     block_m = max(PREFILL_ROWS, triton.next_power_of_2(group))
     if wgmma:
         return block_m, 128 if block_d <= 64 else 64 if block_d <= 128 else 32, block_d, 8, 3 if block_d > 128 else 5
