@@ -210,7 +210,7 @@ class Attention:
             parts.append(self.ops.attention_decode(few, kv, step.plans[window], c.scale, *more))
         if rest is not None:
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more))
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, self.row.chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 
