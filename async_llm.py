@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from client import GONE, SILENT, EngineDeadError, MPClient, Stream
-from config import EngineConfig, ModelConfig, say
+from config import EngineConfig, say
 from engine_process import EngineProcess
+from model_config import ModelConfig
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
 from processes import LOOK

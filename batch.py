@@ -40,9 +40,10 @@ from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
-from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say
+from config import EngineConfig, ServerConfig, from_flags, parser_for, say
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
+from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
 from replies import as_api_error

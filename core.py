@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from config import VERSION, EngineConfig, ModelConfig, say
+from config import VERSION, EngineConfig, say
 from executor import MpExecutor, WorkerError, new_executor
 from journal import Journal
+from model_config import ModelConfig
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling

@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")  # its name in checkpoints with and without a head
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
@@ -411,11 +410,8 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         files: the checkpoint's safetensors; none where weights are made up.
     """
     tied = model.head is model.embedding
-    model.pack(lambda weight: pack(weight, rows))
-    for owner in (model, *model.layers):  # a norm multiplies in float32, and would convert its weight in each call
-        for name, weight in list(vars(owner).items()):
-            if name.endswith("norm") and weight is not None:
-                setattr(owner, name, weight.float())
+    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows))
+    model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
     head = None
     if tied and model.group.size == 1 and rows != "several":
         # Built from the copy, because reading the whole mapped file would keep its pages in memory.
@@ -436,10 +432,12 @@ def map_embedding(model: Any, files: list[str]) -> None:
         return
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in set(EMBEDDINGS).intersection(file.keys()):
-                table = file.get_tensor(name)
-                if table.dtype == model.embedding.dtype:
-                    model.embedding = table
+            name = f"{model.row.name('embed')}.weight"
+            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+                if saved == name or saved.endswith("." + name):
+                    table = file.get_tensor(saved)
+                    if table.dtype == model.embedding.dtype and table.shape == model.embedding.shape:
+                        model.embedding = table
 
 
 def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | PackedLinear | CompressedLinear:

@@ -26,6 +26,7 @@ from cpu_experts import expert_down, expert_gate_up, plan_experts
 from reference import (
     FLOAT_MAX,
     Adjust,
+    act,
     apply_writes,
     copy_blocks,
     linear,
@@ -34,14 +35,16 @@ from reference import (
     post_update,
     prepare_inputs,
     route,
+    square_sums,
     swap_blocks,
     uniform,
 )
 
 __all__ = [
-    "Adjust", "DecodePlan", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "expert_down", "expert_gate_up", "keys_of", "linear", "logprobs", "mask_words", "plan_decode", "plan_experts",
-    "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "route", "sample", "swap_blocks",
+    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
+    "expert_down", "expert_gate_up", "keys_of", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
+    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "route", "sample",
+    "square_sums", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
@@ -57,6 +60,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """See `reference.rms_norm`."""
     h = (x if residual is None else residual.add_(x)).float()
     return (h * _rms_scale(h, eps)).mul_(weight.float()).to(x)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See `reference.layer_norm`."""
+    h = (x if residual is None else residual.add_(x)).float()
+    return F.layer_norm(h, weight.shape, weight.float(), None if bias is None else bias.float(), eps).to(x)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -78,6 +93,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
     interleaved: bool = False,
+    norm: str = "rms",
+    norm_last: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
     _, _, kv_heads, _, head_dim = kv.shape
@@ -87,30 +105,45 @@ def qk_norm_rope_store(
     # q and k are one tensor here, which takes fewer calls.
     old, v = x.split_with_sizes((heads + kv_heads, kv_heads), 1)
     qk = old.float()
+    if norm_last:
+        _rotate(qk, rotation, interleaved)
     if q_weight is not None and k_weight is not None:
-        qk.mul_(_rms_scale(qk, eps))
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
+        if scales is None:
+            if norm == "layer":
+                qk.sub_(qk.mean(-1, keepdim=True))
+            qk.mul_(_rms_scale(qk, eps))
+        else:
+            q.mul_(scales[:, :1, None])
+            k.mul_(scales[:, 1:, None])
         q.mul_(q_weight.float())
         k.mul_(k_weight.float())
-    cos, sin = rotation.split_with_sizes((1, 1), 1)
+    if not norm_last:
+        _rotate(qk, rotation, interleaved)
+    q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
+    _store(k, v, slot_mapping, kv)
+    return q
+
+
+def _rotate(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> None:
+    """Rotate the first r elements of each head of x [T, heads, D] float32 in place; see `qk_norm_rope_store`."""
     size = rotation.shape[2]
-    turning = qk if size == head_dim else qk.narrow(2, 0, size)
+    if size == 0:
+        return
+    cos, sin = rotation.split_with_sizes((1, 1), 1)
+    turning = x if size == x.shape[2] else x.narrow(2, 0, size)
     if interleaved:
         partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
         partner = torch.cat(turning.split_with_sizes((size // 2, size // 2), 2)[::-1], 2)
     turning.mul_(cos).addcmul_(partner, sin)
-    q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
-    _store(k, v, slot_mapping, kv)
-    return q
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
     """See `reference.act_mul`."""
     half = x.shape[1] // 2
     gate, up = x.float().split_with_sizes((half, half), 1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate.mul_(up).to(x)
+    return act(gate, activation).mul_(up).to(x)
 
 
 class Span(NamedTuple):
@@ -482,7 +515,7 @@ def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, to
 class Compiled:
     """A function of settings and tensors, compiled to C++ when it is first called with these settings.
 
-    The number of the tensors, the settings, and a row of the first tensor must determine all shapes and types.
+    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
 
     Args:
         function: takes settings, which become constants, and contiguous tensors.
@@ -498,7 +531,7 @@ class Compiled:
         first = tensors[0]
         assert all(tensor.is_contiguous() for tensor in tensors)
         many = len(first) >= MANY
-        key = (many, settings, first.dtype, first.shape[1:], len(tensors))
+        key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
         if key not in self.made:
             self.made[key] = self.make(many, settings, tensors)
         return self.made[key](list(tensors))
@@ -536,67 +569,77 @@ def compile_ops() -> ModuleType:
     def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
-    def norm(eps: float, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return scaled(residual.add_(x).float(), weight, eps).to(x.dtype)
+    def norm(
+        eps: float, centered: bool, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
+    ) -> torch.Tensor:
+        h = residual.add_(x).float()
+        y = scaled(h - h.mean(-1, keepdim=True) if centered else h, weight, eps)
+        return (y + bias[0] if bias else y).to(x.dtype)
 
-    def activate(activation: str, x: torch.Tensor) -> torch.Tensor:
-        return act_mul(x, activation)
+    def activate(activation: str, gated: bool, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        return act_mul(x, activation) if gated else act(x, activation, *params)
 
     def rope(
-        eps: float, kv_heads: int, interleaved: bool, x: torch.Tensor, rotation: torch.Tensor, *weights: torch.Tensor
-    ) -> list[torch.Tensor]:
+        eps: float, kv_heads: int, interleaved: bool, kind: str, last: bool, x: torch.Tensor, rotation: torch.Tensor,
+        *more: torch.Tensor,
+    ) -> list[torch.Tensor]:  # fmt: skip
         halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
         size = rotation.shape[2]
-        cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
+        columns, weights = (more[0][:, :, None, None].unbind(1), more[1:]) if kind == "scales" else ((), more)
 
-        def turned(x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-            y = x.float() if weight is None else scaled(x.float(), weight, eps)
+        def normed(y: torch.Tensor, weight: torch.Tensor | None, column: torch.Tensor | None) -> torch.Tensor:
+            if weight is None:
+                return y
+            if column is not None:
+                return y * column * weight
+            return scaled(y - y.mean(-1, keepdim=True) if kind == "layer" else y, weight, eps)
+
+        def turned(y: torch.Tensor) -> torch.Tensor:
+            if size == 0:
+                return y
+            cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
             pairs = y[..., :size].unflatten(-1, halves)
             pairs = pairs * cos + pairs.flip(dim) * sin
-            return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1).to(x.dtype)
+            return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1)
 
-        return [turned(*args) for args in zip_longest(x[:, :-kv_heads].tensor_split((-kv_heads,), dim=1), weights)]
+        parts = zip_longest(x[:, :-kv_heads].float().tensor_split((-kv_heads,), dim=1), weights, columns)
+        return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
 
-    norms, activations, ropes = Compiled(norm, 2), Compiled(activate, 1), Compiled(rope, 2)
+    norms, activations, ropes, scaled_ropes = (
+        Compiled(*args) for args in ((norm, 2), (activate, 1), (rope, 2), (rope, 3))
+    )
 
     def compiled_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
         if residual is None:
             return rms_norm(x, weight, eps)
-        return norms((eps,), x, residual, weight)[0]
+        return norms((eps, False), x, residual, weight)[0]
+
+    def compiled_layer_norm(x, weight, bias, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if residual is None:
+            return layer_norm(x, weight, bias, eps)
+        return norms((eps, True), x, residual, weight, *(() if bias is None else (bias,)))[0]
 
     def compiled_act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-        return activations((activation,), x)[0]
+        return activations((activation, True), x)[0]
+
+    def compiled_act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+        return activations((activation, False), x, *(() if params is None else (params,)))[0]
 
     def compiled_rope_store(
-        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False
-    ):
+        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False,
+        norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None,
+    ):  # fmt: skip
         kv_heads, head_dim = kv.shape[2::2]
         x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
-        q, k = ropes((eps, kv_heads, interleaved), x, rotation, *weights)
+        if scales is None or q_weight is None:
+            q, k = ropes((eps, kv_heads, interleaved, norm, norm_last), x, rotation, *weights)
+        else:
+            q, k = scaled_ropes((eps, kv_heads, interleaved, "scales", norm_last), x, rotation, scales, *weights)
         _store(k, x[:, -kv_heads:], slot_mapping, kv)
         return q
 
     compiled = ModuleType(__name__, __doc__)
-    ops = {"rms_norm": compiled_norm, "act_mul": compiled_act_mul, "qk_norm_rope_store": compiled_rope_store}
+    ops = {"rms_norm": compiled_norm, "layer_norm": compiled_layer_norm, "act_mul": compiled_act_mul}
+    ops |= {"act": compiled_act, "qk_norm_rope_store": compiled_rope_store}
     vars(compiled).update(vars(sys.modules[__name__]) | ops)
     return compiled
-
-
-def compile_for(ops: ModuleType, model: Any, kv: torch.Tensor) -> None:
-    """Call what `compile_ops` compiles, and a product of one row, so that all of it is compiled for `model` now.
-
-    Args:
-        ops: the module that `compile_ops` returned.
-        model: a `Transformer`.
-        kv: a layer of its pool, which is not changed.
-    """
-    config, layer, dtype = model.config, model.layers[0], kv.dtype
-    for rows in (1, MANY):
-        x, nowhere = torch.zeros(rows, config.hidden_size, dtype=dtype), torch.full((rows,), -1)
-        ops.rms_norm(x, layer.post_norm, config.rms_norm_eps, torch.zeros_like(x))
-        ops.act_mul(x.new_zeros(rows, 2 * config.intermediate_size // model.group.size), config.activation)
-        qkv = x.new_zeros(rows, (model.num_heads + 2 * model.num_kv_heads) * config.head_dim)
-        norms = layer.q_norm, layer.k_norm, config.rms_norm_eps
-        ops.qk_norm_rope_store(qkv, *norms, model.rotations[nowhere], nowhere, kv, model.interleaved)
-    if model.head is not None:
-        model.logits(x[:1])

@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from config import EngineConfig, ModelConfig, say
+from config import EngineConfig, say
+from model_config import ModelConfig
 from plan import Call, Reply, StepPlan, StepResult
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 

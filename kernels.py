@@ -2,8 +2,8 @@
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
-values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py,
-and those of experts in experts.py.
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py, those
+of experts in experts.py, and those of sampling in sampling.py.
 
 Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
 has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
@@ -28,15 +28,16 @@ from experts import expert_down as expert_down  # ops like those below
 from experts import expert_gate_up as expert_gate_up
 from experts import plan_experts as plan_experts
 from experts import route as route
-from matmul import _cast, _dot
+from matmul import FLOAT_MAX, LOG2E, NO_ID, _cast, _dot
 from matmul import linear as linear  # an op like those below
+from sampling import Adjust
+from sampling import logprobs as logprobs
+from sampling import mask_words as mask_words
+from sampling import sample as sample
 
 __version__ = "0.1.0"
 
-LOG2E = tl.constexpr(1.4426950408889634)
-FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
-NO_ID = tl.constexpr(2**31 - 1)
-MAX_BIASES = tl.constexpr(1024)  # entries of logit_bias that a slot holds
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # assumed where there is no GPU to ask
@@ -48,14 +49,6 @@ MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of
 # that, which should keep the bus busy, and most processors stay free for the next step. It has not been measured.
 SWAP_PROGRAMS = 16
 SWAP_BYTES = 16384
-SAMPLE_CHUNK = 4096  # logits that sampling holds at a time
-SAMPLE_GATHER = 1024  # logits that it holds while it gathers candidates
-SAMPLE_SEARCH = 1024  # logits that it holds while it searches for the threshold, with 8 pivots for each of them
-SAMPLE_REGISTERS = 128  # lets two programs of 8 warps share a processor, so 256 rows are one wave
-SAMPLE_GROUP = 64  # logits that share one entry of the row's summary: a cache line of bfloat16
-SAMPLE_SUMMARY = 8192  # values in a row's summary, which is held all at once: with a larger vocabulary groups grow
-SAMPLE_BUFFER = 16384  # candidates of a row for which sampling has room in a buffer
-
 POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of `pool` holds at a time
 
 
@@ -63,21 +56,28 @@ POOL_ROWS, POOL_BLOCK = 16, 128  # tokens and elements of each that a program of
 
 
 @triton.jit
-def rms_norm_kernel(
-    x, weight, residual, y, eps, SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
+def norm_kernel(
+    x, weight, bias, residual, y, eps, SIZE: tl.constexpr, CENTERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = weight * h * rsqrt(mean(h^2) + eps), h = x + residual -> residual; all [T, SIZE]. One program per row."""
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h or h - mean(h), h = x + residual -> residual.
+
+    All of them [T, SIZE]. One program per row. If CENTERED, the mean is subtracted.
+    """
     o_x = tl.arange(0, BLOCK)
     m_x = o_x < SIZE
     i_row = tl.program_id(0).to(tl.int64) * SIZE
     b_h = tl.load(x + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual is not None:
         b_h += tl.load(residual + i_row + o_x, mask=m_x, other=0.0).to(tl.float32)
         b_sum = _cast(b_h, residual.dtype.element_ty)
         tl.store(residual + i_row + o_x, b_sum, mask=m_x)
         b_h = b_sum.to(tl.float32)
+    if CENTERED:
+        b_h = tl.where(m_x, b_h - tl.sum(b_h, 0) / SIZE, 0.0)
     b_w = tl.load(weight + o_x, mask=m_x, other=0.0).to(tl.float32)
     b_y = b_h * tl.rsqrt(tl.sum(b_h * b_h, 0) / SIZE + eps) * b_w
+    if bias is not None:
+        b_y += tl.load(bias + o_x, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_row + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
@@ -85,62 +85,133 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, size], any float dtype. weight: [size]. residual: [T, size] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
         y [T, size] in x's dtype, rounded once from float32.
     """
+    return _norm(x, weight, None, eps, residual, centered=False)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    return _norm(x, weight, bias, eps, residual, centered=True)
+
+
+def _norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    centered: bool,
+) -> torch.Tensor:
+    """See `layer_norm`, and `rms_norm` for one that is not centered."""
     tokens, size = x.shape
-    assert x.is_contiguous() and weight.shape == (size,)
+    assert x.is_contiguous() and weight.shape == (size,) and (bias is None or bias.shape == (size,))
     assert residual is None or (residual.shape == x.shape and residual.is_contiguous())
 
     y = torch.empty_like(x)
 
     block = triton.next_power_of_2(size)
     warps = min(max(block // 512, 1), 16)
-    rms_norm_kernel[(tokens,)](x, weight, residual, y, eps, size, residual is not None, block, num_warps=warps)
+    norm_kernel[(tokens,)](x, weight, bias, residual, y, eps, size, centered, block, num_warps=warps)
     return y
+
+
+@triton.jit
+def _head_weights(
+    q_weight, k_weight, o_h, o_d,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, PER_HEAD: tl.constexpr,
+):  # fmt: skip
+    """The norm's weights at o_d of heads o_h, [heads, o_d] or [1, o_d] float32: q's, and for other heads k's."""
+    m_q, m_d = (o_h < H)[:, None], (o_d < D)[None, :]
+    if PER_HEAD:
+        m_k = (o_h >= H)[:, None] & (o_h < H + KV)[:, None]
+        b_q = tl.load(q_weight + (o_h * D)[:, None] + o_d[None, :], mask=m_q & m_d, other=0.0).to(tl.float32)
+        b_k = tl.load(k_weight + ((o_h - H) * D)[:, None] + o_d[None, :], mask=m_k & m_d, other=0.0).to(tl.float32)
+    else:
+        b_q = tl.load(q_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+        b_k = tl.load(k_weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
+    return tl.where(m_q, b_q, b_k)
+
+
+@triton.jit
+def _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
+    """([heads, 1] mean, [heads, 1] factor) by which the norm makes (x - mean) * factor of heads b_x [heads, D].
+
+    The mean is 0 but for a layer norm. The factor is the token's own for q or k where there are `scales` [T, 2].
+    """
+    b_mean = tl.zeros([b_x.shape[0], 1], tl.float32)
+    if NORM == "layer":
+        b_mean = tl.sum(b_x, 1)[:, None] / D
+        b_x = tl.where(m_d[None, :], b_x - b_mean, 0.0)
+    if NORM == "scales":
+        b_scale = tl.load(scales + i_token.to(tl.int64) * 2 + (o_h >= H).to(tl.int32))[:, None]
+    else:
+        b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
+    return b_mean, b_scale
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def qk_norm_rope_store_kernel(
-    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv_stride, eps,
+    qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, NORM_LAST: tl.constexpr, PER_HEAD: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
-    qkv [T, H + 2 KV, D]. One program per token and BLOCK_H of its heads. A partner that lies ROTARY / 2 away is read
-    again (from L1) rather than shuffled between threads, so D, the number of heads and ROTARY <= D may be anything.
+    With NORM_LAST it is norm(rope(x)). NORM is empty for no norm. qkv [T, H + 2 KV, D]. One program per token and
+    BLOCK_H of its heads. A partner that lies ROTARY / 2 away is read again (from L1) rather than shuffled between
+    threads, so D, the number of heads and ROTARY <= D may be anything.
     """
     i_token = tl.program_id(0)
     o_h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     o_d = tl.arange(0, BLOCK_D)
-    m_q, m_qk = o_h < H, o_h < H + KV
-    m_x = (o_h < H + 2 * KV)[:, None] & (o_d < D)[None, :]
+    m_q, m_qk, m_d = o_h < H, o_h < H + KV, o_d < D
+    m_x = (o_h < H + 2 * KV)[:, None] & m_d[None, :]
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    m_d = o_d < D
-    if NORM:  # v is normed as well, and the result is not used
-        b_rstd = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None]
-        b_w = tl.load(q_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_v = tl.load(k_weight + o_d, mask=m_d, other=0.0).to(tl.float32)
-        b_x *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-    if INTERLEAVED:  # partners are neighbours in one thread's registers; what is not rotated has a sine of 0
-        b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
-        b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
-    else:
-        o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
-        b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
-        if NORM:
-            b_w = tl.load(q_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_v = tl.load(k_weight + o_partner, mask=m_d, other=0.0).to(tl.float32)
-            b_partner *= b_rstd * tl.where(m_q[:, None], b_w[None, :], b_v[None, :])
-    p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
-    b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
-    b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
-    b_y = _cast(b_x * b_cos[None, :] + b_partner * b_sin[None, :], q.dtype.element_ty)
+    if NORM != "" and not NORM_LAST:  # v is normed as well, and the result is not used
+        b_mean, b_scale = _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H, D, NORM)
+        if NORM == "layer":
+            b_x -= b_mean
+        b_x *= b_scale * _head_weights(q_weight, k_weight, o_h, o_d, H, KV, D, PER_HEAD)
+    b_y = b_x
+    if ROTARY > 0:
+        if INTERLEAVED:  # partners are neighbours in one thread's registers; what is not rotated has a sine of 0
+            b_even, b_odd = tl.split(tl.reshape(b_x, [BLOCK_H, BLOCK_D // 2, 2]))
+            b_partner = tl.reshape(tl.join(b_odd, b_even), [BLOCK_H, BLOCK_D])
+        else:
+            o_partner = tl.where(o_d < ROTARY // 2, o_d + ROTARY // 2, tl.where(o_d < ROTARY, o_d - ROTARY // 2, o_d))
+            b_partner = tl.load(p_x + o_partner[None, :], mask=m_x, other=0.0).to(tl.float32)
+            if NORM != "" and not NORM_LAST:
+                if NORM == "layer":
+                    b_partner -= b_mean
+                b_partner *= b_scale * _head_weights(q_weight, k_weight, o_h, o_partner, H, KV, D, PER_HEAD)
+        p_rotation = rotation + i_token.to(tl.int64) * (2 * ROTARY) + o_d
+        b_cos = tl.load(p_rotation, mask=o_d < ROTARY, other=1.0)
+        b_sin = tl.load(p_rotation + ROTARY, mask=o_d < ROTARY, other=0.0)
+        b_y = b_x * b_cos[None, :] + b_partner * b_sin[None, :]
+    if NORM != "" and NORM_LAST:
+        b_mean, b_scale = _center_and_scale(b_y, m_d, scales, i_token, o_h, eps, H, D, NORM)
+        b_y = (b_y - b_mean) * b_scale * _head_weights(q_weight, k_weight, o_h, o_d, H, KV, D, PER_HEAD)
+    b_y = _cast(b_y, q.dtype.element_ty)
     p_q = q + i_token.to(tl.int64) * (H * D) + (o_h * D)[:, None] + o_d[None, :]
     tl.store(p_q, b_y, mask=m_x & m_q[:, None])
     i_place = tl.load(slot_mapping + i_token)
@@ -168,6 +239,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
     interleaved: bool = False,
+    norm: str = "rms",
+    norm_last: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -176,10 +250,14 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) D]. It may be overwritten: q may be a part of it.
-        q_weight, k_weight: [D], or both None: no norm.
+        q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
+        norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
+        scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
+            own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -189,7 +267,15 @@ def qk_norm_rope_store(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     assert qkv.is_contiguous() and rotation.is_contiguous() and kv[0].is_contiguous() and kv.dtype == qkv.dtype
     assert qkv.shape[1] == (heads + 2 * kv_heads) * head_dim and rotary % 2 == 0 and rotary <= head_dim
-    assert (q_weight is None) == (k_weight is None)
+    assert (q_weight is None) == (k_weight is None) and norm in ("rms", "layer")
+    assert scales is None or (
+        scales.shape == (tokens, 2) and scales.is_contiguous() and norm == "rms" and not norm_last
+    )
+    per_head = q_weight is not None and q_weight.ndim == 2
+    if q_weight is not None and k_weight is not None:
+        assert q_weight.is_contiguous() and q_weight.shape in ((head_dim,), (heads, head_dim))
+        assert k_weight.is_contiguous() and k_weight.shape == ((kv_heads, head_dim) if per_head else (head_dim,))
+    kind = "" if q_weight is None else norm if scales is None else "scales"
 
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
 
@@ -197,44 +283,117 @@ def qk_norm_rope_store(
     block_h = min(triton.next_power_of_2(heads + 2 * kv_heads), max(1, 2048 // block_d))
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
-        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, kv.stride(0), eps,
-        heads, kv_heads, head_dim, rotary, block_size, q_weight is not None, interleaved,
-        block_h, block_d,
+        qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv.stride(0), eps,
+        heads, kv_heads, head_dim, rotary, block_size, kind, norm_last, per_head, interleaved, block_h, block_d,
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def act_mul_kernel(x, y, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
-    """y = act(gate) * up; x [T, 2 SIZE] = (gate | up), y [T, SIZE]. One program per row and BLOCK.
+def square_sums_kernel(qkv, y, Q: tl.constexpr, K: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = (sum(q^2), sum(k^2)), float32; q is qkv[t, : Q], and k is the K numbers after it; qkv [T, STRIDE].
 
-    Both activations are act(gate) = gate * sigmoid(z): SiLU's z is the gate itself, and GELU (by tanh) has the z below,
-    because (1 + tanh(z / 2)) / 2 = sigmoid(z).
+    One program per token and one of q and k.
+    """
+    i_token, i_k = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_size = tl.where(i_k == 0, Q, K)
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_x in range(0, i_size, BLOCK):
+        o_x = i_x + tl.arange(0, BLOCK)
+        b_x = tl.load(qkv + i_token * STRIDE + i_k * Q + o_x, mask=o_x < i_size, other=0.0).to(tl.float32)
+        b_sum += b_x * b_x
+    tl.store(y + i_token * 2 + i_k, tl.sum(b_sum, 0))
+
+
+def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """y[t] = (sum(q^2), sum(k^2)) over all heads of qkv [T, (H + 2 KV) D]; y [T, 2] float32.
+
+    `qk_norm_rope_store` takes rsqrt(y / number + eps) as its `scales`, after the ranks that share the heads have added
+    up their y.
+    """
+    (tokens, width), keys = qkv.shape, kv_heads * head_dim
+    assert qkv.is_contiguous() and width > 2 * keys
+
+    y = torch.empty(tokens, 2, dtype=torch.float32, device=qkv.device)
+
+    block = min(triton.next_power_of_2(width - 2 * keys), 1024)
+    square_sums_kernel[(tokens, 2)](qkv, y, width - 2 * keys, keys, width, block)
+    return y
+
+
+@triton.jit
+def _activate(b_x, alphas, ACTIVATION: tl.constexpr):
+    """The activation of b_x [..] float32, as `act` has it.
+
+    silu and gelu_tanh are x sigmoid(z): silu's z is x itself, and gelu_tanh has the z below, because (1 + tanh(z / 2))
+    / 2 = sigmoid(z). In xielu e^x - 1 - x would lose all digits of a small x, so there its Taylor series stands.
+    """
+    if ACTIVATION == "silu" or ACTIVATION == "gelu_tanh":
+        b_z = b_x
+        if ACTIVATION == "gelu_tanh":
+            b_z = 1.5957691216057308 * (b_x + 0.044715 * b_x * b_x * b_x)
+        b_y = b_x / (1.0 + tl.exp2(-b_z * LOG2E))
+    elif ACTIVATION == "gelu":
+        b_y = 0.5 * b_x * (1.0 + tl.erf(b_x * 0.7071067811865476))
+    elif ACTIVATION == "xielu":
+        b_low = tl.minimum(b_x, -1e-6)
+        b_series = 1 / 6 + b_low * (1 / 24 + b_low * (1 / 120 + b_low * (1 / 720)))
+        b_series = b_low * b_low * (0.5 + b_low * b_series)
+        b_rest = tl.where(b_low > -0.25, b_series, tl.exp2(b_low * LOG2E) - 1.0 - b_low)
+        b_y = tl.where(b_x > 0, tl.load(alphas) * b_x * b_x, tl.load(alphas + 1) * (b_rest + (b_low - b_x)))
+        b_y += 0.5 * b_x
+    else:
+        b_y = tl.where(b_x < 0, 0.0, b_x)  # NaN stays NaN
+        if ACTIVATION == "relu2":
+            b_y *= b_y
+    return b_y
+
+
+@triton.jit
+def act_kernel(
+    x, alphas, y, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """y = act(x), x [T, SIZE], or if GATED y = act(gate) * up, x [T, 2 SIZE] = (gate | up); y [T, SIZE].
+
+    One program per row and BLOCK.
     """
     i_token = tl.program_id(0).to(tl.int64)
     o_x = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     m_x = o_x < SIZE
-    b_gate = tl.load(x + i_token * (2 * SIZE) + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_up = tl.load(x + i_token * (2 * SIZE) + SIZE + o_x, mask=m_x, other=0.0).to(tl.float32)
-    b_z = b_gate
-    if GELU:
-        b_z = 1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate)
-    b_y = b_gate / (1.0 + tl.exp2(-b_z * LOG2E)) * b_up
+    p_x = x + i_token * (2 * SIZE if GATED else SIZE) + o_x
+    b_y = _activate(tl.load(p_x, mask=m_x, other=0.0).to(tl.float32), alphas, ACTIVATION)
+    if GATED:
+        b_y *= tl.load(p_x + SIZE, mask=m_x, other=0.0).to(tl.float32)
     tl.store(y + i_token * SIZE + o_x, _cast(b_y, y.dtype.element_ty), mask=m_x)
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     tokens, size = x.shape[0], x.shape[1] // 2
-    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ("silu", "gelu")
+    assert x.is_contiguous() and x.shape[1] % 2 == 0 and activation in ACTIVATIONS
 
     y = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
 
     block = min(triton.next_power_of_2(size), 1024)
-    act_mul_kernel[(tokens, triton.cdiv(size, block))](x, y, size, activation == "gelu", block)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, None, y, size, activation, True, block)
+    return y
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    tokens, size = x.shape
+    assert x.is_contiguous() and activation in (*ACTIVATIONS, "xielu")
+    assert (params is not None) == (activation == "xielu") and (params is None or params.dtype == torch.float32)
+
+    y = torch.empty_like(x)
+
+    block = min(triton.next_power_of_2(size), 1024)
+    act_kernel[(tokens, triton.cdiv(size, block))](x, params, y, size, activation, False, block)
     return y
 
 
@@ -678,556 +837,7 @@ def attention_prefill(
     return out
 
 
-# --------------------------------------------------------------------------------------------------------- sampling
-
-
-@triton.jit
-def _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V: tl.constexpr):
-    """The pointers and values that `_logits` needs to read row i_r."""
-    p_logits = logits + i_r.to(tl.int64) * V
-    if kinds is None:
-        return (p_logits,)
-    else:
-        i_slot = i_slot.to(tl.int64)
-        return (
-            p_logits, tl.load(kinds + i_slot), penalties + i_slot * 3, token_counts + i_slot * V,
-            bias_ids + i_slot * MAX_BIASES, biases + i_slot * MAX_BIASES, bitmask + i_slot * ((V + 31) // 32),
-        )  # fmt: skip
-
-
-@triton.jit
-def _logits(row, o_v, m_v):
-    """x [..] float32: the row's logits at o_v, changed as `Adjust` says. It is -inf outside of m_v, and never +inf."""
-    b_x = tl.load(row[0] + o_v, mask=m_v, other=float("-inf")).to(tl.float32)
-    if len(row) > 1:
-        _, kinds, p_penalties, p_counts, p_bias_ids, p_biases, p_bitmask = row
-        if kinds & 4 != 0:
-            b_word = tl.load(p_bitmask + o_v // 32, mask=m_v, other=0)
-            b_x = tl.where((b_word >> (o_v % 32)) & 1 != 0, b_x, float("-inf"))
-        if kinds & 2 != 0:  # the ids ascend, so only those between the first and the last of o_v are looked at
-            b_id = tl.load(p_bias_ids + tl.arange(0, MAX_BIASES))
-            i_begin = tl.sum((b_id < tl.min(tl.where(m_v, o_v, NO_ID))).to(tl.int32), 0)
-            i_end = tl.sum((b_id <= tl.max(tl.where(m_v, o_v, -1))).to(tl.int32), 0)
-            for i in range(i_begin, i_end):
-                b_x += tl.where(o_v == tl.load(p_bias_ids + i), tl.load(p_biases + i), 0.0)
-        if kinds & 1 != 0:
-            b_count = tl.load(p_counts + o_v, mask=m_v, other=0)
-            repetition = tl.load(p_penalties)
-            b_fair = tl.where(b_x > 0, tl.div_rn(b_x, repetition), b_x * repetition)
-            b_x = tl.where(b_count != 0, b_fair, b_x) - (b_count >> 1).to(tl.float32) * tl.load(p_penalties + 1)
-            b_x -= tl.where(b_count > 1, tl.load(p_penalties + 2), 0.0)
-    return tl.minimum(b_x, FLOAT_MAX)  # with +inf, x - peak would be NaN
-
-
-@triton.jit
-def _candidates(row, p_values, o_v, n, held):
-    """x [..] float32: the n values at p_values if `held`, otherwise the n logits of the row; -inf from n on."""
-    m_v = o_v < n
-    return tl.load(p_values + o_v, mask=m_v, other=float("-inf")) if held else _logits(row, o_v, m_v)
-
-
-@triton.jit
-def _keys(b_x):
-    """int32 keys that sort as the float32 b_x do. The two zeros have the same key."""
-    b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
-    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
-
-
-@triton.jit
-def _key(x):
-    """The key of one float32, int64."""
-    return tl.max(_keys(tl.zeros([1], tl.float32) + x), 0).to(tl.int64)
-
-
-@triton.jit
-def _values(keys):
-    """The float32 that have these `_keys`; the keys must be from -inf's to inf's."""
-    b_bits = keys.to(tl.int32)
-    return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _scale(heat):
-    """log2(e) / temperature, by which exp(x / temperature) = exp2(x scale). It is kept finite: 0 times inf is NaN."""
-    return tl.minimum(LOG2E / heat, FLOAT_MAX)
-
-
-@triton.jit
-def _filters(p_top_k, p_top_p, p_min_p, i_slot, V: tl.constexpr):
-    """(top_k, or 0 where it is off; top_p; min_p; whether any of them is on)."""
-    k, share, least = tl.load(p_top_k + i_slot), tl.load(p_top_p + i_slot), tl.load(p_min_p + i_slot)
-    k = tl.where((k > 0) & (k < V), k, 0)
-    return k, share, least, (k > 0) | (share < 1.0) | (least > 0.0)
-
-
-@triton.jit
-def sample_chunks_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, kinds, penalties, token_counts, bias_ids, biases, bitmask,
-    chunk_max, chunk_sum, chunk_id, summary, V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """max, its lowest id and sum(exp((x - max) / temperature)) of each chunk of each row of adjusted logits x [R, V].
-
-    chunk_max, chunk_sum float32 and chunk_id int32, [R, CHUNKS]. One program per row and chunk. A row that is filtered
-    also gets its summary [R, 3 GROUPS] float32: first the max of each group of GROUP logits, then two samples from each
-    group (-inf where the sample is the max itself, which has been told already).
-    """
-    i_r, i_c = tl.program_id(0), tl.program_id(1)
-    i_slot = tl.load(slots + i_r)
-    if i_slot < 0:
-        return
-    heat = tl.load(temperature + i_slot)
-    o_g = i_c * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-    o_l = tl.arange(0, GROUP)
-    o_v = (o_g * GROUP)[:, None] + o_l[None, :]
-    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
-    b_x = _logits(row, o_v, o_v < V)
-    b_top = tl.max(b_x, 1)
-    b_at = tl.min(tl.where(b_x == b_top[:, None], o_l[None, :], GROUP), 1)
-    peak = tl.max(b_top, 0)
-    tl.store(chunk_max + i_r * CHUNKS + i_c, peak)
-    tl.store(chunk_id + i_r * CHUNKS + i_c, tl.min(tl.where(b_top == peak, o_g * GROUP + b_at, NO_ID), 0))
-    if heat > 0:
-        b_p = tl.exp2((b_x - tl.maximum(peak, -FLOAT_MAX)) * _scale(heat))
-        tl.store(chunk_sum + i_r * CHUNKS + i_c, tl.sum(tl.sum(b_p, 1), 0))
-        _, _, _, filtered = _filters(top_k, top_p, min_p, i_slot, V)
-        if filtered:
-            p_summary = summary + i_r.to(tl.int64) * (3 * GROUPS)
-            tl.store(p_summary + o_g, b_top, mask=o_g < GROUPS)
-            o_s = (GROUPS + o_g * 2)[:, None] + (o_l // (GROUP // 2))[None, :]
-            m_s = (o_g < GROUPS)[:, None] & (o_l % (GROUP // 2) == 0)[None, :]
-            tl.store(p_summary + o_s, tl.where(o_l[None, :] == b_at[:, None], float("-inf"), b_x), mask=m_s)
-
-
-@triton.jit
-def _cut(b_x, b_w, goal, low, high):
-    """max {t in [low, high): sum of b_w where key(b_x) >= t reaches `goal`}, or `low` if there is no such key t."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        reached = tl.sum(tl.where(b_x >= _values(middle), b_w, 0.0), 0) >= goal
-        low = tl.where(reached, middle, low)
-        high = tl.where(reached, high, middle)
-    return low
-
-
-@triton.jit
-def _search(row, p_values, n, held, scale, peak, low, high, goal, CHUNK: tl.constexpr, MASS: tl.constexpr):
-    """max {t in [low, high): the measure of the candidates with key >= t reaches `goal`}, or `low` if there is none.
-
-    The measure is the count of the n `_candidates`, or with MASS the sum of exp((x - peak) / temperature). Each pass
-    tests 8 pivots, so at most 11 passes are needed. The search ends on the key of a candidate, so equal logits are
-    never parted.
-    """
-    o_p = tl.arange(0, 8)
-    while high - low > 1:
-        b_pivot = low + (high - low) * (o_p + 1) // 9
-        b_sum = tl.zeros([8, CHUNK], tl.float32)
-        for i_v in range(0, n, CHUNK):
-            o_v = i_v + tl.arange(0, CHUNK)
-            b_x = _candidates(row, p_values, o_v, n, held)
-            b_w = tl.where(o_v < n, 1.0, 0.0)
-            if MASS:
-                b_w = tl.exp2((b_x - peak) * scale)
-            b_sum += tl.where(b_x[None, :] >= _values(b_pivot)[:, None], b_w[None, :], 0.0)
-        b_measure = tl.sum(b_sum, 1)
-        low = tl.max(tl.where(b_measure >= goal, b_pivot, low), 0)
-        high = tl.min(tl.where(b_measure >= goal, high, b_pivot), 0)
-    return low
-
-
-@triton.jit
-def _masses(row, p_values, n, held, scale, peak, floor, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """sum(exp((x - peak) / temperature)) of keys from `floor` on, for each chunk of the n `_candidates`: [BLOCK_C]."""
-    o_c = tl.arange(0, BLOCK_C)
-    b_mass = tl.zeros([BLOCK_C], tl.float32)
-    for i_c in range(0, tl.cdiv(n, CHUNK)):
-        b_x = _candidates(row, p_values, i_c * CHUNK + tl.arange(0, CHUNK), n, held)
-        b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
-        b_mass = tl.where(o_c == i_c, tl.sum(b_p, 0), b_mass)
-    return b_mass
-
-
-@triton.jit
-def _gather(
-    row, b_a, p_groups, scale, peak, low, high, p_values, p_ids,
-    V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr, BLOCK_A: tl.constexpr,
-    BUFFER: tl.constexpr,
-):  # fmt: skip
-    """(n, inside, above): how many logits have keys in [low, high), their mass, and the mass of the keys from high on.
-
-    The n logits are written to p_values in order of their ids, and the ids to p_ids, as far as BUFFER has room. Only
-    groups whose largest logit is at least `low` are read; b_a [BLOCK_A] is the row's summary.
-    """
-    o_a = tl.arange(0, BLOCK_A)
-    m_a = (o_a < GROUPS) & (b_a >= _values(low))
-    tl.store(p_groups + tl.cumsum(m_a.to(tl.int32), 0) - 1, o_a, mask=m_a)
-    tl.debug_barrier()  # other threads read what was stored
-    num_groups = tl.sum(m_a.to(tl.int32), 0)
-    n = 0
-    b_inside = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
-    b_above = tl.zeros([CHUNK // GROUP, GROUP], tl.float32)
-    for i_g in tl.range(0, num_groups, CHUNK // GROUP, num_stages=3):
-        o_g = i_g + tl.arange(0, CHUNK // GROUP)
-        b_g = tl.load(p_groups + o_g, mask=o_g < num_groups, other=V)
-        o_v = (b_g * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        b_x = _logits(row, o_v, o_v < V)
-        b_p = tl.exp2((b_x - peak) * scale)
-        m_above = b_x >= _values(high)
-        m_in = (o_v < V) & (b_x >= _values(low)) & ~m_above
-        b_above += tl.where(m_above, b_p, 0.0)
-        b_inside += tl.where(m_in, b_p, 0.0)
-        o_n = tl.cumsum(tl.reshape(m_in.to(tl.int32), [CHUNK]), 0) - 1
-        o_n = n + tl.reshape(o_n, [CHUNK // GROUP, GROUP])
-        tl.store(p_values + o_n, b_x, mask=m_in & (o_n < BUFFER))
-        tl.store(p_ids + o_n, o_v, mask=m_in & (o_n < BUFFER))
-        n += tl.sum(tl.sum(m_in.to(tl.int32), 1), 0)
-    tl.debug_barrier()
-    return n, tl.sum(tl.sum(b_inside, 1), 0), tl.sum(tl.sum(b_above, 1), 0)
-
-
-@triton.jit
-def _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS: tl.constexpr, BLOCK_A: tl.constexpr):
-    """(low, high, goal, guessed): the threshold t of top_k, or else of top_p, has its key in [low, high).
-
-    What is at least t reaches `goal`, which is a count for top_k and a mass for top_p. If `guessed`, the bounds are
-    only likely, and the caller checks them. b_a [BLOCK_A] is the row's summary, `total` is the row's mass.
-    """
-    o_a = tl.arange(0, BLOCK_A)
-    # t is at least the k-th largest of the groups' largest logits. For top_p it is at least the key from which on their
-    # mass alone reaches the goal.
-    b_w = tl.exp2((b_a - peak) * scale)
-    goal = share * total
-    if k > 0:
-        b_w = tl.where(b_a > float("-inf"), 1.0, 0.0)
-        goal = k.to(tl.float32)
-    low, high = _cut(b_a, tl.where(o_a < GROUPS, b_w, 0.0), goal * 1.00001, bottom, top), top
-    guessed = (low == bottom) & (k == 0)
-    if guessed:
-        # The groups' largest have too little mass. The samples tell how much mass the other logits are likely to have
-        # above each key. The bounds are 4 standard errors to both sides of that guess (Floyd and Rivest, "Expected time
-        # bounds for selection", 1975).
-        m_s = o_a >= GROUPS
-        sampled = tl.maximum(tl.sum(tl.where(m_s, b_w, 0.0), 0), 1e-30)
-        rest = tl.maximum(total - tl.sum(tl.where(m_s, 0.0, b_w), 0), 1e-30)
-        b_w *= tl.where(m_s, rest / sampled, 1.0)
-        guess = _cut(b_a, b_w, goal, bottom, top)
-        m_above = b_a >= _values(guess)
-        part = tl.sum(tl.where(m_s & m_above, b_w, 0.0), 0) / rest
-        b_error = tl.where(m_s, b_w * tl.where(m_above, 1.0 - part, part), 0.0)
-        error = 4.0 * tl.sqrt(tl.sum(b_error * b_error, 0))
-        low = _cut(b_a, b_w, goal + error, bottom, guess + 1)
-        high = _cut(b_a, b_w, goal - error, guess, top) + 1
-    return low, high, goal, guessed
-
-
-@triton.jit
-def _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr):
-    """min {i: sum_{j <= i} p_j > u sum_j p_j}, over the n `_candidates` with keys from `floor` on.
-
-    b_mass [BLOCK_C] is the mass of each chunk of them. The chunk in which the running sum passes u times the whole is
-    found first, then the place within it. Where rounding hides the crossing, the last chunk (or place) that has any
-    mass is taken.
-    """
-    o_c = tl.arange(0, BLOCK_C)
-    b_sum = tl.cumsum(b_mass, 0)
-    goal = u * tl.max(b_sum, 0)
-    i_c = tl.min(tl.where((b_sum > goal) & (b_mass > 0), o_c, NO_ID), 0)
-    i_c = tl.where(i_c < BLOCK_C, i_c, tl.max(tl.where(b_mass > 0, o_c, 0), 0))
-    before = tl.sum(tl.where(o_c < i_c, b_mass, 0.0), 0)
-    o_v = i_c * CHUNK + tl.arange(0, CHUNK)
-    b_x = _candidates(row, p_values, o_v, n, held)
-    b_p = tl.where(b_x >= _values(floor), tl.exp2((b_x - peak) * scale), 0.0)
-    i_v = tl.min(tl.where((before + tl.cumsum(b_p, 0) > goal) & (b_p > 0), o_v, NO_ID), 0)
-    return tl.where(i_v < n, i_v, tl.max(tl.where(b_p > 0, o_v, 0), 0))
-
-
-@triton.jit
-def sample_pick_kernel(
-    logits, slots, temperature, top_k, top_p, min_p, seeds, num_known,
-    kinds, penalties, token_counts, bias_ids, biases, bitmask,
-    chunk_max, chunk_sum, chunk_id, summary, groups, values, value_ids, ids,
-    V: tl.constexpr, CHUNKS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_A: tl.constexpr, BUFFER: tl.constexpr, GATHER: tl.constexpr,
-    SEARCH: tl.constexpr,
-):  # fmt: skip
-    """id = min {i: sum_{j <= i, x_j >= t} p_j > u sum_{x_j >= t} p_j}, t = max(t_k, t_p, t_m); one program per row.
-
-    The results of sample_chunks_kernel, with the shapes given there, spare a greedy row every look at its logits, and
-    an unfiltered row all but one chunk. For a filtered row they give bounds of t. Only the groups whose largest logit
-    reaches the lower bound are read, and the logits between the bounds go into the buffer: values float32 and value_ids
-    int32, [R, BUFFER], in order of id. The search for t goes on there. It goes over the whole row instead where the
-    buffer is too small, or where the bounds were guessed and turn out wrong. groups [R, GROUPS] int32; ids [R] int64.
-    """
-    i_r = tl.program_id(0)
-    i_slot = tl.load(slots + i_r)
-    if i_slot < 0:
-        tl.store(ids + i_r, tl.zeros([], tl.int64))
-        return
-    heat = tl.load(temperature + i_slot)
-    o_c = tl.arange(0, BLOCK_C)
-    m_c = o_c < CHUNKS
-    b_max = tl.load(chunk_max + i_r * CHUNKS + o_c, mask=m_c, other=float("-inf"))
-    peak = tl.max(b_max, 0)
-    if heat <= 0:
-        b_id = tl.load(chunk_id + i_r * CHUNKS + o_c, mask=m_c & (b_max == peak), other=NO_ID)
-        tl.store(ids + i_r, tl.minimum(tl.min(b_id, 0), V - 1).to(tl.int64))
-        return
-    row = _row(i_r, i_slot, logits, kinds, penalties, token_counts, bias_ids, biases, bitmask, V)
-    peak = tl.maximum(peak, -FLOAT_MAX)
-    scale = _scale(heat)
-    b_mass = tl.load(chunk_sum + i_r * CHUNKS + o_c, mask=m_c, other=0.0)
-    b_mass *= tl.exp2((tl.maximum(b_max, -FLOAT_MAX) - peak) * scale)
-    k, share, least, filtered = _filters(top_k, top_p, min_p, i_slot, V)
-    p_values, p_ids = values + i_r.to(tl.int64) * BUFFER, value_ids + i_r.to(tl.int64) * BUFFER
-    no = heat <= 0  # False as a value, so that an `if` may change it
-    floor, n, held = _key(float("-inf")), V, no
-    if filtered:
-        total = tl.sum(b_mass, 0)
-        bottom, top = floor, _key(peak) + 1
-        floor = _key(tl.where(least > 0.0, peak + heat * tl.log(least), float("-inf")))
-        low, high, goal, guessed = floor, top, total * 0.0, no
-        o_a = tl.arange(0, BLOCK_A)
-        b_a = tl.load(summary + i_r.to(tl.int64) * (3 * GROUPS) + o_a, mask=o_a < 3 * GROUPS, other=float("-inf"))
-        if (k > 0) | (share < 1.0):
-            low, high, goal, guessed = _bounds(b_a, k, share, total, peak, scale, bottom, top, GROUPS, BLOCK_A)
-        n, inside, above = _gather(
-            row, b_a, groups + i_r * GROUPS, scale, peak, low, high, p_values, p_ids,
-            V, GROUPS, GROUP, GATHER, BLOCK_A, BUFFER,
-        )  # fmt: skip
-        right = (guessed == 0) | ((above < goal) & (above + inside >= goal))
-        held = right & (n <= BUFFER)
-        if not held:
-            low, high = tl.where(right, low, bottom), tl.where(right, high, top)
-            n, above = V, total * 0.0
-        if k > 0:
-            low = _search(row, p_values, n, held, scale, peak, low, high, k.to(tl.float32), SEARCH, False)
-            total = tl.sum(_masses(row, p_values, n, held, scale, peak, low, CHUNK, BLOCK_C), 0)
-        if share < 1.0:
-            low = _search(row, p_values, n, held, scale, peak, low, high, share * total - above, SEARCH, True)
-        floor = tl.maximum(low, floor)
-        if guessed:  # the buffer lacks the logits above the upper bound
-            n, held = V, no
-        b_mass = _masses(row, p_values, n, held, scale, peak, floor, CHUNK, BLOCK_C)
-    u = tl.rand(tl.load(seeds + i_slot), tl.load(num_known + i_slot))
-    i_v = _draw(row, p_values, n, held, b_mass, u, scale, peak, floor, CHUNK, BLOCK_C)
-    if held:
-        i_v = tl.load(p_ids + i_v, mask=n > 0, other=0)
-    tl.store(ids + i_r, i_v.to(tl.int64))
-
-
-class Adjust(NamedTuple):
-    """What `sample` changes in the logits x [V] of each of S slots, in this order, which is vLLM's.
-
-    x = -inf where the bitmask does not allow the token; x += bias; x = x / repetition if x > 0 else x * repetition,
-    where the prompt or the output has the token; x -= frequency * times in the output; x -= presence, if the output has
-    it at all.
-    """
-
-    # [S] int32, what the slot needs: 1 for penalties + 2 for biases + 4 for the bitmask + 8 for `mask_words` before it
-    kinds: torch.Tensor
-    penalties: torch.Tensor  # [S, 3] float32: repetition, frequency, presence
-    token_counts: torch.Tensor  # [S, V] int32: 2 * times in the output + 1 if in the prompt
-    bias_ids: torch.Tensor  # [S, 1024] int32, distinct and ascending, then 2^31 - 1
-    biases: torch.Tensor  # [S, 1024] float32
-    bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
-
-
-@triton.jit(do_not_specialize=["ids_stride", "bits_stride"], do_not_specialize_on_alignment=["slots"])
-def mask_words_kernel(
-    slots, token_ids, num_known, num_prompt, bad_words, kinds, bitmask, ids_stride, bits_stride,
-    WORDS: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Bit v of bitmask[slot] = 0 if the output ends with w_1 .. w_(n-1) for a bad word w with w_n = v; else 1.
-
-    One program per row that samples; bad_words [S, WORDS, LENGTH]. Several words may end in v. Each finds out whether
-    one of them bars it, so all write the same bit, and their order does not matter.
-    """
-    i_slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
-    if i_slot < 0:
-        return
-    if tl.load(kinds + i_slot) & 8 == 0:
-        return
-    o_w, o_l, i_known = tl.arange(0, WORDS), tl.arange(0, LENGTH), tl.load(num_known + i_slot)
-    p_words = bad_words + i_slot * (WORDS * LENGTH)
-    o_at = i_known + 1 - LENGTH + o_l  # the last one is the place of the token to come
-    m_at = (o_at >= tl.load(num_prompt + i_slot)) & (o_at < i_known)
-    b_token = tl.load(token_ids + i_slot * ids_stride + o_at, mask=m_at, other=-2)
-    b_end = tl.load(p_words + o_w * LENGTH + LENGTH - 1)
-    b_barred = tl.zeros([WORDS], dtype=tl.int32)
-    for i_w in range(0, WORDS, BLOCK):
-        o_b = i_w + tl.arange(0, BLOCK)
-        b_word = tl.load(p_words + o_b[:, None] * LENGTH + o_l[None, :])
-        b_same = (b_word == b_token[None, :]) | (b_word < 0) | (o_l == LENGTH - 1)[None, :]
-        b_last = tl.load(p_words + o_b * LENGTH + LENGTH - 1)
-        b_last = tl.where(tl.min(b_same.to(tl.int32), 1) != 0, b_last, -2)
-        b_barred |= tl.max((b_end[:, None] == b_last[None, :]).to(tl.int32), 1)
-    m_w, b_bit = b_end >= 0, tl.full([WORDS], 1, dtype=tl.int32) << (b_end & 31)
-    p_bits = bitmask + i_slot * bits_stride + b_end // 32
-    tl.atomic_and(p_bits, ~b_bit, mask=m_w & (b_barred != 0))
-    tl.atomic_or(p_bits, b_bit, mask=m_w & (b_barred == 0))
-
-
-def mask_words(
-    slots: torch.Tensor,
-    token_ids: torch.Tensor,
-    num_known: torch.Tensor,
-    num_prompt: torch.Tensor,
-    bad_words: torch.Tensor,
-    adjust: Adjust,
-) -> None:
-    """Bit v of bitmask[slot] = 0 if, for a bad word w that ends in v, the output ends with w's other tokens; else 1.
-
-    It is done for every v that ends a word of a slot with bad words (8 in its `kinds`). All else in the bitmask stays.
-
-    Args:
-        slots: [R] int32, of rows that are about to sample. token_ids: [S, max_model_len + 1] int32.
-        num_known, num_prompt: [S] int32. The output is token_ids[slot, num_prompt : num_known].
-        bad_words: [S, W, L] int32. A word's tokens are the last of its L; before them, and where no word is, stands -1.
-        adjust: its kinds are read, and its bitmask is changed in place.
-    """
-    rows, (_, words, length) = len(slots), bad_words.shape
-    assert bad_words.is_contiguous() and token_ids.stride(1) == 1 and adjust.bitmask.stride(1) == 1
-    assert words & (words - 1) == 0 and length & (length - 1) == 0
-
-    mask_words_kernel[(rows,)](
-        slots, token_ids, num_known, num_prompt, bad_words, adjust.kinds, adjust.bitmask, token_ids.stride(0),
-        adjust.bitmask.stride(0), words, length, min(words, 32),
-    )  # fmt: skip
-
-
-def sample(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    num_known: torch.Tensor,
-    adjust: Adjust | None = None,
-) -> torch.Tensor:
-    """id = min {i: sum_{j <= i, x_j >= t} p_j > u * sum_{x_j >= t} p_j}, p = softmax(x / temperature).
-
-    x are the logits, adjusted where `adjust` says so. t = max(t_k, t_p, t_m): t_k is the top_k-th largest x, t_p is the
-    largest threshold that leaves at least top_p of the mass of {x >= t_k}, and t_m = max x + temperature * log(min_p).
-    Equal logits stay or go together. u is the Philox number tl.rand(seed, num_known), so a token depends on its row,
-    its seed and its position alone.
-
-    Args:
-        logits: [R, V] float; not modified. slots: [R] int32.
-        temperature, top_p, min_p: [S] float32; temperature 0 takes the largest x, the lowest id among equals.
-        top_k: [S] int32, off where <= 0. seeds: [S] int64. num_known: [S] int32.
-        adjust: how the logits become x; None: they are x, in every row.
-
-    Returns:
-        ids [R] int64; 0 for padding rows and for rows without a finite logit.
-    """
-    rows, vocab = logits.shape
-    assert logits.is_contiguous() and vocab < NO_ID.value and seeds.dtype == torch.int64
-    assert adjust is None or (all(x.is_contiguous() for x in adjust) and adjust.token_counts.shape[1] == vocab)
-    assert adjust is None or adjust.bias_ids.shape[1] == adjust.biases.shape[1] == MAX_BIASES.value
-
-    chunk = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
-    chunks = triton.cdiv(vocab, chunk)
-    group = min(chunk, max(SAMPLE_GROUP, triton.next_power_of_2(triton.cdiv(3 * vocab, SAMPLE_SUMMARY))))
-    groups = triton.cdiv(vocab, group)
-    room = min(SAMPLE_BUFFER, chunks * chunk)
-    chunk_max = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
-    # A tensor of its own: as half of another one, only some numbers of rows would leave it aligned.
-    chunk_sum = torch.empty_like(chunk_max)
-    chunk_id = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
-    summary = torch.empty(rows, 3 * groups, dtype=torch.float32, device=logits.device)
-    group_ids = torch.empty(rows, groups, dtype=torch.int32, device=logits.device)
-    values = torch.empty(rows, room, dtype=torch.float32, device=logits.device)
-    value_ids = torch.empty(rows, room, dtype=torch.int32, device=logits.device)
-    ids = torch.empty(rows, dtype=torch.int64, device=logits.device)
-
-    state = adjust or (None,) * len(Adjust._fields)
-    sample_chunks_kernel[(rows, chunks)](
-        logits, slots, temperature, top_k, top_p, min_p, *state, chunk_max, chunk_sum, chunk_id, summary,
-        vocab, chunks, chunk, groups, group, num_warps=4,
-    )  # fmt: skip
-    sample_pick_kernel[(rows,)](
-        logits, slots, temperature, top_k, top_p, min_p, seeds, num_known, *state, chunk_max, chunk_sum, chunk_id,
-        summary, group_ids, values, value_ids, ids, vocab, chunks, chunk, triton.next_power_of_2(chunks),
-        groups, group, triton.next_power_of_2(3 * groups), room, min(chunk, SAMPLE_GATHER),
-        min(chunk, SAMPLE_SEARCH), num_warps=8, maxnreg=SAMPLE_REGISTERS if adjust is None else 255,
-    )  # fmt: skip
-    return ids
-
-
-@triton.jit(do_not_specialize_on_alignment=["ids"])
-def logprobs_kernel(
-    logits, ids, values, ranks, lse, keys,
-    V: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, HAS_KEYS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """values = x[id] - lse, lse = max x + log(sum(exp(x - max x))), x a row of logits [R, V]; one program per row.
-
-    One pass is enough, because the sum is kept relative to the largest x so far. keys [R, GROUPS] int64 sort a row's
-    groups of GROUP logits by their largest logit, and equal ones by their place, so a group is -key mod GROUPS.
-    values, lse [R] float32; ranks [R] int32, 1 + the number of logits above x[id].
-    """
-    i_r = tl.program_id(0).to(tl.int64)
-    p_logits = logits + i_r * V
-    x = tl.load(p_logits + tl.load(ids + i_r)).to(tl.float32)
-    x = tl.where(x > FLOAT_MAX, FLOAT_MAX, x)
-    peak = tl.full([], -FLOAT_MAX, tl.float32)
-    b_sum = tl.zeros([BLOCK], tl.float32)
-    b_above = tl.zeros([BLOCK], tl.int32)
-    for i_v in range(0, V, BLOCK):
-        o_v = i_v + tl.arange(0, BLOCK)
-        b_x = tl.load(p_logits + o_v, mask=o_v < V, other=float("-inf")).to(tl.float32)
-        b_x = tl.where(b_x > FLOAT_MAX, FLOAT_MAX, b_x)  # with +inf, x - peak would be NaN
-        b_above += (b_x > x).to(tl.int32)
-        higher = tl.maximum(peak, tl.max(b_x, 0))
-        fall = tl.maximum(peak - higher, -128.0)  # exp(-128) is 0 too, and fall * LOG2E stays finite
-        b_sum = b_sum * tl.exp2(fall * LOG2E) + tl.exp2((b_x - higher) * LOG2E)
-        peak = higher
-        if HAS_KEYS:
-            o_g = i_v // GROUP + tl.arange(0, BLOCK // GROUP)
-            b_key = _keys(tl.max(tl.reshape(b_x, [BLOCK // GROUP, GROUP]), 1))
-            tl.store(keys + i_r * GROUPS + o_g, b_key.to(tl.int64) * GROUPS - o_g, mask=o_g < GROUPS)
-    total = tl.sum(b_sum, 0)
-    b_lse = tl.where(total == 0, -FLOAT_MAX, peak + tl.log(total))  # without a finite logit: -inf and not NaN
-    tl.store(values + i_r, x - b_lse)
-    tl.store(ranks + i_r, 1 + tl.sum(b_above, 0))
-    tl.store(lse + i_r, b_lse)
-
-
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """logprob = x - lse, lse = log(sum(exp(x))), x a row of logits: at the row's id, and at its k largest.
-
-    Args:
-        logits: [R, V] float; not modified. ids: [R] int64. k: from 0 to V.
-
-    Returns:
-        values [R] float32 and ranks [R] int32 of `ids`, 1 being the likeliest, and equals having the same; top_ids
-        [R, k] int64, the likeliest first, and among equals the lowest id first; and top_values [R, k] float32. Values
-        are rounded once from float32 x and lse, so an id has one. A row without a finite logit has -inf everywhere.
-    """
-    rows, vocab = logits.shape
-    assert logits.is_contiguous() and vocab < NO_ID.value and ids.dtype == torch.int64 and 0 <= k <= vocab
-
-    block = min(SAMPLE_CHUNK, max(16, triton.next_power_of_2(vocab)))
-    group = min(block, SAMPLE_GROUP)
-    groups = triton.cdiv(vocab, group)
-    values = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    lse = torch.empty_like(values)
-    ranks = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    keys = torch.empty(rows, groups, dtype=torch.int64, device=logits.device) if k else None
-
-    logprobs_kernel[(rows,)](logits, ids, values, ranks, lse, keys, vocab, groups, group, k > 0, block, num_warps=8)
-    if keys is None:
-        return values, ranks, ids.new_empty(rows, 0), lse.new_empty(rows, 0)
-    # The k likeliest lie in the first k groups: each of these has a logit that comes before all of the other groups'.
-    # torch sorts keys and not logits, because it leaves open which of two equal logits comes first.
-    first = -keys.topk(min(k, groups)).values % groups
-    at = (first[:, :, None] * group + torch.arange(group, device=logits.device)).flatten(1)
-    x = logits.gather(1, at.clamp(max=vocab - 1)).float().clamp_(max=FLOAT_MAX.value)
-    order = (x + 0.0).view(torch.int32)  # makes the two zeros one
-    keys = (order ^ ((order >> 31) & 0x7FFFFFFF)).long().mul_(vocab).sub_(at).masked_fill_(at >= vocab, -(2**63))
-    chosen = keys.topk(k).indices
-    return values, ranks, at.gather(1, chosen), x.gather(1, chosen) - lse[:, None]
+# ---------------------------------------------------------------------------------------------------------- pooling
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts"])

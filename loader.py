@@ -15,21 +15,31 @@ import os
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
 from model import Part, Transformer
 
-IGNORED = (".rotary_emb.inv_freq",)  # in old Llama checkpoints: a constant that RoPE recomputes
-HEADS = ("lm_head.weight", "score.weight")  # not read where they are tied, or where the task needs none
+PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
+    "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",
+    "decoder.", "model.", "",
+)  # fmt: skip
+# Constants that old checkpoints have: RoPE's frequencies, masks, and two of xIELU's numbers.
+IGNORED = (
+    ".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias",
+    ".act_fn.beta", ".act_fn.eps",
+)  # fmt: skip
+HEADS = ("lm_head.weight", "embed_out.weight", "score.weight")  # not read where tied, or where the task needs none
+# Halves of a model that are not for text, and layers that predict tokens ahead (after the last one).
+BESIDE = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "audio_tower.", "mtp.")
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
-DTYPES = ("BF16", "F16", "F32")  # of tensors, as safetensors names them
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # target and source, of equal shapes
+Pair = tuple[torch.Tensor, torch.Tensor | Packed]  # target and source, of equal shapes
 
 
 def load_weights(model: Transformer, folder: str, staged: bool | None = None) -> None:
@@ -47,59 +57,123 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
     """
     wanted, device = model.parameters(), model.embedding.device
     paths = checkpoint_files(folder)
-    files = [find_slices(path, wanted, model) for path in paths]
-    if missing := wanted.keys() - set().union(*files):
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ValueError(f"{folder} has no tensor {min(missing)}{more}")
+    found: dict[str, str] = {}  # our names and the checkpoint's
+    scales = find_scales(paths, model.config.quantization)
+    files = [find_slices(path, wanted, model, found, scales) for path in paths]
+    check_complete(folder, wanted, found)
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, torch.Tensor] = {}
     with (
-        tqdm(total=len(wanted), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
+        tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
         ThreadPoolExecutor(READERS, initializer=begin) as pool,
     ):
         for i, slices in enumerate(files):
-            moved = pool.map(move, slices.values())
+            moved = pool.map(move, chain.from_iterable(slices.values()))
             for path in paths[i : i + 2]:
                 read_ahead(path)
-            for name, total in zip(slices, moved, strict=True):
-                sums[name] = total
+            for name, of in slices.items():
+                sums[name] = sum(islice(moved, len(of)), torch.zeros((), device=device))
                 bar.update()
     if stage:
         stage.wait()
     for name, total in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
-        if not (total.isfinite() or (target := wanted[name].target).isfinite().all()):
-            dtype = str(target.dtype).removeprefix("torch.")
-            raise ValueError(f"{folder}: tensor {name} has NaN or infinite elements, read as {dtype}")
+        targets = [piece.target for piece in wanted[name].pieces]
+        if not (total.isfinite() or all(target.isfinite().all() for target in targets)):
+            dtype = str(targets[0].dtype).removeprefix("torch.")
+            raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements, read as {dtype}")
+    model.finish()
 
 
-def find_slices(path: str, wanted: dict[str, Part], model: Transformer) -> dict[str, Pair]:
-    """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
+def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:
+    """Check that the files have all that is wanted: each tensor, or one that stands for it.
+
+    Args:
+        found: our names of the tensors that are there, and the checkpoint's.
 
     Raises:
-        ValueError: the file is damaged, or a tensor of it is surplus, misshapen or of another dtype.
+        ValueError: a tensor is missing, or is there twice: by itself and as a part of another one.
     """
-    found = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                if saved.endswith(IGNORED) or (saved in HEADS and saved not in wanted):
-                    continue
-                # What was saved without a head has no "model." before its names.
-                name = saved if saved in wanted else f"model.{saved}"
-                if name not in wanted or name in found:
-                    raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
-                tensor, part = file.get_slice(saved), wanted[name]
-                if tensor.get_shape() != list(part.shape):
-                    raise ValueError(
-                        f"{path}: tensor {name} has shape {tensor.get_shape()}; config.json asks for {list(part.shape)}"
-                    )
-                if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise ValueError(f"{path}: tensor {name} is {dtype}; Manta reads {', '.join(DTYPES)}")
-                found[name] = part.target, tensor[part.share]
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
-    return found
+    needed = {name for name, part in wanted.items() if not part.instead_of}
+    for name, part in wanted.items():
+        if part.instead_of and name in found:
+            if twice := found.keys() & set(part.instead_of):
+                raise ValueError(f"{folder} has tensor {found[min(twice)]} twice: {found[name]} has it, too")
+            needed -= set(part.instead_of)
+    if missing := needed - found.keys():
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        prefix = max((saved.removesuffix(name) for name, saved in found.items()), key=len, default="")
+        prefix = "" if min(missing).endswith(HEADS) else prefix
+        raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
+
+
+def find_slices(
+    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales]
+) -> dict[str, list[Pair]]:
+    """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
+
+    Args:
+        found: our names and the checkpoint's of what was found so far; this file's are added.
+        scales: of the tensors that are stored in fewer bits.
+
+    Raises:
+        ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
+    """
+    slices: dict[str, list[Pair]] = {}
+    beside = {of.name for of in scales.values()}
+    with opened(path) as file:
+        for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+            if saved in beside or (model.config.quantization and saved.endswith(ACTIVATIONS)):
+                continue
+            of = scales.get(saved)
+            plain = of.plain if of else saved
+            name = our_name(plain, wanted)
+            if name is None and skipped(plain, model):
+                continue
+            if name in found:
+                raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
+            if name is None:
+                raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
+            try:
+                whole = open_tensor(file, saved, of, model.config.quantization)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            shape, part = list(whole.shape), wanted[name]
+            if shape != list(part.shape):
+                raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
+            found[name] = plain
+            slices[name] = pairs(whole, part)
+    return slices
+
+
+def pairs(whole: torch.Tensor | Packed, part: Part) -> list[Pair]:
+    """What is to be copied out of a whole tensor of the checkpoint."""
+    whole = whole.mT if part.transposed else whole
+    whole = whole.view(part.view) if part.view else whole
+    return [(target, whole[index]) for target, index in part.pieces]
+
+
+def our_name(saved: str, wanted: dict[str, Part]) -> str | None:
+    """The name by which a tensor of a checkpoint is wanted, if it is."""
+    for prefix in PREFIXES:
+        if saved.startswith(prefix) and (name := saved.removeprefix(prefix)) in wanted:
+            return name
+    return None
+
+
+def skipped(saved: str, model: Transformer) -> bool:
+    """Whether a tensor that nobody wants may stand in a checkpoint."""
+    if saved.endswith(IGNORED) or saved.endswith(HEADS):
+        return True
+    for prefix in PREFIXES:
+        name = saved.removeprefix(prefix)
+        if name.startswith(BESIDE):
+            return True
+        layer, _, rest = name.partition(".")
+        number = rest.partition(".")[0]
+        if layer == model.row.name("layer") and number.isdigit() and int(number) == model.config.num_layers:
+            return True  # a layer that predicts tokens ahead (DeepSeek V3)
+    return False
 
 
 def read_ahead(path: str) -> None:
@@ -116,11 +190,13 @@ def copy(pair: Pair) -> torch.Tensor:
     return total
 
 
-def pieces(pair: Pair, size: int) -> Iterator[Pair]:
-    """The pair row by row, in parts of at most `size` bytes of the target, or of one row."""
+def pieces(pair: Pair, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pair row by row, in parts of at most `size` bytes of the target, or of one row; packed ones are unpacked."""
     target, source = pair
+    size = size if isinstance(source, torch.Tensor) else min(size, PIECE_BYTES)  # unpacking takes several times as much
     rows = max(1, size // (math.prod(target.shape[1:]) * target.itemsize))
-    return zip(target.split(rows), source.split(rows), strict=True)
+    for to, of in zip(target.split(rows), source.split(rows), strict=True):
+        yield to, of if isinstance(of, torch.Tensor) else of.read()
 
 
 class Stage:
@@ -194,11 +270,19 @@ def fill_dummy(model: Transformer, seed: int) -> None:
     Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
     """
     generator = torch.Generator(device=model.embedding.device).manual_seed(seed % 2**63)
-    for name, (target, shape, share) in model.parameters().items():
-        if len(shape) == 1:
-            target.fill_(0.0 if name.endswith("bias") else 1.0)
+    wanted = model.parameters()
+    for name, part in wanted.items():
+        if part.instead_of:  # the tensors that it stands for are made one by one
             continue
-        whole = target if target.shape == shape else target.new_empty(shape)
-        whole.normal_(0, shape[1] ** -0.5, generator=generator)
-        if whole is not target:
-            target.copy_(whole[share])
+        targets = [piece.target for piece in part.pieces]
+        if len(part.shape) == 1 or "norm" in name:
+            for target in targets:
+                target.fill_(1.0 if name.endswith("weight") and not model.row.unit_offset else 0.0)
+            continue
+        whole = targets[0] if targets[0].shape == part.shape else targets[0].new_empty(part.shape)
+        whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
+        for target, source in pairs(whole, part):
+            if target is not whole:
+                assert isinstance(source, torch.Tensor)
+                target.copy_(source)
+    model.finish()

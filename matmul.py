@@ -1,6 +1,7 @@
 """Matrix products: Triton kernels and their launchers, written as kernels.py says; `kernels` passes them on as ops.
 
-The little functions that all kernels use stand here, too, because kernels.py takes what it needs from this file.
+The little functions and the constants that all kernels use stand here, too, because the other files of kernels take
+what they need from this one.
 
 Shapes: x has T rows (tokens) of K inputs, a weight is [N, K].
 """
@@ -17,6 +18,9 @@ import triton
 import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+NO_ID = tl.constexpr(2**31 - 1)
 
 LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
 LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus

@@ -9,7 +9,6 @@ compare them with torch's own count.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 from collections.abc import Iterable, Iterator
@@ -74,7 +73,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` and batch `state` may lie on the meta device."""
-    c, dtype, heads, max_model_len = model.config, model.embedding.dtype, model.num_kv_heads, len(model.rotations)
+    c, dtype, heads, max_model_len = model.config, model.embedding.dtype, model.num_kv_heads, model.max_model_len
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
@@ -82,7 +81,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         sampling = one = 0
     decode = step_bytes(config, model, rows)
     return MemoryPlan(
-        weights=count_bytes([model, *model.layers]),
+        weights=count_bytes(model.owners()),
         state=count_bytes([state]),
         activations=activations,
         logits=logits,
@@ -101,7 +100,9 @@ def captures_graphs(config: EngineConfig) -> bool:
 
 def count_bytes(owners: Iterable[object]) -> int:
     """Bytes of the tensors that are attributes of `owners`; memory that several of them share counts once."""
-    found = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    values = [value for owner in owners for value in vars(owner).values()]
+    values += [item for value in values if isinstance(value, list) for item in value]
+    found = [value for value in values if isinstance(value, torch.Tensor)]
     storages = [tensor.untyped_storage() for tensor in found]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
@@ -122,7 +123,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
     # Each token has an id, a position, a slot and a row of RoPE's table. Each row has five integers and, for each kind
     # of window, its part of decode's work list. All of it lives until the next step's is made, so it is there twice.
-    rotation = model.rotations.nbytes // len(model.rotations)
+    rotation = sum(table.nbytes // len(table) for table in model.rotations)
     inputs = t * (8 + 4 + 8 + rotation) + 4 * (r + 1) * (5 + len(set(c.windows)) * (1 + model.num_kv_heads))
     # The residual and one more tensor of its size are always alive. Beside them
     # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
@@ -206,8 +207,8 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     Raises:
         ValueError: see `fit_pool`; the lines that show why come before.
     """
-    parameters = sum(math.prod(part.shape) for part in model.parameters().values())
-    max_model_len, rows = len(model.rotations), config.max_num_seqs
+    parameters = model.num_parameters()
+    max_model_len, rows = model.max_model_len, config.max_num_seqs
     name = str(model.embedding.dtype).removeprefix("torch.")
 
     def line(what: str, size: int, remark: str = "") -> str:

@@ -1,124 +1,42 @@
-"""One transformer, driven by a table of families.
+"""One transformer, whose layers are put together as its family's row says.
 
-A family is a row of `FAMILIES`, which says where the family departs from Llama. The compute-heavy steps are the `ops`
-that the worker hands in (Triton kernels, or their plain torch twins); matrix products are torch's. Each rank of a group
-holds a share of every weight. One word for each weight says which share; see `Transformer.part`.
+The compute-heavy steps are the `ops` that the worker hands in (Triton kernels, or their plain torch twins); matrix
+products are torch's. Each rank of a group holds a share of every weight. One word for each weight says which share; see
+`Transformer.part`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from config import ModelConfig
+from layers import Batch as Batch
+from layers import ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
+from model_config import ModelConfig
 from parallel import Group
-
-Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Family:
-    """Where a family of decoders departs from Llama; a bias of None follows `attention_bias` of config.json."""
-
-    qkv_bias: bool | None = None
-    o_bias: bool | None = None
-    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
-    interleaved: bool = False  # RoPE turns elements 2i and 2i + 1, not i and i + head_dim / 2
+from rope import query_scales, rope_table
 
 
-FAMILIES = {
-    "Ernie4_5ForCausalLM": Family(qkv_bias=False, o_bias=False, interleaved=True),
-    "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(qkv_bias=False, o_bias=False),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, o_bias=False),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
-}
+class Piece(NamedTuple):
+    """A part of a checkpoint's tensor, and where it goes."""
 
-
-@dataclass(slots=True)
-class Batch:
-    """The device inputs of one step; see `prepare_inputs` for the first four."""
-
-    input_ids: torch.Tensor  # [T]
-    positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T] where each token's keys and values go
-    seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
-    slots: torch.Tensor  # [B] row of the batch state
-    block_tables: torch.Tensor  # [S, M] of all slots
-    num_decodes: int  # this many rows come first and have one token
-    query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
-    max_query_len: int
-
-
-@dataclass(slots=True)
-class Step:
-    """What attention needs beside its layer's weights, while a step runs."""
-
-    batch: Batch
-    pool: tuple[torch.Tensor, ...]  # layer by layer
-    rotation: torch.Tensor  # [T, 2, dim] of `rope_table`
-    plans: dict[int, Any]  # of `plan_decode`, by window
+    target: torch.Tensor  # the part of our weights that is filled
+    index: tuple[slice | int, ...]  # the part of the tensor, seen in the shape `Part.view`
 
 
 class Part(NamedTuple):
-    """What a rank takes of a tensor of the checkpoint, and where it goes."""
+    """What a rank takes of a tensor of the checkpoint."""
 
-    target: torch.Tensor  # the part of our weights that is filled
     shape: tuple[int, ...]  # of the whole tensor
-    share: tuple[slice, ...]  # the part of the whole tensor that fills the target
-
-
-class Layer:
-    """A rank's share of the weights of one decoder layer: its heads, and its part of the MLP.
-
-    The weights of q, k and v are one matrix, and so are those of gate and up.
-    """
-
-    def __init__(self, c: ModelConfig, family: Family, heads: int, kv_heads: int, intermediate_size: int, new):
-        q_size, kv_size = heads * c.head_dim, kv_heads * c.head_dim
-        qkv_bias = c.attention_bias if family.qkv_bias is None else family.qkv_bias
-        o_bias = c.attention_bias if family.o_bias is None else family.o_bias
-        self.input_norm = new(c.hidden_size)
-        self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
-        self.qkv_bias = new(q_size + 2 * kv_size) if qkv_bias else None
-        self.q_norm = new(c.head_dim) if family.qk_norm else None
-        self.k_norm = new(c.head_dim) if family.qk_norm else None
-        self.o = new(c.hidden_size, q_size)
-        self.o_bias = new(c.hidden_size) if o_bias else None
-        self.post_norm = new(c.hidden_size)
-        self.gate_up = new(2 * intermediate_size, c.hidden_size)
-        self.down = new(c.hidden_size, intermediate_size)
-        self.sizes = (q_size, kv_size, kv_size)
-
-    def parameters(self) -> dict[str, tuple[torch.Tensor, str]]:
-        """For each of the checkpoint's names within the layer: the part of our weights that it fills, and its word."""
-        q, k, v = self.qkv.split(self.sizes)
-        gate, up = self.gate_up.chunk(2)
-        q_bias, k_bias, v_bias = (None,) * 3 if self.qkv_bias is None else self.qkv_bias.split(self.sizes)
-        named = {
-            "input_layernorm.weight": (self.input_norm, "all"),
-            "self_attn.q_proj.weight": (q, "col"),
-            "self_attn.k_proj.weight": (k, "kv"),
-            "self_attn.v_proj.weight": (v, "kv"),
-            "self_attn.q_norm.weight": (self.q_norm, "all"),
-            "self_attn.k_norm.weight": (self.k_norm, "all"),
-            "self_attn.o_proj.weight": (self.o, "row"),
-            "self_attn.o_proj.bias": (self.o_bias, "first"),
-            "post_attention_layernorm.weight": (self.post_norm, "all"),
-            "mlp.gate_proj.weight": (gate, "col"),
-            "mlp.up_proj.weight": (up, "col"),
-            "mlp.down_proj.weight": (self.down, "row"),
-            "self_attn.q_proj.bias": (q_bias, "col"),
-            "self_attn.k_proj.bias": (k_bias, "kv"),
-            "self_attn.v_proj.bias": (v_bias, "kv"),
-        }
-        return {name: (tensor, word) for name, (tensor, word) in named.items() if tensor is not None}
+    pieces: tuple[Piece, ...]
+    view: tuple[int, ...] = ()  # the shape in which the pieces are found; () is its own
+    transposed: bool = False  # its last two dimensions change places before that
+    instead_of: tuple[str, ...] = ()  # names of other tensors that are not needed where this one is there
 
 
 class Transformer:
@@ -140,53 +58,93 @@ class Transformer:
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
     ):
         check_division(config, group.size)
-        self.config, self.ops, self.group = config, ops, group
+        self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
-        vocab, intermediate_size = -(-config.vocab_size // group.size), config.intermediate_size // group.size
+        vocab, size = -(-config.vocab_size // group.size), config.hidden_size
+        weights_dtype = dtype
 
-        def new(*shape: int) -> torch.Tensor:
+        def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             # Not every rank fills all of it (see "first" and "vocab" in `part`), and the rest must be zero.
-            return (torch.empty if group.size == 1 else torch.zeros)(shape, dtype=dtype, device=device)
+            make = torch.empty if group.size == 1 else torch.zeros
+            return make(shape, dtype=dtype or weights_dtype, device=device)
 
-        sizes = self.num_heads, self.num_kv_heads, intermediate_size
-        self.embedding = new(vocab, config.hidden_size)
-        family = FAMILIES[config.family]
-        self.layers = [Layer(config, family, *sizes, new) for _ in range(config.num_layers)]
-        self.norm = new(config.hidden_size)
+        self.embedding = new(vocab, size)
+        self.positions: torch.Tensor | None = None  # the table of learned positions
+        if self.row.name("positions"):
+            self.positions = new(config.max_position + self.row.position_offset, size)
+        heads = self.num_heads, self.num_kv_heads
+        self.layers = [Layer(config, ops, group, i, *heads, new) for i in range(config.num_layers)]
+        self.norm = Norm(config, ops, size, new)
         self.head: Weight | None = None
+        self.head_bias: torch.Tensor | None = None
         if config.head == "logits":
-            self.head = self.embedding if config.tie_word_embeddings else new(vocab, config.hidden_size)
+            self.head = self.embedding if config.tie_word_embeddings else new(vocab, size)
+            self.head_bias = new(vocab) if self.row.head_bias else None
         self.score: torch.Tensor | None = None  # the classification head, the same on each rank
         if config.head == "labels":
-            self.score = torch.empty(len(config.labels), config.hidden_size, dtype=torch.float32, device=device)
-        self.interleaved = family.interleaved
-        self.rotations = rope_table(config, max_model_len, self.interleaved).to(device)
-        self.scale = config.head_dim**-0.5
-        self.step: Step | None = None
+            self.score = torch.empty(len(config.labels), size, dtype=torch.float32, device=device)
+        tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
+        self.rotations = [table.to(device) for table in tables]
+        grown = [query_scales(rope, max_model_len) for rope in config.ropes]
+        self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
+        # Rounded as a weight, because that is how the models were trained.
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
 
-    def parameters(self) -> dict[str, Part]:
-        """What this rank takes of each tensor of a checkpoint."""
-        named = {"model.embed_tokens.weight": (self.embedding, "vocab"), "model.norm.weight": (self.norm, "all")}
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def owners(self) -> Iterator[object]:
+        """All objects that have weights as attributes."""
+        yield self
+        yield self.norm
+        for layer in self.layers:
+            yield from layer.parts()
+
+    def slots(self) -> dict[str, Slot | StackedSlot]:
+        """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
+        row = self.row
+        slots: dict[str, Slot | StackedSlot] = {f"{row.name('embed')}.weight": Slot((self.embedding,), ("vocab",))}
+        slots |= self.norm.slots(str(row.name("norm")))
+        if self.positions is not None:
+            slots[f"{row.name('positions')}.weight"] = Slot((self.positions,), ("all",))
         if self.head is not None and not self.config.tie_word_embeddings:
             assert isinstance(self.head, torch.Tensor)
-            named["lm_head.weight"] = (self.head, "vocab")
+            slots[f"{row.name('head')}.weight"] = Slot((self.head,), ("vocab",))
+        if self.head_bias is not None:
+            slots[f"{row.name('head')}.bias"] = Slot((self.head_bias,), ("vocab",))
         if self.score is not None:
-            named["score.weight"] = (self.score, "all")
+            slots["score.weight"] = Slot((self.score,), ("all",))
         for i, layer in enumerate(self.layers):
-            named |= {f"model.layers.{i}.{name}": entry for name, entry in layer.parameters().items()}
-        return {name: self.part(*entry) for name, entry in named.items()}
+            slots |= {f"{row.name('layer')}.{i}.{name}": slot for name, slot in layer.slots(row).items()}
+        return slots
 
-    def part(self, target: torch.Tensor, word: str) -> Part:
-        """What this rank takes of the tensor that fills `target`; `word` says how the ranks divide it.
+    def parameters(self) -> dict[str, Part]:
+        """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
+        there, and the stacked tensor says which others it stands for."""
+        slots = self.slots()
+        parts = {name: self.part(slot) for name, slot in slots.items() if isinstance(slot, Slot)}
+        for name, slot in slots.items():
+            if isinstance(slot, StackedSlot):
+                held = slot.target.untyped_storage()._cdata
+                single = [
+                    other for other, part in parts.items()
+                    if any(piece.target.untyped_storage()._cdata == held for piece in part.pieces)
+                ]  # fmt: skip
+                parts[name] = self.stacked_part(slot, tuple(single))
+        return parts
+
+    def num_parameters(self) -> int:
+        """Elements of all weights on all ranks, each counted once."""
+        return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
+
+    def share(self, word: str, n: int) -> tuple[int, int, int]:
+        """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
 
         A "row" weight multiplies just what the "col" weight before it gave on the same rank. So sums over ranks are
         only needed after "row" weights and after the embedding (Megatron-LM, Shoeybi et al., 2019).
         """
         rank, size = self.group.rank, self.group.size
         sharers = max(1, size // self.config.num_kv_heads)  # ranks that hold the same KV head
-        dim = 1 if word == "row" else 0
-        n = target.shape[dim]
         length, begin = {
             "all": (n, 0),
             "first": (n, n * (rank > 0)),  # on rank 0 alone, because a sum over ranks follows
@@ -195,73 +153,184 @@ class Transformer:
             "kv": (n * size // sharers, n * (rank // sharers)),  # as "col"
             "vocab": (self.config.vocab_size, n * rank),
         }[word]
-        taken = slice(min(begin, length), min(begin + n, length))
-        shape, share = list(target.shape), [slice(None)] * target.ndim
-        shape[dim], share[dim] = length, taken
-        return Part(target.narrow(dim, 0, taken.stop - taken.start), tuple(shape), tuple(share))
+        return length, min(begin, length), min(begin + n, length)
+
+    def part(self, slot: Slot) -> Part:
+        """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
+        if not slot.targets:
+            return Part(slot.shape, ())
+        if slot.layout != "stacked":
+            return self.fused_part(slot)
+        pieces, offset, shape = [], 0, list(slot.targets[0].shape)
+        for target, word in zip(slot.targets, slot.words, strict=True):
+            dim = 1 if word == "row" else 0
+            length, begin, end = self.share(word, target.shape[dim])
+            index: list[slice | int] = [slice(None)] * target.ndim
+            index[dim] = slice(offset + begin, offset + end)
+            pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
+            offset += length
+            shape[dim] = offset
+        if slot.transposed:
+            shape.reverse()
+        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed)
+
+    def fused_part(self, slot: Slot) -> Part:
+        """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
+        c, rest = self.config, tuple(slot.targets[0].shape[1:])
+        _, q_begin, q_end = self.share("col", self.num_heads)
+        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads)
+        per_key = c.num_heads // c.num_kv_heads
+        if slot.layout == "heads":
+            view = c.num_heads, 3, c.head_dim, *rest
+            indices = [(slice(q_begin, q_end), j) for j in range(3)]
+            shapes = [(self.num_heads, c.head_dim, *rest)] * 3
+        else:
+            view = c.num_kv_heads, per_key + 2, c.head_dim, *rest
+            first = q_begin % per_key if self.num_heads < per_key else 0
+            among = slice(first, first + min(self.num_heads, per_key))
+            keys = slice(kv_begin, kv_end)
+            indices = [(keys, among), (keys, per_key), (keys, per_key + 1)]
+            shapes = [(self.num_kv_heads, among.stop - first, c.head_dim, *rest)]
+            shapes += [(self.num_kv_heads, c.head_dim, *rest)] * 2
+        pieces = [
+            Piece(target.view(shape), index) for target, shape, index in zip(slot.targets, shapes, indices, strict=True)
+        ]
+        return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
+
+    def stacked_part(self, slot: StackedSlot, single: tuple[str, ...]) -> Part:
+        """As `part`, of a tensor for all experts, which stands for the tensors `single` of one expert each."""
+        parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
+        dim = 1 if slot.words[0] == "row" else 0  # of an expert's own tensor
+        length, begin, end = self.share(slot.words[0], halves[0].shape[dim + 1])
+        for e in range(len(slot.target)):
+            for j, half in enumerate(halves):
+                index: list[slice | int] = [e, *[slice(None)] * (half.ndim - 1)]
+                alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
+                index[dim + 1] = alternating if slot.interleaved else slice(j * length + begin, j * length + end)
+                pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
+        shape = list(slot.target.shape)
+        shape[dim + 1] = length * parts
+        if slot.transposed:
+            shape[1:] = shape[:0:-1]
+        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=single)
+
+    def be_batch_invariant(self) -> None:
+        """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
+        self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertMlp):
+                layer.mlp.batch_invariant = True
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are loaded."""
+        for owner in self.owners():
+            if owner is not self:
+                owner.finish()  # type: ignore[attr-defined]
+
+    def to_float(self) -> None:
+        """Keep what norms multiply by in float32."""
+        for owner in self.owners():
+            for name in getattr(owner, "factors", ()):
+                if (weight := getattr(owner, name)) is not None:
+                    setattr(owner, name, weight.float())
+
+    def pack(self, pack: Callable[[torch.Tensor], Weight], pack_experts: Callable[[torch.Tensor], Any] | None) -> None:
+        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, one after the
+        other. `parameters` no longer works then."""
+        for owner in self.owners():
+            for kind, make in (("matrices", pack), ("stacks", pack_experts)):
+                for name in getattr(owner, kind, ()):
+                    if make and isinstance(weight := getattr(owner, name), torch.Tensor):
+                        setattr(owner, name, make(weight))
+        if self.head is not None:
+            assert isinstance(self.head, torch.Tensor)
+            self.head = pack(self.head)
+
+    # --- a step -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
 
         Returns the hidden states [T, hidden] after the last norm.
         """
+        c, add_up = self.config, self.group.all_reduce
+        step = self.new_step(batch, pool)
+        residual = self.embed(batch.input_ids, batch.positions)
+        x = self.enter(residual)
+        for i, layer in enumerate(self.layers):
+            y = layer.attention(x, step)
+            if self.row.parallel:
+                beside = layer.mlp_in(residual) if layer.mlp_in else x
+                y = add_up(y + layer.mlp(beside))
+            else:
+                y = add_up(y)
+                y = layer.attn_out(y) if layer.attn_out else y
+                x = self.add(y, residual, layer.mlp_in)
+                y = add_up(layer.mlp(x))
+                y = layer.mlp_out(y) if layer.mlp_out else y
+            following = self.layers[i + 1].attn_in if i + 1 < c.num_layers else self.norm
+            x = self.add(y, residual, following)
+        return x
+
+    def rehearse(self, rows: int, pool: torch.Tensor) -> None:
+        """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
+        x, nowhere = self.embedding.new_zeros(rows, self.config.hidden_size), torch.full((rows,), -1)
+        first = torch.zeros_like(nowhere)
+        step = self.new_step(Batch(first, first, nowhere, first, first, first[None], 0, first, 1), pool)
+        self.enter(x)
+        for layer in self.layers:
+            layer.attention.store(linear(x, layer.attention.qkv, layer.attention.qkv_bias), step)
+            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
+        self.add(y, x, self.norm)
+        if self.head is not None:
+            self.logits(x[:1])
+
+    def new_step(self, batch: Batch, pool: torch.Tensor) -> Step:
+        """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
         layers = pool.unbind(1)
         plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
-        self.step = Step(batch, layers, self.rotations[batch.positions], plans)
-        ops, eps, activation, add_up = self.ops, self.config.rms_norm_eps, self.config.activation, self.group.all_reduce
-        residual = self.embed(batch.input_ids)
-        x = ops.rms_norm(residual, self.layers[0].input_norm, eps)
-        for i, layer in enumerate(self.layers):
-            x = add_up(linear(self.attend(linear(x, layer.qkv, layer.qkv_bias), i), layer.o, layer.o_bias))
-            x = ops.rms_norm(x, layer.post_norm, eps, residual)
-            x = add_up(linear(ops.act_mul(linear(x, layer.gate_up), activation), layer.down))
-            following = self.layers[i + 1].input_norm if i + 1 < len(self.layers) else self.norm
-            x = ops.rms_norm(x, following, eps, residual)
-        return x
+        rotations = [table[batch.positions] for table in self.rotations]
+        grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
+        return Step(batch, layers, rotations, grown, plans)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+    def enter(self, residual: torch.Tensor) -> torch.Tensor:
+        """What the first layer's attention takes of the embeddings."""
+        norm = self.layers[0].attn_in
+        return norm(residual) if norm else residual
+
+    def add(self, y: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Add y to the residual in place; returns its norm, or itself where there is none."""
+        if self.config.residual_scale != 1:
+            y *= self.config.residual_scale
+        return norm(y, residual) if norm else residual.add_(y)
+
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]. A rank has zeros for ids that it does not hold; the ranks' are summed."""
         if self.group.size == 1:
-            return F.embedding(ids, self.embedding)
-        local = ids - self.group.rank * len(self.embedding)
-        elsewhere = (local < 0) | (local >= len(self.embedding))
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
-        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
-
-    def attend(self, qkv: torch.Tensor, i: int) -> torch.Tensor:
-        """Layer i's attention [T, heads * dim] over the paged context, with the heads of this rank.
-
-        First this step's keys and values go into the pool. Rows of one token and longer rows have different kernels.
-        """
-        assert self.step
-        batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[i]
-        norms = layer.q_norm, layer.k_norm, self.config.rms_norm_eps
-        rotation = self.step.rotation
-        q = self.ops.qk_norm_rope_store(qkv, *norms, rotation, batch.slot_mapping, kv, self.interleaved)
-        n, parts = batch.num_decodes, []
-        few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
-        if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, self.step.plans[window], self.scale))
-        if rest is not None:
-            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, self.scale, window))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+            x = F.embedding(ids, self.embedding)
+        else:
+            local = ids - self.group.rank * len(self.embedding)
+            elsewhere = (local < 0) | (local >= len(self.embedding))
+            x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
+            x = self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        if self.embed_scale != 1:
+            x *= self.embed_scale
+        if self.positions is not None:
+            x += F.embedding(positions + self.row.position_offset, self.positions)
+        return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of hidden states [R, hidden], on every rank."""
         assert self.head is not None
-        return self.group.all_gather(linear(hidden, self.head), self.config.vocab_size)
-
-    def pack(self, pack: Callable[[torch.Tensor], Weight]) -> None:
-        """Replace each matrix by what `pack` makes of it, one after the other. `parameters` no longer works then."""
-        for layer in self.layers:
-            for name in ("qkv", "o", "gate_up", "down"):
-                setattr(layer, name, pack(getattr(layer, name)))
-        if self.head is not None:
-            assert isinstance(self.head, torch.Tensor)
-            self.head = pack(self.head)
+        c = self.config
+        logits = self.group.all_gather(linear(hidden, self.head, self.head_bias), c.vocab_size)
+        if c.logit_scale != 1:
+            logits *= c.logit_scale
+        if c.logit_cap:
+            logits.div_(c.logit_cap).tanh_().mul_(c.logit_cap)
+        return logits
 
 
 def check_division(config: ModelConfig, size: int) -> None:
@@ -270,7 +339,12 @@ def check_division(config: ModelConfig, size: int) -> None:
     Raises:
         ValueError: names what cannot be divided.
     """
-    for name, count in (("num_attention_heads", config.num_heads), ("intermediate_size", config.intermediate_size)):
+    counts = [("num_attention_heads", config.num_heads)]
+    if not all(config.expert_layers):
+        counts.append(("intermediate_size", config.intermediate_size))
+    if e := config.experts:
+        counts += [("experts' intermediate size", e.size), ("shared expert's intermediate size", e.shared_size)]
+    for name, count in counts:
         if count % size:
             raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")
     if config.num_kv_heads % size and size % config.num_kv_heads:
@@ -278,64 +352,3 @@ def check_division(config: ModelConfig, size: int) -> None:
             f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {config.num_kv_heads}, "
             "or be a multiple of it"
         )
-
-
-def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + bias, by a plain weight or by one that was packed for its device."""
-    return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight(x, bias)
-
-
-def rope_table(config: ModelConfig, length: int, interleaved: bool) -> torch.Tensor:
-    """What `qk_norm_rope_store` rotates each position by, [length, 2, head_dim] float32 (RoFormer, Su et al., 2021)."""
-    frequencies, scale = rope_frequencies(config, length)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    cos, sin = angles.cos() * scale, angles.sin() * scale
-    pairs = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), dim=1)  # [length, 2, D / 2, 2]
-    return (pairs if interleaved else pairs.transpose(2, 3)).flatten(2).contiguous()
-
-
-def rope_frequencies(config: ModelConfig, length: int) -> tuple[torch.Tensor, float]:
-    """Radians from one position to the next, [head_dim / 2] float32, and what cos and sin are multiplied by.
-
-    Some kinds of RoPE depend on the length of a sequence. Keys stay in the cache as they were first rotated, so here
-    all sequences count as `length` tokens long, the most that one may have.
-    """
-    s, dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
-    kind, trained, factor = s.get("rope_type"), s.get("original_max_position_embeddings", 0), s.get("factor", 1.0)
-    if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): it stretches high frequencies the least
-        stretch = factor * max(length, trained) / trained - (factor - 1)
-        theta = theta * stretch ** (dim / (dim - 2))
-    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if kind == "linear":
-        return frequencies / factor, 1.0
-    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended
-        low, high = s["low_freq_factor"], s["high_freq_factor"]
-        turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
-        return blend * frequencies + (1 - blend) * frequencies / factor, 1.0
-    if kind == "yarn":  # Peng et al., 2023: as llama3, but blended by the index of the frequency
-        turns = s.get("beta_fast") or 32, s.get("beta_slow") or 1
-        low, high = (dim * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in turns)
-        if s.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        blend = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
-        return (1 - blend) * frequencies + blend * frequencies / factor, yarn_scale(factor, s)
-    if kind == "longrope":  # Ding et al., 2024: each frequency has a factor that was found by search
-        factors = s["long_factor"] if length > trained else s["short_factor"]
-        scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
-        return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale
-    return frequencies, 1.0
-
-
-def yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
-    """What YaRN multiplies q and k by, so that attention over the longer context stays as sharp."""
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return grown(scaling["mscale"]) / grown(scaling["mscale_all_dim"])
-    return grown(1.0)

@@ -15,7 +15,8 @@ import json
 import os
 from typing import Any
 
-from config import EngineConfig, ModelConfig, read_json
+from config import EngineConfig, read_json
+from model_config import ModelConfig
 from sampling_params import PoolingParams, SamplingParams
 
 POOLINGS = {"lasttoken": "last", "mean": "mean", "cls": "cls"}  # sentence-transformers' names and ours

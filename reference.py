@@ -27,13 +27,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
     """y = weight * h * rsqrt(mean(h^2) + eps), with h = x, or h = residual + x, which replaces residual in place.
 
     Args:
-        x: [T, H], any float dtype. weight: [H]. residual: [T, H] or None.
+        x: [T, size], any float dtype. weight: [size], any float dtype. residual: [T, size] or None.
 
     Returns:
-        y [T, H] in x's dtype, rounded once from float32.
+        y [T, size] in x's dtype, rounded once from float32.
     """
     h = (x if residual is None else residual.add_(x)).float()
     return (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()).to(x.dtype)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y = weight * c * rsqrt(mean(c^2) + eps) + bias, c = h - mean(h), with h as in `rms_norm`.
+
+    Args:
+        x: [T, size], any float dtype. weight, bias: [size], any float dtype; no bias is 0. residual: [T, size] or None.
+
+    Returns:
+        y [T, size] in x's dtype, rounded once from float32.
+    """
+    h = (x if residual is None else residual.add_(x)).float()
+    y = rms_norm(h - h.mean(-1, keepdim=True), weight, eps)
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def keys_of(kv: torch.Tensor) -> torch.Tensor:
@@ -53,6 +73,9 @@ def qk_norm_rope_store(
     slot_mapping: torch.Tensor,
     kv: torch.Tensor,
     interleaved: bool = False,
+    norm: str = "rms",
+    norm_last: bool = False,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -61,10 +84,14 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [T, (H + 2 KV) D], undefined afterwards, because a backend may rotate q in place.
-        q_weight, k_weight: [D], or both None for no norm.
+        q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin). r <= D; elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
         kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
+        norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
+        scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
+            own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -72,14 +99,30 @@ def qk_norm_rope_store(
     _, _, kv_heads, block_size, head_dim = kv.shape
     x = qkv.view(len(qkv), -1, head_dim)
     q, k, v = x.split((x.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
-    q, k = q.float(), k.float()
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)
-    q, k = (_rope(part, rotation, interleaved).to(qkv.dtype) for part in (q, k))
+    turned = []
+    for i, (part, weight) in enumerate(((q.float(), q_weight), (k.float(), k_weight))):
+        part = _rope(part, rotation, interleaved) if norm_last else part
+        if weight is not None and scales is not None:
+            part = part * scales[:, i, None, None] * weight.float()
+        elif weight is not None:
+            part = rms_norm(part, weight, eps) if norm == "rms" else layer_norm(part, weight, None, eps)
+        turned.append((part if norm_last else _rope(part, rotation, interleaved)).to(qkv.dtype))
+    q, k = turned
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
     kv[block, 0, :, place], kv[block, 1, :, place] = k[stored], v[stored]
     return q
+
+
+def square_sums(qkv: torch.Tensor, kv_heads: int, head_dim: int) -> torch.Tensor:
+    """y[t] = (sum(q^2), sum(k^2)) over all heads of qkv [T, (H + 2 KV) D]; y [T, 2] float32.
+
+    `qk_norm_rope_store` takes rsqrt(y / number + eps) as its `scales`, after the ranks that share the heads have added
+    up their y.
+    """
+    keys = kv_heads * head_dim
+    q, k, _ = qkv.float().square().split((qkv.shape[1] - 2 * keys, keys, keys), dim=1)
+    return torch.stack((q.sum(1), k.sum(1)), 1)
 
 
 def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -93,13 +136,27 @@ def _rope(x: torch.Tensor, rotation: torch.Tensor, interleaved: bool) -> torch.T
 
 
 def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once.
-
-    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2.
-    """
+    """y = act(gate) * up for x [T, 2F] = (gate | up); y [T, F], rounded once; act is one of `act` but for xielu."""
     gate, up = x.float().chunk(2, dim=1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return (gate * up).to(x.dtype)
+    return (act(gate, activation) * up).to(x.dtype)
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+    """y = act(x) for x [T, F], rounded once.
+
+    silu(z) = z / (1 + exp(-z)); gelu(z) = z (1 + erf(z / sqrt(2))) / 2; relu(z) = max(z, 0); relu2(z) = relu(z)^2;
+    gelu_tanh(z) = z (1 + tanh(sqrt(2 / pi) (z + 0.044715 z^3))) / 2; and with (p, n) = `params` [2] float32
+    xielu(z) = z / 2 + p z^2 for z > 0, z / 2 + n (exp(min(z, -1e-6)) - 1 - z) otherwise (Huang and Schlag, 2024).
+    """
+    z = x.float()
+    if activation == "xielu":
+        assert params is not None
+        y = z / 2 + torch.where(z > 0, params[0] * z.square(), params[1] * (z.clamp(max=-1e-6).expm1() - z))
+    elif activation in ("gelu", "gelu_tanh"):
+        y = F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    else:
+        y = {"silu": F.silu, "relu": F.relu, "relu2": lambda z: F.relu(z).square()}[activation](z)
+    return y.to(x.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

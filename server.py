@@ -38,9 +38,10 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 import batch
 from bodies import parse_json
-from config import EngineConfig, ModelConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from config import EngineConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
+from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError

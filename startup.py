@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import os
 import sys
 import time
@@ -27,7 +26,7 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
 from loader import checkpoint_files, fill_dummy, load_weights
 from memory import (
     available_bytes,
@@ -40,6 +39,7 @@ from memory import (
     report,
 )
 from model import Transformer
+from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
 from pooling import settle
@@ -163,7 +163,7 @@ class Startup:
             load_weights(model, config.model)
         state = self.new_state(config.max_num_seqs, "meta")
         self.memory = plan_memory(config, model, state, self.device == "cuda")
-        self.num_parameters = sum(math.prod(part.shape) for part in model.parameters().values())
+        self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.embedding.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
@@ -178,7 +178,7 @@ class Startup:
     def pack(self, model: Transformer) -> None:
         """With `batch_invariant` our kernels do the products: a library's rounding depends on the number of rows."""
         if self.config.batch_invariant and self.ops.__name__ == "kernels":
-            model.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias))
+            model.be_batch_invariant()
 
     def rehearse(self) -> None:
         """Launch what `warm_up` will launch, on a twin without memory, so that all kernels compile at the same time."""
@@ -327,7 +327,8 @@ class Startup:
                 import cpu_ops
 
                 begun = time.perf_counter()
-                cpu_ops.compile_for(self.ops, self.model, worker.pool[:, 0])
+                for rows in (1, cpu_ops.MANY):
+                    self.model.rehearse(rows, worker.pool)
                 compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
             if self.device == "cuda" and captures_graphs(self.config):

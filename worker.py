@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
 from model import Batch, Transformer
+from model_config import ModelConfig
 from plan import Logprobs, StepPlan, StepResult
 from sampling_params import PoolingParams
 from sanitizer import KVSanitizer

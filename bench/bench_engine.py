@@ -17,7 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from config import VERSION, EngineConfig, ModelConfig
+from config import VERSION, EngineConfig
+from model_config import ModelConfig
 from sampling_params import SamplingParams
 
 Figures = list[dict[str, Any]]

@@ -28,7 +28,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from config import VERSION, ModelConfig
+from config import VERSION
+from model_config import ModelConfig
 from sampling_params import SamplingParams
 
 Figures = list[dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -55,11 +56,31 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, naive: bool = Fa
     return weight.to(x.dtype) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
 
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, naive: bool = False
+) -> torch.Tensor:
+    x = x if naive else x.double()
+    y = rms_norm(x - x.mean(-1, keepdim=True), weight, eps, naive=True)
+    return y if bias is None else y + bias.to(x.dtype)
+
+
+def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None, naive: bool = False) -> torch.Tensor:
+    x = x if naive else x.double()
+    if activation == "xielu":
+        p, n = params.to(x.dtype)
+        return x / 2 + torch.where(x > 0, p * x * x, n * (x.clamp(max=-1e-6).expm1() - x))
+    return {
+        "silu": lambda: x / (1 + (-x).exp()),
+        "gelu": lambda: x / 2 * (1 + (x / 2**0.5).erf()),
+        "gelu_tanh": lambda: x / 2 * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()),
+        "relu": lambda: x * (x > 0),
+        "relu2": lambda: x * x * (x > 0),
+    }[activation]()
+
+
 def act_mul(x: torch.Tensor, activation: str, naive: bool = False) -> torch.Tensor:
     gate, up = (x if naive else x.double()).chunk(2, dim=-1)
-    if activation == "silu":
-        return gate / (1 + (-gate).exp()) * up
-    return gate / 2 * (1 + ((2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) * up
+    return act(gate, activation, None, naive) * up
 
 
 def rotation(cos_sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
@@ -81,6 +102,46 @@ def rope(
             a, b = x[t, :, j].to(y.dtype), x[t, :, k].to(y.dtype)
             y[t, :, j], y[t, :, k] = a * cos[i] - b * sin[i], b * cos[i] + a * sin[i]
     return y
+
+
+class HeadNorm(NamedTuple):
+    """One way to norm and rotate heads; see `qk_norm_rope_store`."""
+
+    norm: str = ""  # empty for none; "scales" is over all heads together
+    per_head: bool = False
+    last: bool = False
+    wide: bool = False  # whether weights are float32 beside any dtype
+
+    def weights(self, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if not self.norm:
+            return None
+        kind = torch.float32 if self.wide else dtype
+        return torch.randn((heads, size) if self.per_head else (size,)).to(kind)
+
+    def options(self, scales: torch.Tensor) -> tuple[str, bool, torch.Tensor | None]:
+        """The last arguments of the op."""
+        return "layer" if self.norm == "layer" else "rms", self.last, scales if self.norm == "scales" else None
+
+    def apply(self, x: torch.Tensor, weight: torch.Tensor | None, turn: Callable, naive: bool) -> torch.Tensor:
+        """x [T, heads, D] normed (eps is 1e-6) and rotated by `turn`."""
+
+        def normed(x: torch.Tensor) -> torch.Tensor:
+            if weight is None:
+                return x
+            if self.norm == "scales":
+                return rms_norm(x.flatten(1), torch.ones(()), 1e-6, naive).view_as(x) * weight.to(x.dtype)
+            if self.norm == "layer":
+                return layer_norm(x, weight, None, 1e-6, naive)
+            return rms_norm(x, weight, 1e-6, naive)
+
+        x = x if naive else x.double()
+        return normed(turn(x)) if self.last else turn(normed(x))
+
+
+HEAD_NORMS = st.sampled_from([
+    HeadNorm(), HeadNorm("rms"), HeadNorm("rms", wide=True), HeadNorm("layer", per_head=True), HeadNorm("layer"),
+    HeadNorm("rms", last=True), HeadNorm("layer", True, True), HeadNorm("scales", True), HeadNorm("rms", True),
+])  # fmt: skip
 
 
 def linear(
@@ -140,6 +201,9 @@ def product(
     x = (torch.randn(rows, inputs) * 3).to(dtype)
     weight = (torch.randn(outputs, inputs) * inputs**-0.5).to(dtype)
     return x, weight, torch.randn(outputs).to(dtype) if with_bias else None
+
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 
 
 def route(

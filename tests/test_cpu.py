@@ -21,6 +21,7 @@ import cpu_ops
 from batch_state import BatchState
 from engine import LLM, SamplingParams
 from model import linear
+from oracles import HeadNorm
 from plan import NewRow, StepPlan
 from startup import pick_dtype
 
@@ -77,7 +78,7 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     one, several = (LLM("demo", dtype=dtype, max_num_seqs=count) for count in (1, 2))
     answers = [llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0] for llm in (one, several)]
     assert [answer.text for answer in answers] == ["81", "81"]
-    panels, packed = (llm.core.executor.worker.model.layers[0].o for llm in (one, several))
+    panels, packed = (llm.core.executor.worker.model.layers[0].attention.o for llm in (one, several))
     assert type(panels) is cpu.PanelLinear and type(packed) is kind_of(getattr(torch, dtype))
 
 
@@ -192,7 +193,10 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
     for module in (cpu, cpu_ops):
         monkeypatch.delattr(module, "compile_ahead")
     layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
-    assert all(isinstance(weight, cpu.CompressedLinear) for weight in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    assert all(
+        isinstance(weight, cpu.CompressedLinear)
+        for weight in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+    )
     for some in (questions, questions[:1]):
         chats = [[{"role": "user", "content": question}] for question in some]
         answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
@@ -239,26 +243,48 @@ def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
         )
         torch.testing.assert_close(got, want, **close)
         assert residual is None or torch.equal(*sums)
-    for activation in ("silu", "gelu"):
-        got, want = (ops.act_mul(gate_up, activation) for ops in (compiled_ops, cpu_ops))
+    for name, more in (("act_mul", ("silu",)), ("act_mul", ("gelu",)), ("act", ("xielu", torch.ones(2)))):
+        got, want = (getattr(ops, name)(gate_up, *more) for ops in (compiled_ops, cpu_ops))
         torch.testing.assert_close(got, want, **close)
         assert got.shape == want.shape and got.is_contiguous()
 
 
 @needs_compiler
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
+    """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
+    x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
+    x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
+    for i, ops in enumerate((compiled_ops, cpu_ops)):
+        ops.rms_norm(x, weight, 1e-5, sums[i])
+    got, want = (ops.rms_norm(x, weight, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums, strict=False))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    got, want = (
+        ops.layer_norm(x, weight, bias, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums[2:], strict=True)
+    )
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    assert torch.equal(sums[2], sums[3])
+
+
+@needs_compiler
 @pytest.mark.parametrize(
-    ("tokens", "normed", "rotated", "interleaved"),
-    [(1, True, 32, False), (7, True, 32, False), (200, True, 32, False), (1, False, 16, True), (7, False, 16, True)],
-)
-def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, normed, rotated, interleaved):
+    ("tokens", "norm", "rotated", "interleaved"),
+    [
+        (1, HeadNorm("rms"), 32, False), (7, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
+        (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
+        (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
+    ],
+)  # fmt: skip
+def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
     torch.manual_seed(0)
     qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
-    norms = torch.randn(2, 32).bfloat16().unbind() if normed else (None, None)
+    norms = [norm.weights(heads, 32, torch.bfloat16) for heads in (4, 2)]
+    options = norm.options(torch.rand(tokens, 2) + 0.5)
     slots = torch.randperm(20 * 16)[:tokens]
     slots[::5] = -1 if tokens > 1 else 300  # -1 stores nothing
     pools = [torch.zeros(20, 3, 2, 2, 16, 32, dtype=torch.bfloat16) for _ in range(2)]
     got, want = (
-        ops.qk_norm_rope_store(qkv.clone(), *norms, 1e-6, rotation, slots, pool[:, 1], interleaved)
+        ops.qk_norm_rope_store(qkv.clone(), *norms, 1e-6, rotation, slots, pool[:, 1], interleaved, *options)
         for ops, pool in zip((compiled_ops, cpu_ops), pools, strict=True)
     )
     torch.testing.assert_close(got, want, atol=1e-2, rtol=2**-7)  # sums of products that may cancel
@@ -330,7 +356,7 @@ class Info(ctypes.Structure):
     _fields_ += [("fordblks", ctypes.c_size_t), ("keepcost", ctypes.c_size_t)]
 
 llm = LLM("demo", dtype="float32", device="cpu", threads=1)
-weight = llm.core.executor.worker.model.layers[0].qkv
+weight = llm.core.executor.worker.model.layers[0].attention.qkv
 
 import torch
 import cpu

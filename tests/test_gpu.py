@@ -15,10 +15,11 @@ import torch
 
 import loader
 import reference
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from loader import load_weights
 from model import Transformer
+from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
 from startup import Startup, start_worker
@@ -132,7 +133,7 @@ def test_weights_that_went_through_pinned_buffers_are_the_files(monkeypatch, buf
         models.append(Transformer(config, reference, device, torch.float16, 8, Group()))
         load_weights(models[-1], DEMO)
     cpu, cuda = (model.parameters() for model in models)
-    assert all(torch.equal(part.target, cuda[name].target.cpu()) for name, part in cpu.items())
+    assert all(torch.equal(part.pieces[0].target, cuda[name].pieces[0].target.cpu()) for name, part in cpu.items())
 
 
 def test_interpreted_kernels_in_a_process_without_the_gpu():

@@ -101,9 +101,10 @@ def test_uniform_is_tl_rand(device: str) -> None:
 
 
 @few
-@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans())
-def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
-    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(dtype)
+@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans())
+def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, wide: bool) -> None:
+    """A `wide` weight is float32 beside any x: Gemma's 1 + w would lose digits in x's dtype."""
+    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(torch.float32 if wide else dtype)
     residual = torch.randn(tokens, size).to(dtype) if with_residual else None
     total = x + residual if with_residual else x
     want = oracles.rms_norm(total, weight, 1e-5)
@@ -113,7 +114,21 @@ def test_rms_norm(device: str, tokens: int, size: int, dtype: torch.dtype, with_
 
 
 @few
-@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(["silu", "gelu"]))
+@given(st.integers(1, 5), st.sampled_from([1, 7, 64, 100, 192]), dtypes, st.booleans(), st.booleans(), st.booleans())
+def test_layer_norm(
+    device: str, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, with_bias: bool, wide: bool
+) -> None:
+    x, kind = (torch.randn(tokens, size) * 3 + 2).to(dtype), torch.float32 if wide else dtype
+    weights = torch.randn(size).to(kind), torch.randn(size).to(kind) if with_bias else None
+    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
+    total = x + residual if with_residual else x
+    want, naive = (oracles.layer_norm(total, *weights, 1e-5, naive) for naive in (False, True))
+    oracles.check_error(run("layer_norm", device, x, *weights, 1e-5, residual), want, naive)
+    assert residual is None or torch.equal(residual, total)
+
+
+@few
+@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from(oracles.ACTIVATIONS))
 def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
     want, naive = (oracles.act_mul(x, activation, naive) for naive in (False, True))
@@ -121,12 +136,32 @@ def test_act_mul(device: str, tokens: int, size: int, dtype: torch.dtype, activa
 
 
 @few
+@given(st.integers(1, 4), st.sampled_from([1, 96, 512, 1030]), dtypes, st.sampled_from([*oracles.ACTIVATIONS, "xielu"]))
+def test_act(device: str, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
+    x, params = (torch.randn(tokens, size) * 8).to(dtype), torch.tensor([0.7, 1.3]) if activation == "xielu" else None
+    before, want = x.clone(), oracles.act(x, activation, params)
+    oracles.check_error(run("act", device, x, activation, params), want, want.to(dtype))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [*oracles.ACTIVATIONS, "xielu"])
+def test_act_of_a_small_number_has_all_its_digits(device: str, activation: str, dtype: torch.dtype) -> None:
+    """Each of them is near x, x / 2, 0 or x^2, and the digits of 1e-6 must not be lost beside a 1."""
+    x = (torch.logspace(-6, 0, 121)[:, None] * torch.tensor([-1.0, 1.0])).to(dtype)
+    params = torch.tensor([0.7, 1.3]) if activation == "xielu" else None
+    got, want = run("act", device, x, activation, params).double(), oracles.act(x, activation, params)
+    step = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
+    assert ((got - want).abs() <= step * want.abs()).all()
+
+
+@settings(parent=few, max_examples=50)
 @given(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3), (16, 1)]),
-    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (96, 48), (6, 2), (10, 0)]),
     dtypes,
-    st.booleans(),
+    oracles.HEAD_NORMS,
     st.booleans(),
 )
 def test_qk_norm_rope_store(
@@ -135,22 +170,26 @@ def test_qk_norm_rope_store(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
-    norm: bool,
+    norm: oracles.HeadNorm,
     interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary) = heads, dims
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
-    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    q_weight, k_weight = norm.weights(h, d, dtype), norm.weights(kv_heads, d, dtype)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
     places = torch.randperm(32)[:tokens] - 1  # in 2 blocks of 16; now and then one is -1
     pool = torch.full((2, 2, 2, kv_heads, 16, d), 7.0, dtype=dtype)
     twin = pool.clone()
+    sums = run("square_sums", device, qkv, kv_heads, d)
+    torch.testing.assert_close(sums, reference.square_sums(qkv, kv_heads, d))
+    scales = (sums / torch.tensor([h * d, kv_heads * d]) + 1e-6).rsqrt()
     args = (q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], interleaved)
-    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], interleaved)
+    options = (interleaved, *norm.options(scales))
+    q = run("qk_norm_rope_store", device, qkv.clone(), *args, pool[:, 1], *options)
+    q_twin = reference.qk_norm_rope_store(qkv.clone(), *args, twin[:, 1], *options)
     x = qkv.view(tokens, -1, d)
     q_want, k_want = (
-        oracles.rope(oracles.rms_norm(part, weight, 1e-6) if norm else part, cos_sin, positions, False, interleaved)
+        norm.apply(part, weight, lambda y: oracles.rope(y, cos_sin, positions, False, interleaved), naive=False)
         for part, weight in ((x[:, :h], q_weight), (x[:, h : h + kv_heads], k_weight))
     )
     oracles.check_error(q, q_want, q_twin)

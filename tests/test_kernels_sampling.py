@@ -16,6 +16,7 @@ import reference
 pytest.importorskip("triton")
 
 import kernels
+import sampling
 from test_kernels import dtypes, few, ints, run
 
 
@@ -98,7 +99,7 @@ def test_sample(
         adjust = kernels.Adjust(*fields), reference.Adjust(*fields)
     with monkeypatch.context() as patch:
         for name in SAMPLE_SIZES if small else ():
-            patch.setattr(kernels, f"SAMPLE_{name}", SAMPLE_SIZES[name])
+            patch.setattr(sampling, f"SAMPLE_{name}", SAMPLE_SIZES[name])
         got, twin = run("sample", device, *args, adjust[0]), reference.sample(*args, adjust[1])
     assert got[1] == twin[1] == 0 and torch.equal(logits, untouched)
     assert got[2] == twin[2] == int((x[2] == x[2].max()).nonzero()[0])
@@ -114,7 +115,7 @@ def test_sample(
 def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch, heat: float) -> None:
     """A bias makes each token the one that is drawn, the first and the last of each chunk as well."""
     for name, size in {"CHUNK": 16, "GROUP": 8, "GATHER": 16, "SEARCH": 16}.items():
-        monkeypatch.setattr(kernels, f"SAMPLE_{name}", size)
+        monkeypatch.setattr(sampling, f"SAMPLE_{name}", size)
     fields = [field.clone() for field in oracles.adjustments([2] * 19, 19)]
     fields[3][:], fields[4][:] = 2**31 - 1, 0.0
     fields[3][:, 0], fields[4][:, 0] = torch.arange(19), 90.0

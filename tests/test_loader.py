@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 import cpu
 import loader
 import reference
-from config import ModelConfig
 from loader import Stage, checkpoint_files, load_weights
 from model import Transformer
+from model_config import ModelConfig
 from parallel import Group
 
 SHAPE = {
@@ -30,9 +30,18 @@ SHAPE = {
 
 def build(folder: Path, dtype: torch.dtype = torch.float32, rank: int = 0, size: int = 1) -> Transformer:
     model = Transformer(ModelConfig.from_folder(str(folder)), reference, "cpu", dtype, 8, Group(rank, size))
-    for part in model.parameters().values():
-        part.target.fill_(torch.nan)
+    for target in targets(model):
+        target.fill_(torch.nan)
     return model
+
+
+def targets(model: Transformer) -> list[torch.Tensor]:
+    return [piece.target for part in model.parameters().values() for piece in part.pieces]
+
+
+def saved_name(name: str) -> str:
+    """As a checkpoint has it."""
+    return name if name.startswith("lm_head") else f"model.{name}"
 
 
 @pytest.fixture
@@ -42,7 +51,9 @@ def save(tmp_path: Path):
     def save_checkpoint(dtype: torch.dtype = torch.float32, files: int = 1, **shape) -> Path:
         (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
         parameters, generator = build(tmp_path).parameters(), torch.Generator().manual_seed(0)
-        tensors = {k: torch.randn(part.shape, generator=generator).to(dtype) for k, part in parameters.items()}
+        tensors = {
+            saved_name(k): torch.randn(part.shape, generator=generator).to(dtype) for k, part in parameters.items()
+        }
         if shape.get("tie_word_embeddings"):
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
         tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(3)
@@ -62,7 +73,8 @@ def check_equal(staged: Transformer, plain: Transformer) -> None:
     """Check that all weights are filled, and bit-equal."""
     ours, theirs = staged.parameters(), plain.parameters()
     for name, part in ours.items():
-        assert torch.equal(part.target, theirs[name].target) and not part.target.isnan().any(), name
+        for (target, _), (other, _) in zip(part.pieces, theirs[name].pieces, strict=True):
+            assert torch.equal(target, other) and not target.isnan().any(), name
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -97,7 +109,7 @@ def test_every_byte_goes_through_the_buffers_once_and_none_on_a_cpu(save, monkey
     load_weights(model, str(folder))
     assert not moved
     load_weights(model, str(folder), staged=True)
-    assert sum(moved) == sum(part.target.numel() for part in model.parameters().values())
+    assert sum(moved) == sum(target.numel() for target in targets(model))
 
 
 def test_files_are_read_ahead(save, monkeypatch):
@@ -150,7 +162,7 @@ def test_damaged_file_is_named_before_a_byte_is_copied(save, monkeypatch, damage
     model = build(folder)
     with pytest.raises(ValueError, match=message):
         load_weights(model, str(folder), staged=staged)
-    assert all(part.target.isnan().all() for part in model.parameters().values())
+    assert all(target.isnan().all() for target in targets(model))
 
 
 def change(folder: Path, name: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -24,10 +24,12 @@ import parallel
 import reference
 import startup
 from batch_state import BatchState
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
 from engine import EngineCore
+from families import FAMILIES
 from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
-from model import FAMILIES, Transformer
+from model import Transformer
+from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
 from startup import Startup, print_plan, start_worker
@@ -172,7 +174,7 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
         NewRow(slot=i, token_ids=[1] * count, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
         for i, count in enumerate(rows)
     ]
-    before = tensors(worker, worker.state, worker.model, *worker.model.layers)
+    before = tensors(worker, worker.state, *worker.model.owners())
     with LiveBytes(*before) as live:  # the second step begins while the first one's inputs are alive
         for step in range(2):
             plan_of_step = StepPlan(step, rows=list(enumerate(rows)), new=new, released=[*range(len(rows))] * step)
@@ -185,14 +187,14 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
 def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     worker = made.worker
-    with LiveBytes(*tensors(worker, worker.state, worker.model, *worker.model.layers)) as live:
+    with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
         worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(slot=0, token_ids=[1] * 48, blocks=[0, 1, 2])]))
     assert live.peak <= made.memory.activations
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul = pytest.importorskip("kernels"), pytest.importorskip("matmul")
-    assert (kernels.SAMPLE_CHUNK, kernels.SAMPLE_BUFFER, kernels.SAMPLE_GROUP) == (4096, 16384, 64)
+    kernels, matmul, sampling = (pytest.importorskip(name) for name in ("kernels", "matmul", "sampling"))
+    assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
     assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
 
@@ -224,7 +226,7 @@ def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch
     monkeypatch.setattr(cpu_ops, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[0, 1, 2, 3], score=(20, 1, 50))]
-    with LiveBytes(*tensors(made.worker, made.worker.state, made.worker.model, *made.worker.model.layers)) as live:
+    with LiveBytes(*tensors(made.worker, made.worker.state, *made.worker.model.owners())) as live:
         result = made.worker.step(StepPlan(0, rows=[(0, 50)], new=new))
     assert len(result.scores[0]) == 49 and live.peak <= made.memory.step
 
@@ -235,7 +237,7 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
     made.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
-    with LiveBytes(*tensors(made.model, *made.model.layers)) as live:
+    with LiveBytes(*tensors(*made.model.owners())) as live:
         fake = SimpleNamespace(
             memory_allocated=lambda: live.now,
             reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),

@@ -18,19 +18,37 @@ pytest.importorskip("triton")
 import experts
 import kernels
 import matmul
+import oracles
+import sampling
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_matmul
 
 F32 = torch.float32
-# The kernel, what stands in it, what is put there, and the test with one of the examples that it may draw.
+HOMES = (experts, kernels, matmul, sampling)
+# The kernel (and of what, where it has several), what stands in it, what is put there, and the test with one of the
+# examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
-    "rms_norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True)),
+    "norm": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_rms_norm, (3, 100, F32, True, False)),
+    "norm, of deviations": (
+        "tl.where(m_x, b_h - ", "tl.where(o_x >= 0, b_h - ",
+        test_kernels.test_layer_norm, (3, 100, F32, True, True, False)),
     "qk_norm_rope_store": (
         "((H + 2 * KV) * D)", "((H + KV) * D)",
-        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, True, False)),
-    "act_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("rms"), False)),
+    "qk_norm_rope_store, of deviations": (
+        "b_partner -= b_mean", "b_partner -= 0.0",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("layer"), False)),
+    "qk_norm_rope_store, of what is rotated": (
+        "_center_and_scale(b_y, ", "_center_and_scale(b_x, ",
+        test_kernels.test_qk_norm_rope_store,
+        (3, (6, 2), (32, 16), F32, oracles.HeadNorm("layer", True, True), False)),
+    "square_sums": (
+        "i_k * Q", "i_k * K",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("scales", True), False)),
+    "act": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_act_mul, (2, 96, F32, "silu")),
+    "act, without a gate": ("GATED else SIZE", "GATED else SIZE - 1", test_kernels.test_act, (2, 96, F32, "relu")),
     "linear": ("o_n < N", "o_n < N - 1", test_matmul.test_linear, (3, 65, 100, F32, False, 1)),
     "route": (
         "m_left & (o_e != i_e)", "m_left & (o_e > i_e)",
@@ -77,7 +95,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
 
 
 def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> ModuleType:
-    """The file `home` with `old` replaced in one kernel."""
+    """A file of kernels with `old` replaced in one kernel."""
     before, start, rest = inspect.getsource(home).partition(f"def {kernel}_kernel(")
     body, end, after = rest.partition("\n\n\n")
     assert old in body
@@ -92,23 +110,23 @@ def mutant(folder: Path, home: ModuleType, kernel: str, old: str, new: str) -> M
 
 
 def test_each_kernel_has_a_mutation() -> None:
-    names = [name for module in (kernels, matmul, experts) for name in vars(module)]
+    names = [name for module in HOMES for name in vars(module)]
     found = {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
-    assert found == set(MUTATIONS)
+    assert found == {name.partition(",")[0] for name in MUTATIONS}
 
 
-@pytest.mark.parametrize("kernel", MUTATIONS)
-def test_the_tests_catch_it(kernel: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    old, new, test, example = MUTATIONS[kernel]
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_the_tests_catch_it(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel, (old, new, test, example) = mutation.partition(",")[0], MUTATIONS[mutation]
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
     given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
     plain(*given, *example)
-    home = next(module for module in (kernels, matmul, experts) if hasattr(module, f"{kernel}_kernel"))
+    home = next(module for module in HOMES if hasattr(module, f"{kernel}_kernel"))
     module = mutant(tmp_path, home, kernel, old, new)
     monkeypatch.setattr(module, "PROCESSORS", 6, raising=False)
     for tests in (test_kernels, sys.modules[plain.__module__]):  # `run` is of the first one
         monkeypatch.setattr(tests, home.__name__, module, raising=False)
-    for name, op in vars(kernels).items():  # which hands on the ops of the other file
+    for name, op in vars(kernels).items():  # which hands on the ops of the other files
         if home is not kernels and inspect.isfunction(op) and op.__module__ == home.__name__:
             monkeypatch.setattr(kernels, name, getattr(module, name))
     torch.manual_seed(0)

@@ -20,12 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 from client import MPClient
-from config import DEMO, EngineConfig, ModelConfig
+from config import DEMO, EngineConfig
 from core import EngineCore
 from engine import LLM, PoolingParams, SamplingParams
 from engine_process import EngineServer
 from journal import Journal, replay
 from memory import fit_pool, largest_step
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepResult
 from pooling import settle
 from scheduler import Scheduler

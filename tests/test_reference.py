@@ -42,9 +42,10 @@ def ops(request: pytest.FixtureRequest) -> ModuleType:
 
 
 @some
-@given(st.integers(1, 5), st.sampled_from([1, 7, 192]), dtypes, st.booleans())
-def test_rms_norm(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, with_residual: bool) -> None:
-    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(dtype)
+@given(st.integers(1, 5), st.sampled_from([1, 7, 192]), dtypes, st.booleans(), st.booleans())
+def test_rms_norm(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, wide: bool) -> None:
+    """A `wide` weight is float32 beside any x: Gemma's 1 + w would lose digits in x's dtype."""
+    x, weight = (torch.randn(tokens, size) * 3).to(dtype), torch.randn(size).to(torch.float32 if wide else dtype)
     residual = torch.randn(tokens, size).to(dtype) if with_residual else None
     total = x + residual if with_residual else x
     want, before = oracles.rms_norm(total, weight, 1e-5), x.clone()
@@ -54,12 +55,46 @@ def test_rms_norm(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, w
 
 
 @some
-@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes, st.sampled_from(["silu", "gelu"]))
+@given(st.integers(1, 5), st.sampled_from([1, 7, 192]), dtypes, st.booleans(), st.booleans(), st.booleans())
+def test_layer_norm(
+    ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, with_residual: bool, with_bias: bool, wide: bool
+) -> None:
+    x, kind = (torch.randn(tokens, size) * 3 + 2).to(dtype), torch.float32 if wide else dtype
+    weights = torch.randn(size).to(kind), torch.randn(size).to(kind) if with_bias else None
+    residual = torch.randn(tokens, size).to(dtype) if with_residual else None
+    total = x + residual if with_residual else x
+    want, naive = (oracles.layer_norm(total, *weights, 1e-5, naive) for naive in (False, True))
+    oracles.check_error(ops.layer_norm(x, *weights, 1e-5, residual), want, naive)
+    assert residual is None or torch.equal(residual, total)
+
+
+@some
+@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes, st.sampled_from(oracles.ACTIVATIONS))
 def test_act_mul(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
     x = (torch.randn(tokens, 2 * size) * 8).to(dtype)
     before, want = x.clone(), oracles.act_mul(x, activation)
     oracles.check_error(ops.act_mul(x, activation), want, want.to(dtype))
     assert torch.equal(x, before)
+
+
+@some
+@given(st.integers(1, 4), st.sampled_from([1, 96, 513]), dtypes, st.sampled_from([*oracles.ACTIVATIONS, "xielu"]))
+def test_act(ops: ModuleType, tokens: int, size: int, dtype: torch.dtype, activation: str) -> None:
+    x, params = (torch.randn(tokens, size) * 8).to(dtype), torch.tensor([0.7, 1.3]) if activation == "xielu" else None
+    before, want = x.clone(), oracles.act(x, activation, params)
+    oracles.check_error(ops.act(x, activation, params), want, want.to(dtype))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", [*oracles.ACTIVATIONS, "xielu"])
+def test_act_of_a_small_number_has_all_its_digits(ops: ModuleType, activation: str, dtype: torch.dtype) -> None:
+    """Each of them is near x, x / 2, 0 or x^2, and the digits of 1e-6 must not be lost beside a 1."""
+    x = (torch.logspace(-6, 0, 121)[:, None] * torch.tensor([-1.0, 1.0])).to(dtype)
+    params = torch.tensor([0.7, 1.3]) if activation == "xielu" else None
+    got, want = ops.act(x, activation, params).double(), oracles.act(x, activation, params)
+    step = torch.finfo(dtype).eps * (8 if dtype == torch.float32 else 1)
+    assert ((got - want).abs() <= step * want.abs()).all()
 
 
 @some
@@ -71,13 +106,13 @@ def test_linear(ops: ModuleType, rows: int, outputs: int, inputs: int, dtype: to
     assert torch.equal(args[0], before)
 
 
-@some
+@settings(parent=some, max_examples=60)
 @given(
     st.integers(1, 5),
     st.sampled_from([(1, 1), (6, 2), (3, 3)]),
-    st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2)]),
+    st.sampled_from([(32, 32), (16, 8), (80, 80), (6, 2), (10, 0)]),
     dtypes,
-    st.booleans(),
+    oracles.HEAD_NORMS,
     st.booleans(),
 )
 def test_qk_norm_rope_store(
@@ -86,22 +121,25 @@ def test_qk_norm_rope_store(
     heads: tuple[int, int],
     dims: tuple[int, int],
     dtype: torch.dtype,
-    norm: bool,
+    norm: oracles.HeadNorm,
     interleaved: bool,
 ) -> None:
     (h, kv_heads), (d, rotary), block_size = heads, dims, 5
     qkv, angles = torch.randn(tokens, (h + 2 * kv_heads) * d).to(dtype), torch.rand(50, rotary // 2) * 7
-    q_weight, k_weight = (torch.randn(d).to(dtype) for _ in range(2)) if norm else (None, None)
+    q_weight, k_weight = norm.weights(h, d, dtype), norm.weights(kv_heads, d, dtype)
     cos_sin, positions = torch.cat((angles.cos(), angles.sin()), dim=1), torch.randint(0, 50, (tokens,)).to(torch.int32)
     places = torch.randperm(11)[:tokens] - 1
     pool = torch.full((2, 2, 2, kv_heads, block_size, d), 7.0, dtype=dtype)
-    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
-    q = ops.qk_norm_rope_store(*args, pool[:, 1], interleaved)
     x = qkv.view(tokens, -1, d)
+    sums, squares = ops.square_sums(qkv, kv_heads, d), x[:, : h + kv_heads].double().square().sum(2)
+    torch.testing.assert_close(sums, torch.stack((squares[:, :h].sum(1), squares[:, h:].sum(1)), 1).float())
+    scales = (sums / torch.tensor([h * d, kv_heads * d]) + 1e-6).rsqrt()
+    args = (qkv.clone(), q_weight, k_weight, 1e-6, oracles.rotation(cos_sin[positions], interleaved), places)
+    q = ops.qk_norm_rope_store(*args, pool[:, 1], interleaved, *norm.options(scales))
     (q_want, q_naive), (k_want, k_naive) = (
         [
-            oracles.rope(
-                oracles.rms_norm(part, weight, 1e-6, naive) if norm else part, cos_sin, positions, naive, interleaved
+            norm.apply(
+                part, weight, lambda y, naive=naive: oracles.rope(y, cos_sin, positions, naive, interleaved), naive
             )
             for naive in (False, True)
         ]

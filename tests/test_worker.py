@@ -15,8 +15,9 @@ import oracles
 import reference
 import startup
 from batch_state import StepShape, Writes
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
 from memory import captures_graphs
+from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
 from worker import Worker

@@ -1,0 +1,423 @@
+"""The families of models that Manta runs: each is a row of `FAMILIES`, which says where it departs from Llama.
+
+A row is named as `architectures` in config.json names the model that makes text. It holds no code: what it says is read
+by `model_config.py`, which turns it and a config.json into a `ModelConfig`, and by `model.py`, which builds the layers.
+docs/families.md tells how a row is added.
+
+Standard library only: processes that never import torch read this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Where a part of the model stands in a checkpoint, without ".weight" and ".bias", and without the prefix before
+# "layers". A part that a row sets to None is not there. Norms stand where they are named: before attention or the MLP
+# (`attn_in`, `mlp_in`), or on what comes out of them (`attn_out`, `mlp_out`).
+NAMES: dict[str, str | None] = {
+    "embed": "embed_tokens",
+    "positions": None,  # a table of learned positions
+    "norm": "norm",
+    "head": "lm_head",
+    "layer": "layers",
+    "attn_in": "input_layernorm",
+    "attn_out": None,
+    "mlp_in": "post_attention_layernorm",
+    "mlp_out": None,
+    "qkv": None,  # q, k and v as one tensor; see `Family.qkv_layout`
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "sinks": "self_attn.sinks",
+    "gate_up": None,  # gate and up as one tensor, one after the other
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "act": "mlp.act_fn",  # parameters of the activation
+    "router": "mlp.gate",
+    "correction": "mlp.gate.e_score_correction_bias",
+    "experts": "mlp.experts",  # experts.0, experts.1, ..., and all experts' tensors stacked
+    "expert_gate": "gate_proj",
+    "expert_up": "up_proj",
+    "expert_down": "down_proj",
+    "experts_gate_up": "mlp.experts.gate_up_proj",
+    "experts_down": "mlp.experts.down_proj",
+    "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
+    "shared_gate": "mlp.shared_expert_gate",
+    "q_a": "self_attn.q_a_proj",
+    "q_a_norm": "self_attn.q_a_layernorm",
+    "q_b": "self_attn.q_b_proj",
+    "kv_a": "self_attn.kv_a_proj_with_mqa",
+    "kv_a_norm": "self_attn.kv_a_layernorm",
+    "kv_b": "self_attn.kv_b_proj",
+}
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens find their experts. Strings that end in no value of `Literal` are fields of config.json.
+
+    Attributes:
+        count: experts. top_k: experts of a token. size: of an expert's intermediate layer.
+        scoring: what makes scores of the router's logits.
+        renormalize: whether a token's weights are divided by their sum.
+        correction: whether a bias takes part in the choice of experts, and not in their weights (DeepSeek V3).
+        grouped: whether only the best groups of experts are chosen from (DeepSeek).
+        scale: of the weights.
+        shared: "" for no shared expert, or the field with the number of shared experts of `size`, or their whole size.
+        shared_gate: whether a sigmoid of the token weighs the shared expert (Qwen2-MoE).
+        bias: whether the router and the experts have biases. weigh_inputs: see `ops.expert_gate_up`.
+        stacked: how the stacked tensors lie: [experts, outputs, inputs], or "transposed", where inputs come first.
+        interleaved: whether the rows of gate and up alternate.
+        layers: which layers have experts: all, from "first_k_dense_replace" on, or each "decoder_sparse_step"-th but
+            for "mlp_only_layers", or those in "moe_layers".
+    """
+
+    count: str = "num_experts"
+    top_k: str = "num_experts_per_tok"
+    size: str = "moe_intermediate_size"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool | str = True
+    correction: bool = False
+    grouped: bool = False
+    scale: str = ""
+    shared: Literal["", "n_shared_experts", "shared_expert_intermediate_size", "intermediate_size"] = ""
+    shared_gate: bool = False
+    bias: bool = False
+    weigh_inputs: bool = False
+    stacked: Literal["plain", "transposed"] = "plain"
+    interleaved: bool = False
+    layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers"] = "all"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where a family of decoders departs from Llama. A string in the place of a bool is a field of config.json.
+
+    Attributes:
+        names: where its parts stand in a checkpoint, where that is not as in `NAMES`.
+        keys: what it calls the fields of config.json that others call differently.
+        defaults: of fields that its config.json may leave out, as transformers has them.
+        fixed: fields of config.json that change the maths, and the only value with which Manta has it.
+        norm: RMSNorm or LayerNorm. norm_bias: whether it has one. unit_offset: weights are stored less 1 (Gemma).
+        parallel: attention and MLP both start from the same hidden states, and are added to them together.
+        qkv_bias, o_bias, mlp_bias, head_bias: which products have biases.
+        qk_norm: of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
+            together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
+        has_qk_norm: whether there is one.
+        gated: the MLP is down(act(gate) * up), else down(act(up)).
+        activation: the MLP's, where config.json does not say it.
+        interleaved: RoPE turns elements 2i and 2i + 1, not i and i + half.
+        rope: which layers have it: all, those in "no_rope_layers", or, if there are any, those that have a window.
+        window: which layers have one: all, by Qwen's fields, or all but each n-th one (`full_every`).
+        window_field: where its size stands. chunked: it is a chunk (Llama 4), whose first token sees no other.
+        local_rope: layers with a window have a RoPE of their own: "rope_local_base_freq" (Gemma 3), or "unscaled".
+        embed_scale: of embeddings: "sqrt" of their size, or a field.
+        attention_scale: of scores: a field that has it, or the size of a head that counts instead of `head_dim`.
+        residual_scale, logit_scale, logit_divisor: fields.
+        caps: scores and logits are capped by "attn_logit_softcapping" and "final_logit_softcapping" (Gemma 2).
+        sinks: each head has a key of its own without a value (GPT-OSS).
+        position_offset: row of the table of learned positions that belongs to position 0.
+        qkv_layout: how one tensor for q, k and v lies: one after the other, by heads [H, 3, D], or by groups of heads
+            that share a key, [KV, G + 2, D].
+        transposed: matrices are stored as [inputs, outputs].
+        routing: of a family with experts. latent: attention by latents (DeepSeek).
+    """
+
+    names: dict[str, str | None] = field(default_factory=dict)
+    keys: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_bias: bool | str = False
+    unit_offset: bool = False
+    parallel: bool | str = False
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    head_bias: bool = False
+    qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
+    has_qk_norm: bool | str = True
+    gated: bool = True
+    activation: str = ""
+    interleaved: bool | str = False
+    rope: Literal["all", "listed", "windowed"] = "all"
+    window: Literal["all", "qwen", "pattern"] = "all"
+    window_field: str = "sliding_window"
+    full_every: int = 0
+    chunked: bool = False
+    local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""
+    embed_scale: str = ""
+    attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar"] = ""
+    residual_scale: str = ""
+    logit_scale: str = ""
+    logit_divisor: str = ""
+    caps: bool = False
+    sinks: bool = False
+    position_offset: int = 0
+    qkv_layout: Literal["stacked", "heads", "groups"] = "stacked"
+    transposed: bool = False
+    routing: Routing | None = None
+    latent: bool = False
+
+    def name(self, part: str) -> str | None:
+        """Where a part stands in a checkpoint."""
+        return self.names[part] if part in self.names else NAMES[part]
+
+    def but(self, **fields: Any) -> Family:
+        """A row that differs from this one."""
+        names = self.names | fields.pop("names", {})
+        return dataclasses.replace(self, names=names, **fields)
+
+
+LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
+QWEN2 = Family(qkv_bias=True, window="qwen")
+QWEN3 = Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen")
+QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
+LOCAL = {"num_local_experts": "num_experts"}
+GEMMA = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
+    activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
+    defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={"use_bidirectional_attention": False},
+)  # fmt: skip
+SANDWICH = {
+    "attn_out": "post_attention_layernorm",
+    "mlp_in": "pre_feedforward_layernorm",
+    "mlp_out": "post_feedforward_layernorm",
+}
+OUTPUT_NORMS = {
+    "attn_in": None, "attn_out": "post_attention_layernorm", "mlp_in": None, "mlp_out": "post_feedforward_layernorm",
+}  # fmt: skip
+GEMMA2 = GEMMA.but(
+    names=SANDWICH, window="pattern", full_every=2, attention_scale="query_pre_attn_scalar", caps=True,
+    defaults=GEMMA.defaults | {
+        "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "sliding_window": 4096},
+)  # fmt: skip
+GEMMA3 = GEMMA2.but(
+    full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
+    defaults=GEMMA.defaults | {
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
+        "rope_local_base_freq": 10000.0},
+)  # fmt: skip
+OLMO2 = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+)  # fmt: skip
+GRANITE = LLAMA.but(
+    embed_scale="embedding_multiplier", attention_scale="attention_multiplier", residual_scale="residual_multiplier",
+    logit_divisor="logits_scaling",
+)  # fmt: skip
+GLM = Family(
+    qkv_bias="attention_bias", interleaved=True, defaults={"partial_rotary_factor": 0.5},
+    names={"gate_up": "mlp.gate_up_proj"},
+)  # fmt: skip
+COHERE = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", norm="layer", parallel=True, interleaved=True,
+    logit_scale="logit_scale", names={"mlp_in": None}, qk_norm="heads", has_qk_norm="use_qk_norm",
+    defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
+)  # fmt: skip
+PLAIN = {"gate": None, "up": "mlp.up_proj"}
+DEEPSEEK = Family(
+    latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
+    routing=Routing(
+        count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
+        scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace"),
+    fixed={"moe_layer_freq": 1, "mlp_bias": False},
+)  # fmt: skip
+NEOX = Family(
+    norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="attention_bias", o_bias="attention_bias",
+    mlp_bias=True, gated=False, qkv_layout="heads",
+    keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+    defaults={
+        "use_parallel_residual": True, "attention_bias": True, "partial_rotary_factor": 0.25, "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5},
+    names={
+        "embed": "embed_in", "norm": "final_layer_norm", "head": "embed_out", "qkv": "attention.query_key_value",
+        "o": "attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"},
+)  # fmt: skip
+
+FAMILIES = {
+    "ApertusForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", gated=False,
+        names=PLAIN | {"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"},
+        defaults={"hidden_act": "xielu", "rms_norm_eps": 1e-5}),
+    "ArceeForCausalLM": LLAMA.but(gated=False, names=PLAIN, defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5}),
+    "CohereForCausalLM": COHERE,
+    "Cohere2ForCausalLM": COHERE.but(
+        window="pattern", full_every=4, rope="windowed", qk_norm="", defaults=COHERE.defaults | {
+            "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
+    "DeepseekV2ForCausalLM": DEEPSEEK.but(
+        interleaved=True, routing=dataclasses.replace(DEEPSEEK.routing, scoring="softmax", correction=False),
+        defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
+    "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
+        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),
+    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}),
+    "Exaone4ForCausalLM": Family(
+        qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
+    "FalconForCausalLM": Family(
+        norm="layer", norm_bias=True, parallel="parallel_attn", qkv_bias="bias", o_bias="bias", mlp_bias="bias",
+        gated=False, qkv_layout="groups",
+        keys={
+            "num_kv_heads": "num_key_value_heads", "n_head": "num_attention_heads", "n_head_kv": "num_key_value_heads",
+            "n_layer": "num_hidden_layers", "activation": "hidden_act", "layer_norm_epsilon": "layer_norm_eps",
+            "ffn_hidden_size": "intermediate_size"},
+        defaults={
+            "hidden_act": "gelu", "layer_norm_eps": 1e-5, "max_position_embeddings": 2048, "parallel_attn": True,
+            "tie_word_embeddings": True},
+        fixed={"alibi": False},
+        names={
+            "embed": "word_embeddings", "norm": "ln_f", "layer": "h", "qkv": "self_attention.query_key_value",
+            "o": "self_attention.dense", "gate": None, "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}),
+    "GemmaForCausalLM": GEMMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "GlmForCausalLM": GLM,
+    "Glm4ForCausalLM": GLM.but(names={
+        "attn_out": "post_self_attn_layernorm", "mlp_in": "post_attention_layernorm",
+        "mlp_out": "post_mlp_layernorm"}),
+    "Glm4MoeForCausalLM": Family(
+        qkv_bias="attention_bias", qk_norm="head", has_qk_norm="use_qk_norm",
+        defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        routing=DEEPSEEK.routing),
+    "GptOssForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
+        names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
+        defaults={
+            "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 4},
+        fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
+        routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
+    "GPT2LMHeadModel": Family(
+        norm="layer", norm_bias=True, qkv_bias=True, o_bias=True, mlp_bias=True, gated=False, transposed=True,
+        keys={
+            "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings", "n_inner": "intermediate_size",
+            "activation_function": "hidden_act", "layer_norm_epsilon": "layer_norm_eps"},
+        defaults={"tie_word_embeddings": True, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+        fixed={
+            "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        names={
+            "embed": "wte", "positions": "wpe", "norm": "ln_f", "layer": "h", "attn_in": "ln_1", "mlp_in": "ln_2",
+            "qkv": "attn.c_attn", "o": "attn.c_proj", "gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}),
+    "GPTNeoXForCausalLM": NEOX,
+    "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE.but(
+        keys=LOCAL, routing=Routing(size="intermediate_size"),
+        names={
+            "router": "block_sparse_moe.router.layer", "experts": None,
+            "experts_gate_up": "block_sparse_moe.input_linear.weight",
+            "experts_down": "block_sparse_moe.output_linear.weight"}),
+    "HunYuanDenseV1ForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="after", has_qk_norm="use_qk_norm",
+        defaults={"use_qk_norm": True, "rms_norm_eps": 1e-5},
+        names={"q_norm": "self_attn.query_layernorm", "k_norm": "self_attn.key_layernorm"}),
+    "LlamaForCausalLM": LLAMA,
+    "Llama4ForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", interleaved=True, rope="listed", window="pattern",
+        window_field="attention_chunk_size", chunked=True, qk_norm="unit", has_qk_norm="use_qk_norm",
+        keys={"num_local_experts": "num_experts", "intermediate_size": "moe_intermediate_size",
+              "intermediate_size_mlp": "intermediate_size"},
+        defaults={
+            "attention_chunk_size": 8192, "use_qk_norm": True, "rope_theta": 500000.0, "rms_norm_eps": 1e-5,
+            "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 202048,
+            "num_hidden_layers": 48, "hidden_size": 5120, "moe_intermediate_size": 8192, "intermediate_size": 16384,
+            "num_experts": 16, "num_experts_per_tok": 1, "max_position_embeddings": 131072,
+            "no_rope_layer_interval": 4, "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1},
+        names={
+            "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj", "down": "feed_forward.down_proj",
+            "router": "feed_forward.router", "shared": "feed_forward.shared_expert", "experts": None,
+            "experts_gate_up": "feed_forward.experts.gate_up_proj", "experts_down": "feed_forward.experts.down_proj"},
+        routing=Routing(
+            scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="intermediate_size", stacked="transposed",
+            layers="moe_layers")),
+    "MiniMaxM2ForCausalLM": Family(
+        qk_norm="all", keys=LOCAL,
+        defaults={"rope_theta": 5000000.0},
+        routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
+        fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0},
+        names={
+            "router": "block_sparse_moe.gate", "correction": "block_sparse_moe.e_score_correction_bias",
+            "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3", "expert_down": "w2",
+            "experts_gate_up": "block_sparse_moe.experts.gate_up_proj",
+            "experts_down": "block_sparse_moe.experts.down_proj"}),
+    "MinistralForCausalLM": Family(),
+    "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
+    "MistralForCausalLM": Family(),
+    "MixtralForCausalLM": Family(
+        keys=LOCAL, defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        routing=Routing(size="intermediate_size"),
+        names={
+            "router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
+            "expert_up": "w3", "expert_down": "w2"}),
+    "NemotronForCausalLM": Family(
+        norm="layer", norm_bias=True, unit_offset=True, qkv_bias="attention_bias", o_bias="attention_bias",
+        mlp_bias="mlp_bias", gated=False, names=PLAIN, keys={"norm_eps": "layer_norm_eps"},
+        defaults={"hidden_act": "relu2", "partial_rotary_factor": 0.5, "layer_norm_eps": 1e-5}),
+    "OlmoeForCausalLM": Family(
+        qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", fixed={"clip_qkv": None},
+        defaults={"rms_norm_eps": 1e-5, "norm_topk_prob": False},
+        routing=Routing(size="intermediate_size", renormalize="norm_topk_prob")),
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO2.but(
+        window="pattern", full_every=4, local_rope="unscaled", defaults=OLMO2.defaults | {"sliding_window": 4096}),
+    "OPTForCausalLM": Family(
+        norm="layer", norm_bias="layer_norm_elementwise_affine", qkv_bias="enable_bias", o_bias="enable_bias",
+        mlp_bias="enable_bias", gated=False, position_offset=2,
+        keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+        defaults={
+            "tie_word_embeddings": True, "hidden_act": "relu", "enable_bias": True,
+            "layer_norm_elementwise_affine": True, "layer_norm_eps": 1e-5},
+        fixed={"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+        names={
+            "positions": "embed_positions", "norm": "final_layer_norm", "attn_in": "self_attn_layer_norm",
+            "mlp_in": "final_layer_norm", "o": "self_attn.out_proj", "gate": None, "up": "fc1", "down": "fc2"}),
+    "PhiForCausalLM": Family(
+        norm="layer", norm_bias=True, parallel=True, qkv_bias=True, o_bias=True, mlp_bias=True, head_bias=True,
+        gated=False, fixed={"qk_layernorm": False},
+        defaults={"partial_rotary_factor": 0.5, "hidden_act": "gelu_new", "layer_norm_eps": 1e-5},
+        names={
+            "norm": "final_layernorm", "mlp_in": None, "o": "self_attn.dense", "gate": None, "up": "mlp.fc1",
+            "down": "mlp.fc2"}),
+    "Phi3ForCausalLM": Family(
+        defaults={"rms_norm_eps": 1e-5}, names={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
+        fixed={"attention_bias": False}),
+    "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2.but(
+        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
+        routing=dataclasses.replace(
+            QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True),
+        names={"shared": "mlp.shared_expert"}),
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3.but(routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
+    "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
+    "SmolLM3ForCausalLM": LLAMA.but(
+        rope="listed", window="pattern", defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4}),
+    "StableLmForCausalLM": Family(
+        norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="use_qkv_bias", qk_norm="heads",
+        has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
+        keys={"rope_pct": "partial_rotary_factor"},
+        names={"q_norm": "self_attn.q_layernorm.norms.{}", "k_norm": "self_attn.k_layernorm.norms.{}"}),
+    "Starcoder2ForCausalLM": Family(
+        norm="layer", norm_bias=True, qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", gated=False,
+        keys={"norm_epsilon": "layer_norm_eps"},
+        defaults={"use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        names={"gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
+}  # fmt: skip
+
+# Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.
+TEXT_HALVES = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}

@@ -1,0 +1,376 @@
+"""The parts of a decoder layer: norms, attention, and the MLP, which is dense or made of experts.
+
+Each part holds a rank's share of its weights, and says by `slots` what of a checkpoint fills them. Which parts a layer
+has, and how they depart from Llama's, is read from the row of its family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from families import Family
+from model_config import ModelConfig
+from parallel import Group
+
+Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@dataclass(slots=True)
+class Batch:
+    """The device inputs of one step; see `prepare_inputs` for the first four."""
+
+    input_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    slot_mapping: torch.Tensor  # [T] where each token's keys and values go
+    seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
+    slots: torch.Tensor  # [B] row of the batch state
+    block_tables: torch.Tensor  # [S, M] of all slots
+    num_decodes: int  # this many rows come first and have one token
+    query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
+    max_query_len: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What attention needs beside its layer's weights, while a step runs."""
+
+    batch: Batch
+    pool: tuple[torch.Tensor, ...]  # layer by layer
+    rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
+    query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
+    plans: dict[int, Any]  # of `plan_decode`, by window
+
+
+class Slot(NamedTuple):
+    """The parts of our weights that one tensor of a checkpoint fills, one after the other along its outputs."""
+
+    targets: tuple[torch.Tensor, ...]
+    words: tuple[str, ...]  # how the ranks divide each; see `Transformer.part`
+    layout: str = "stacked"  # of q, k and v in one tensor; see `Family.qkv_layout`
+    transposed: bool = False  # it is stored as [inputs, outputs]
+    shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks
+
+
+class StackedSlot(NamedTuple):
+    """The part of our weights [experts of this rank, outputs, inputs] that one tensor for all experts fills."""
+
+    target: torch.Tensor
+    words: tuple[str, ...]  # of the equal parts of its outputs: gate and up, or one
+    transposed: bool
+    interleaved: bool  # the rows of gate and up alternate
+
+
+Slots = dict[str, Slot | StackedSlot]
+New = Callable[..., torch.Tensor]  # new(*shape, dtype=None): memory for a weight
+
+
+class Norm:
+    """RMSNorm or LayerNorm."""
+
+    factors = ("weight", "bias")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, size: int, new: New):
+        row = c.row
+        self.ops, self.eps, self.layer, self.offset = ops, c.norm_eps, row.norm == "layer", row.unit_offset
+        self.weight = new(size, dtype=torch.float32 if row.unit_offset else None)
+        self.bias = new(size) if row.norm_bias else None
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """The norm of x [T, size], or of x + residual, which takes the residual's place."""
+        if self.layer:
+            return self.ops.layer_norm(x, self.weight, self.bias, self.eps, residual)
+        return self.ops.rms_norm(x, self.weight, self.eps, residual)
+
+    def slots(self, name: str) -> Slots:
+        """What of the checkpoint fills it."""
+        bias: Slots = {} if self.bias is None else {f"{name}.bias": Slot((self.bias,), ("all",))}
+        return {f"{name}.weight": Slot((self.weight,), ("all",)), **bias}
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+        if self.offset:
+            self.weight += 1
+
+
+def new_norm(c: ModelConfig, ops: ModuleType, part: str, new: New) -> Norm | None:
+    """The norm that stands at `part` of a layer, if there is one."""
+    return Norm(c, ops, c.hidden_size, new) if c.row.name(part) else None
+
+
+class Attention:
+    """Attention of some layer over the paged context, with the heads of this rank. q, k and v are one product."""
+
+    matrices = ("qkv", "o")
+    factors = ("q_norm", "k_norm")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, kv_heads: int, new: New):
+        row, dim = c.row, c.head_dim
+        self.config, self.ops, self.group, self.i, self.row = c, ops, group, i, row
+        self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
+        self.heads, self.kv_heads, self.rope = heads, kv_heads, c.layer_ropes[i]
+        self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
+        self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
+        self.o = new(c.hidden_size, q_size)
+        self.o_bias = new(c.hidden_size) if row.o_bias else None
+        dtype = torch.float32 if row.unit_offset else None
+        wide = row.qk_norm in ("heads", "all")
+        self.q_norm = self.k_norm = None
+        if row.qk_norm == "unit" and c.ropes[self.rope].dim:
+            self.q_norm = self.k_norm = torch.ones_like(self.o[0, :1]).expand(dim).contiguous()
+        elif row.qk_norm in ("head", "heads", "all", "after"):
+            self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
+            self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype)
+        self.sinks = new(heads) if row.sinks else None
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it."""
+        row, words = self.row, ("col", "kv", "kv")
+        slots: Slots = {}
+        for ending, weight in (("weight", self.qkv), ("bias", self.qkv_bias)):
+            if weight is not None:
+                parts = weight.split(self.sizes)
+                transposed = row.transposed and ending == "weight"
+                if name := row.name("qkv"):
+                    slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed)
+                else:
+                    for part, target, word in zip("qkv", parts, words, strict=True):
+                        slots[f"{row.name(part)}.{ending}"] = Slot((target,), (word,), transposed=transposed)
+        slots[f"{row.name('o')}.weight"] = Slot((self.o,), ("row",), transposed=row.transposed)
+        if self.o_bias is not None:
+            slots[f"{row.name('o')}.bias"] = Slot((self.o_bias,), ("first",))
+        if self.q_norm is not None and self.k_norm is not None and row.qk_norm != "unit":
+            wide = row.qk_norm in ("heads", "all")
+            for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
+                name, target = str(row.name(part)), norm.flatten() if row.qk_norm == "all" else norm
+                if "{}" in name:
+                    slots |= self.norms_by_head(name, norm, word)
+                else:
+                    slots[f"{name}.weight"] = Slot((target,), (word if wide else "all",))
+        if self.sinks is not None:
+            slots[str(row.name("sinks"))] = Slot((self.sinks,), ("col",))
+        return slots
+
+    def norms_by_head(self, name: str, norm: torch.Tensor, word: str) -> Slots:
+        """The slots of a norm of which each head has a tensor of its own."""
+        c, group = self.config, self.group
+        count = c.num_heads if word == "col" else c.num_kv_heads
+        first = group.rank * count // group.size
+        ours = {first + i: Slot((head,), ("all",)) for i, head in enumerate(norm)}
+        return {f"{name.format(i)}.weight": ours.get(i, Slot((), (), shape=norm.shape[1:])) for i in range(count)}
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+        if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:
+            self.q_norm += 1
+            self.k_norm += 1
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+        qkv = linear(x, self.qkv, self.qkv_bias)
+        return linear(self.attend(self.store(qkv, step), step), self.o, self.o_bias)
+
+    def store(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        """The rotated queries [T, heads, dim] of `qkv`, whose keys and values go into the pool."""
+        row, c = self.row, self.config
+        scales = self.all_heads(qkv) if row.qk_norm == "all" else None
+        q = self.ops.qk_norm_rope_store(
+            qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping,
+            step.pool[self.i], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+        )  # fmt: skip
+        growth = step.query_scales[self.rope]
+        return q if growth is None else q * growth.to(q.dtype)
+
+    def all_heads(self, qkv: torch.Tensor) -> torch.Tensor:
+        """What normalises q and k [T, 2] where all heads of all ranks are one vector."""
+        c = self.config
+        sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, c.head_dim))
+        # Ranks that hold the same KV head have all counted it.
+        copies = max(1, self.group.size // c.num_kv_heads)
+        sizes = sums.new_tensor((c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim * copies))
+        return (sums / sizes + c.norm_eps).rsqrt()
+
+    def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
+        """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
+        batch, c, window, kv = step.batch, self.config, self.config.windows[self.i], step.pool[self.i]
+        n, parts, more = batch.num_decodes, [], (c.soft_cap, self.sinks)
+        few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
+        if n > 0:
+            parts.append(self.ops.attention_decode(few, kv, step.plans[window], c.scale, *more))
+        if rest is not None:
+            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
+
+
+class Mlp:
+    """down(act(gate) * up), where gate and up are one product; or down(act(up))."""
+
+    matrices = ("gate_up", "down")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, size: int, new: New, root: str = ""):
+        row = c.row
+        self.ops, self.row, self.activation, self.root = ops, row, c.activation, root
+        self.gate_up = new(2 * size if row.gated else size, c.hidden_size)
+        self.gate_up_bias = new(len(self.gate_up)) if row.mlp_bias else None
+        self.down = new(c.hidden_size, size)
+        self.down_bias = new(c.hidden_size) if row.mlp_bias else None
+        self.act = new(2, dtype=torch.float32) if c.activation == "xielu" else None
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it."""
+        row = self.row
+        slots: Slots = {}
+
+        def place(part: str) -> str:
+            found = row.name(part)
+            assert found
+            return f"{self.root}.{found.rpartition('.')[2]}" if self.root else found
+
+        for ending, weight, down in (
+            ("weight", self.gate_up, self.down),
+            ("bias", self.gate_up_bias, self.down_bias),
+        ):
+            if weight is None or down is None:
+                continue
+            transposed = row.transposed and ending == "weight"
+            if not row.gated:
+                slots[f"{place('up')}.{ending}"] = Slot((weight,), ("col",), transposed=transposed)
+            elif row.name("gate_up"):
+                slots[f"{place('gate_up')}.{ending}"] = Slot(weight.chunk(2), ("col", "col"), transposed=transposed)
+            else:
+                for part, target in zip(("gate", "up"), weight.chunk(2), strict=True):
+                    slots[f"{place(part)}.{ending}"] = Slot((target,), ("col",), transposed=transposed)
+            word = "row" if ending == "weight" else "first"
+            slots[f"{place('down')}.{ending}"] = Slot((down,), (word,), transposed=transposed)
+        if self.act is not None:
+            for i, name in enumerate(("alpha_p", "alpha_n")):
+                slots[f"{row.name('act')}.{name}"] = Slot((self.act[i : i + 1],), ("all",))
+        return slots
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there: xIELU's parameters go through a softplus."""
+        if self.act is not None:
+            self.act.copy_(F.softplus(self.act))
+            self.act[1] += 0.5
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+        x = linear(x, self.gate_up, self.gate_up_bias)
+        x = self.ops.act_mul(x, self.activation) if self.row.gated else self.ops.act(x, self.activation, self.act)
+        return linear(x, self.down, self.down_bias)
+
+
+class ExpertMlp:
+    """Each token meets a few of many MLPs, and perhaps one that all tokens share.
+
+    The ranks divide each expert's intermediate layer, as they do a dense one's.
+    """
+
+    matrices = ("router", "shared_gate")
+    stacks = ("gate_up", "down")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, size: int, new: New):
+        row, e, r = c.row, c.experts, c.row.routing
+        assert e and r
+        self.config, self.ops, self.row, self.e, self.r = c, ops, row, e, r
+        self.batch_invariant = False  # see `ops.plan_experts`
+        self.router = new(e.count, c.hidden_size)
+        self.router_bias = new(e.count) if r.bias else None
+        self.correction = new(e.count, dtype=torch.float32) if r.correction else None
+        self.gate_up = new(e.count, 2 * size, c.hidden_size)
+        self.gate_up_bias = new(e.count, 2 * size) if r.bias else None
+        self.down = new(e.count, c.hidden_size, size)
+        self.down_bias = new(e.count, c.hidden_size) if r.bias else None
+        self.shared = None
+        if e.shared_size:
+            self.shared = Mlp(c, ops, e.shared_size // group.size, new, str(row.name("shared")))
+        self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it: a tensor for each expert, or one for all."""
+        row, r = self.row, self.r
+        slots: Slots = {f"{row.name('router')}.weight": Slot((self.router,), ("all",))}
+        if self.router_bias is not None:
+            slots[f"{row.name('router')}.bias"] = Slot((self.router_bias,), ("all",))
+        if self.correction is not None:
+            slots[str(row.name("correction"))] = Slot((self.correction,), ("all",))
+        transposed = r.stacked == "transposed"
+        for part, weight, bias, words in (
+            ("experts_gate_up", self.gate_up, self.gate_up_bias, ("col", "col")),
+            ("experts_down", self.down, self.down_bias, ("row",)),
+        ):
+            name, interleaved = str(row.name(part)), r.interleaved and len(words) == 2
+            slots[name] = StackedSlot(weight, words, transposed, interleaved)
+            if bias is not None:
+                words = words if len(words) == 2 else ("first",)
+                slots[f"{name}_bias"] = StackedSlot(bias, words, False, interleaved)
+        if root := row.name("experts"):
+            for e in range(self.e.count):
+                gate, up = self.gate_up[e].chunk(2)
+                for part, target, word in (
+                    ("expert_gate", gate, "col"), ("expert_up", up, "col"), ("expert_down", self.down[e], "row"),
+                ):  # fmt: skip
+                    slots[f"{root}.{e}.{row.name(part)}.weight"] = Slot((target,), (word,))
+        if self.shared:
+            slots |= self.shared.slots()
+        if self.shared_gate is not None:
+            slots[f"{row.name('shared_gate')}.weight"] = Slot((self.shared_gate,), ("all",))
+        return slots
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+        e, ops, r = self.e, self.ops, self.r
+        logits = linear(x, self.router, self.router_bias)
+        weights, ids = ops.route(
+            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
+        )
+        plan = ops.plan_experts(weights, ids, e.count, 0, r.weigh_inputs, self.batch_invariant)
+        h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
+        y = ops.expert_down(h, self.down, self.down_bias, plan)
+        if self.shared:
+            more = self.shared(x)
+            y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
+        return y
+
+
+class Layer:
+    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, kv_heads: int, new: New):
+        self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
+            new_norm(c, ops, part, new) for part in ("attn_in", "attn_out", "mlp_in", "mlp_out")
+        )
+        self.attention = Attention(c, ops, group, i, heads, kv_heads, new)
+        self.mlp: Mlp | ExpertMlp
+        if c.experts and c.expert_layers[i]:
+            self.mlp = ExpertMlp(c, ops, group, c.experts.size // group.size, new)
+        else:
+            self.mlp = Mlp(c, ops, c.intermediate_size // group.size, new)
+
+    def parts(self) -> list[Norm | Attention | Mlp | ExpertMlp]:
+        """All that holds weights."""
+        norms = (self.attn_in, self.attn_out, self.mlp_in, self.mlp_out)
+        shared = [self.mlp.shared] if isinstance(self.mlp, ExpertMlp) and self.mlp.shared else []
+        return [*(norm for norm in norms if norm), self.attention, self.mlp, *shared]
+
+    def slots(self, row: Family) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        slots = self.attention.slots() | self.mlp.slots()
+        for part in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+            if norm := getattr(self, part):
+                slots |= norm.slots(str(row.name(part)))
+        return slots
+
+
+def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + bias, by a plain weight or by one that was packed for its device."""
+    return F.linear(x, weight, bias) if isinstance(weight, torch.Tensor) else weight(x, bias)

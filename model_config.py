@@ -1,0 +1,677 @@
+"""The shape of a model: what `config.json` says, read as its family's row of `FAMILIES` says.
+
+Every field of config.json is read, known to change nothing, or an error, so that no field changes the maths in silence.
+Both spellings of transformers, 4 and 5, are understood.
+
+Standard library only: every process reads this file, and most of them never import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from config import MAX_CONTEXT, read_json
+from families import FAMILIES, TEXT_HALVES, Family, Routing
+from quantization import Quantization, read_quantization
+
+HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
+    "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
+    "ForConditionalGeneration": "logits", "Model": "none",
+}  # fmt: skip
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+WINDOWED = ("sliding_attention", "chunked_attention")
+LAYER_TYPES = ("full_attention", *WINDOWED)
+MODEL_DTYPES = ("bfloat16", "float16", "float32")
+ACTIVATIONS = {  # config.json's names and ours
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+    "xielu": "xielu", "swigluoai": "swigluoai",
+}  # fmt: skip
+GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+# Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
+# generation_config.json), and of halves of a model that are not for text.
+HARMLESS = re.compile(
+    r"_.*|.*dropout.*|.*pdrop|.*_drop|layerdrop|.*init.*(std|range|factor).*|.*initializer.*|init_method.*|use_cache|"
+    r".*token_id|.*token_index|bos.*|eos.*|pad.*|transformers_version|torch_dtype|dtype|auto_map|architectures|"
+    r"model_type|id2label|label2id|num_labels|problem_type|sentence_transformers|classifier_.*|pretraining_tp|"
+    r"output_.*|return_.*|.*aux_loss.*|router_jitter_noise|.*z_loss.*|gradient_checkpointing.*|unsloth.*|"
+    r"task_specific_params|prefix|finetuning_task|tokenizer_class|model_max_length|name_or_path|chunk_size_feed_forward|"
+    r"is_encoder_decoder|is_decoder|(vision|audio|text|image|video).*_(config|token.*|index)|mm_tokens_per_image|"
+    r"use_mrope|use_return_dict|torchscript|summary_.*|reorder_and_upcast_attn|n_ctx|vocab_file|keys_to_ignore.*|"
+    r"num_nextn_predict_layers|num_mtp_layers|num_mtp_modules|mtp_.*|use_mtp|ep_size|seq_aux|rotary_emb_base|"
+    r"attn_implementation|use_flash_attn.*|max_length|min_length|do_sample|temperature|top_k|top_p|num_beams|"
+    r"sbert_ce.*|type_vocab_size|is_composition|bad_words_ids|begin_suppress.*|suppress_tokens|forced_.*|cache_impl.*|"
+    r"hidden_act_param|max_window_layers|attn_type_list|cohere_.*|original_max_position_embeddings|eod_token.*|"
+    r"org_vocab_size|sep_token.*|mlm.*|cls_token.*|mask_token.*|dense_list|use_sliding_window|sliding_window_pattern"
+)
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How the positions of some layers are told: `dim` elements of each head are rotated; 0 for no rotation.
+
+    With `growth` (beta, period, offset), queries at position p are multiplied by
+    1 + beta log(1 + floor((p + offset) / period)), so that attention stays sharp over a long context (Llama 4).
+    """
+
+    theta: float
+    dim: int
+    scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
+    growth: tuple[float, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A layer's experts; see `Routing` and `ops.route`."""
+
+    count: int
+    top_k: int
+    size: int  # of an expert's intermediate layer
+    shared_size: int  # of the shared expert's; 0 for none
+    renormalize: bool
+    groups: int
+    top_groups: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Sizes of attention by latents (DeepSeek V2): of the latents of queries (0: there are none), and of keys and
+    values; of the rotated and the other part of a query; and of a value."""
+
+    q_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model, read from `config.json` and `generation_config.json`."""
+
+    architecture: str
+    row: Family  # with strings for fields of config.json replaced by what these say
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    ropes: tuple[Rope, ...]  # the different ones
+    layer_ropes: tuple[int, ...]  # which of them each layer has
+    max_position: int  # tokens of context, those that RoPE's scaling adds among them
+    activation: str  # of the MLP; see `ops.act_mul`
+    tie_word_embeddings: bool
+    windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
+    scale: float  # of attention's scores
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    soft_cap: float = 0.0  # of attention's scores
+    logit_cap: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    experts: Experts | None = None
+    expert_layers: tuple[bool, ...] = ()
+    latent: Latent | None = None
+    head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
+    labels: tuple[str, ...] = ()  # names of the classification head's outputs
+    label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
+    normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
+
+    @classmethod
+    def from_folder(cls, folder: str) -> ModelConfig:
+        """Read a model's shape.
+
+        Raises:
+            ValueError: the folder or a file is missing or malformed, or it asks for what Manta does not have.
+        """
+        raw, generation = read_json(folder, "config.json"), read_json(folder, "generation_config.json", {})
+        return Reading(raw, generation).config()
+
+
+class Fields:
+    """The fields of a config.json under the names that most families have for them. It notes which are read."""
+
+    def __init__(self, raw: dict[str, Any], row: Family):
+        self.raw, self.row, self.read = raw, row, set[str]()
+        theirs = {ours: name for name, ours in row.keys.items() if name in raw}
+        self.theirs = {name: name for name in raw if name not in row.keys} | theirs
+
+    def get(self, name: str) -> Any:
+        """A field's value; None where it is null, or where it is left out and the family has no default."""
+        if name not in self.theirs:
+            return self.row.defaults.get(name)
+        self.read.add(self.theirs[name])
+        return self.raw[self.theirs[name]]
+
+    def value(self, name: str, kind: type) -> Any:
+        """A field's value, which must be null or of this type."""
+        return typed(self.theirs.get(name, name), self.get(name), kind)
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A number; without a default it must be there."""
+        return number(self.theirs.get(name, name), self.get(name), low, high, default)
+
+    def whole(self, name: str, low: int, high: int, default: int | None = None) -> int:
+        """A whole number; see `number`."""
+        return whole(self.theirs.get(name, name), self.get(name), low, high, default)
+
+    def truth(self, name: bool | str) -> bool:
+        """A field that is true or false, or the row's own word."""
+        return name if isinstance(name, bool) else bool(self.value(name, bool))
+
+    def check_rest(self) -> None:
+        """Check that what nobody has read changes nothing.
+
+        Raises:
+            ValueError: names the field.
+        """
+        for name, want in self.row.fixed.items():
+            value = self.get(name)
+            if name in self.theirs and value is not None and value != want:
+                raise ValueError(f"config.json: {name} is {value!r:.80}; Manta has {want!r} alone")
+        for name, value in self.raw.items():
+            # Without a number, a list or a "true" it says at most what is not there.
+            if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
+                continue
+            raise ValueError(
+                f"config.json: {name!r:.80} is {value!r:.80}, and Manta does not know that field; remove it if it "
+                "changes nothing in what the model computes"
+            )
+
+
+JSON_TYPES = {bool: "true or false", str: "a string", list: "a list", dict: "an object"}
+
+
+def typed(name: str, value: Any, kind: type) -> Any:
+    """The value of config.json's field `name`, which must be null or of this type."""
+    if value is not None and type(value) is not kind:
+        raise ValueError(f"config.json: {name} is {value!r:.80}; it must be {JSON_TYPES[kind]}")
+    return value
+
+
+def number(name: str, value: Any, low: float, high: float, default: float | None = None, kind: str = "number") -> float:
+    """The number of config.json's field `name`, from `low` to `high`. NaN is in no range."""
+    value = default if value is None else value
+    if value is None:
+        raise ValueError(f"config.json has no {name}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"config.json: {name} is {value!r:.80}; it must be a {kind} from {low} to {high}")
+    return float(value)
+
+
+def whole(name: str, value: Any, low: int, high: int, default: int | None = None) -> int:
+    """The whole number of config.json's field `name`; see `number`."""
+    found = number(name, value, low, high, default, "whole number")
+    if found != int(found):
+        raise ValueError(f"config.json: {name} is {found}; it must be a whole number from {low} to {high}")
+    return int(found)
+
+
+class Reading:
+    """Reads one config.json."""
+
+    def __init__(self, raw: dict[str, Any], generation: dict[str, Any]):
+        self.whole_raw, self.generation = raw, generation
+        self.architecture = (typed("architectures", raw.get("architectures"), list) or [None])[0]
+        self.name, self.head = family_of(self.architecture, raw)
+        text = raw.get("text_config") if str(self.architecture).endswith("ForConditionalGeneration") else None
+        if text is not None:  # what is said beside the text's half holds for it, too
+            shared = ("tie_word_embeddings", "torch_dtype", "dtype", "eos_token_id", "quantization_config")
+            raw = {name: raw[name] for name in shared if name in raw} | text
+        self.row = FAMILIES[self.name]
+        self.fields = Fields(raw, self.row)
+        self.raw = raw
+
+    def config(self) -> ModelConfig:
+        """The shape that it describes."""
+        f, row = self.fields, self.settled_row()
+        if f.value("is_causal", bool) is False or f.value("use_bidirectional_attention", bool):
+            raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
+        vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
+        experts, expert_layers = self.experts()
+        scale = self.attention_scale()
+        config = ModelConfig(
+            architecture=str(self.architecture),
+            row=row,
+            vocab_size=vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size(),
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=f.number("layer_norm_eps" if row.norm == "layer" else "rms_norm_eps", 1e-20, 1, 1e-6),
+            ropes=self.ropes[0],
+            layer_ropes=self.ropes[1],
+            max_position=self.max_position,
+            activation=self.activation(row),
+            tie_word_embeddings=bool(f.value("tie_word_embeddings", bool)),
+            windows=self.windows,
+            scale=scale,
+            dtype=self.dtype(),
+            eos_token_ids=self.eos_token_ids(vocab_size),
+            soft_cap=self.cap("attn_logit_softcapping"),
+            logit_cap=self.cap("final_logit_softcapping"),
+            embed_scale=self.factor(row.embed_scale),
+            residual_scale=self.factor(row.residual_scale),
+            logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
+            experts=experts,
+            expert_layers=expert_layers,
+            latent=latent,
+            head=self.head,
+            labels=labels(f) if self.head == "labels" else (),
+            label_activation=label_activation(f) if self.head == "labels" else "softmax",
+            quantization=read_quantization(f.get("quantization_config")),
+        )
+        f.check_rest()
+        return config
+
+    def settled_row(self) -> Family:
+        """The family's row with what config.json says in the place of the names of its fields."""
+        f, row = self.fields, self.row
+        for name in ("norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved"):
+            row = row.but(**{name: f.truth(getattr(row, name))})
+        if not row.has_qk_norm:
+            row = row.but(qk_norm="")
+        if row.routing:
+            routing = row.routing
+            row = row.but(routing=Routing(**vars(routing) | {"renormalize": f.truth(routing.renormalize)}))
+        if self.name == "StableLmForCausalLM" and row.parallel:
+            row = row.but(names={"mlp_in": None})
+        if self.name == "FalconForCausalLM":
+            row = self.falcon(row)
+        return row
+
+    def falcon(self, row: Family) -> Family:
+        """Falcon's norms: one for attention and one for the MLP, or one for both where these are parallel."""
+        f = self.fields
+        new = f.truth("new_decoder_architecture")
+        norms = f.whole("num_ln_in_parallel_attn", 1, 2, 2 if new else 1)
+        if row.parallel and new and norms == 2:
+            return row.but(names={"attn_in": "ln_attn", "mlp_in": "ln_mlp"})
+        return row.but(names={"mlp_in": None}) if row.parallel else row
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hidden_size(self) -> int:
+        size = self.fields.whole("hidden_size", 1, 2**17)
+        if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
+            raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
+        return size
+
+    @cached_property
+    def layers(self) -> int:
+        return self.fields.whole("num_hidden_layers", 1, 1024)
+
+    @cached_property
+    def heads(self) -> int:
+        return self.fields.whole("num_attention_heads", 1, 1024)
+
+    @cached_property
+    def kv_heads(self) -> int:
+        count = self.fields.whole("num_key_value_heads", 1, 1024, self.heads)
+        if self.name == "FalconForCausalLM":
+            new, multi = self.fields.truth("new_decoder_architecture"), self.fields.get("multi_query") is not False
+            count = count if new else 1 if multi else self.heads
+        if self.heads % count:
+            raise ValueError(
+                f"num_attention_heads is {self.heads}; it must be a multiple of num_key_value_heads, {count}"
+            )
+        return count
+
+    @cached_property
+    def head_dim(self) -> int:
+        f, heads, hidden_size = self.fields, self.heads, self.hidden_size
+        if self.row.latent:
+            return f.whole("qk_nope_head_dim", 1, 1024, 128) + f.whole("qk_rope_head_dim", 2, 1024, 64)
+        if f.get("head_dim") is None and hidden_size % heads:
+            raise ValueError(f"hidden_size is {hidden_size}; without head_dim it must be a multiple of {heads} heads")
+        head_dim = f.whole("head_dim", 4, 1024, hidden_size // heads)
+        if head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; it must be even, because RoPE turns pairs")
+        return head_dim
+
+    def intermediate_size(self) -> int:
+        """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it."""
+        four = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
+        return self.fields.whole("intermediate_size", 1, 2**20, four)
+
+    def latent(self) -> Latent | None:
+        f = self.fields
+        if not self.row.latent:
+            return None
+        f.get("head_dim"), f.get("qk_head_dim")  # they follow from those below
+        q_rank = f.get("q_lora_rank")
+        return Latent(
+            q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
+            kv_rank=f.whole("kv_lora_rank", 1, 2**16),
+            rope_dim=f.whole("qk_rope_head_dim", 2, 1024, 64),
+            nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
+            v_dim=f.whole("v_head_dim", 1, 1024, 128),
+        )
+
+    def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:
+        """The layers' experts, and which layers have some."""
+        f, r = self.fields, self.row.routing
+        if r is None:
+            return None, (False,) * self.layers
+        count, size = f.whole(r.count, 1, 2**16), f.whole(r.size, 1, 2**20)
+        shared = 0
+        if r.shared == "n_shared_experts":
+            shared = f.whole(r.shared, 0, 64, 0) * size
+        elif r.shared:
+            shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
+        groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
+        f.get("topk_group")  # says nothing where there is one group
+        method = f.value("topk_method", str)
+        if method == "greedy":
+            groups = 1
+        if count % groups:
+            raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
+        scoring = f.value("scoring_func", str)
+        if scoring not in (None, r.scoring) or method not in (None, "greedy", "group_limited_greedy", "noaux_tc"):
+            raise ValueError(
+                f"config.json asks for routing by {scoring!r:.40} scores and {method!r:.40}; Manta has {r.scoring!r}"
+            )
+        return Experts(
+            count=count,
+            top_k=f.whole(r.top_k, 1, count),
+            size=size,
+            shared_size=shared,
+            renormalize=f.truth(r.renormalize),
+            groups=groups,
+            top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
+            scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
+        ), self.expert_layers(r)
+
+    def expert_layers(self, r: Routing) -> tuple[bool, ...]:
+        """Which layers have experts."""
+        f, layers = self.fields, range(self.layers)
+        if types := f.value("mlp_layer_types", list):
+            if len(types) != len(layers) or set(types) - {"dense", "sparse"}:
+                raise ValueError(f"config.json: mlp_layer_types is {types!r:.80}; it must say dense or sparse by layer")
+            return tuple(kind == "sparse" for kind in types)
+        if r.layers == "first_k_dense_replace":
+            first = f.whole(r.layers, 0, 1024, 0)
+            return tuple(i >= first for i in layers)
+        if r.layers == "decoder_sparse_step":
+            step, dense = f.whole(r.layers, 1, 1024, 1), f.value("mlp_only_layers", list) or []
+            return tuple(i not in dense and (i + 1) % step == 0 for i in layers)
+        if r.layers == "moe_layers":
+            step = f.whole("interleave_moe_layer_step", 1, 1024, 1)
+            listed = f.value("moe_layers", list)
+            return tuple(i in listed if listed is not None else (i + 1) % step == 0 for i in layers)
+        return (True,) * len(layers)
+
+    # --- attention ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def windows(self) -> tuple[int, ...]:
+        """The window of each layer: from `layer_types` where given, else by the family's own rule."""
+        f, row, layers = self.fields, self.row, self.layers
+        window = f.whole(row.window_field, 0, 2**31, 0)
+        by_qwen = f.value("use_sliding_window", bool) if row.window == "qwen" or row.rope == "listed" else None
+        if (row.window == "qwen" or (row.rope == "listed" and not row.chunked)) and not by_qwen:
+            window = 0
+        if types := f.value("layer_types", list):
+            if len(types) != layers:
+                raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
+            if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
+                raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {', '.join(LAYER_TYPES)}")
+            return tuple(window if kind in WINDOWED else 0 for kind in types)
+        if row.window == "qwen":
+            first = f.whole("max_window_layers", 0, 2**31, 0)
+            return tuple(window if i >= first else 0 for i in range(layers))
+        if row.rope == "listed":  # Llama 4's layers with RoPE have a window, SmolLM3's layers without it
+            return tuple(window if has == row.chunked else 0 for has in self.rope_layers())
+        if row.window == "pattern":
+            return tuple(0 if full else window for full in self.full_layers())
+        return (window,) * layers
+
+    def full_layers(self) -> list[bool]:
+        """Which layers see all tokens, where each n-th one does, or where a string of L and G says so."""
+        pattern = self.fields.get("sliding_window_pattern")
+        if isinstance(pattern, str) and pattern and not set(pattern) - {"L", "G"}:
+            return [pattern[i % len(pattern)] == "G" for i in range(self.layers)]
+        every = whole("sliding_window_pattern", pattern, 1, 1024, self.row.full_every)
+        return [(i + 1) % every == 0 for i in range(self.layers)]
+
+    def rope_layers(self) -> list[bool]:
+        """Which layers have RoPE."""
+        f, row = self.fields, self.row
+        if row.rope == "listed":
+            listed, step = f.value("no_rope_layers", list), f.whole("no_rope_layer_interval", 1, 1024, 4)
+            if listed and (len(listed) != self.layers or set(listed) - {0, 1}):
+                raise ValueError(f"config.json: no_rope_layers is {listed!r:.80}; it must have 1 for each with RoPE")
+            return [bool(has) for has in listed] if listed else [(i + 1) % step != 0 for i in range(self.layers)]
+        if row.rope == "windowed" and any(self.windows):
+            return [window > 0 for window in self.windows]
+        return [True] * self.layers
+
+    @cached_property
+    def max_position(self) -> int:
+        """Tokens of context, as the RoPE that reaches farthest has them."""
+        trained = self.fields.whole("max_position_embeddings", 2, MAX_CONTEXT)
+        grown = [trained]
+        for rope in self.ropes[0]:  # the factor is what the context grows by, whatever config.json holds
+            s = rope.scaling
+            if s.get("rope_type") in ("dynamic", "yarn"):
+                grown.append(int(s["original_max_position_embeddings"] * s["factor"]))
+        if max(grown) > MAX_CONTEXT:
+            raise ValueError(f"config.json: factor makes a context of {max(grown)} tokens; at most {MAX_CONTEXT}")
+        return max(grown)
+
+    @cached_property
+    def ropes(self) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+        """The different kinds of RoPE, and which of them each layer has."""
+        f, row, windows = self.fields, self.row, self.windows
+        if row.name("positions") or row.position_offset:
+            return (Rope(1.0, 0, {}),), (0,) * self.layers
+        given = f.value("rope_parameters", dict)  # transformers 5
+        nested = given if given and set(given) & set(LAYER_TYPES) else None
+        old = dict(f.value("rope_scaling", dict) or {})  # transformers 4
+        flat = old if nested or not given else given
+        full = self.rope((nested or {}).get("full_attention") or flat)
+        local = full
+        if row.local_rope or nested:
+            theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
+            local = self.rope((nested or {}).get("sliding_attention") or {}, theta)
+        growth = None
+        if row.rope == "listed" and f.truth("attn_temperature_tuning" if row.chunked else False):
+            growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
+        none = Rope(1.0, 0, {}, growth)
+        found = [
+            none if not has else local if window else full
+            for window, has in zip(windows, self.rope_layers(), strict=True)
+        ]
+        ropes: list[Rope] = []
+        for rope in found:
+            if rope not in ropes:
+                ropes.append(rope)
+        return tuple(ropes), tuple(ropes.index(rope) for rope in found)
+
+    def rope(self, says: dict[str, Any], theta_field: str = "rope_theta") -> Rope:
+        """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
+        f = self.fields
+        theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
+        dim = self.rotary_dim(says)
+        trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
+        kind = says.get("rope_type", says.get("type", "default"))
+        if kind == "mrope":  # of models that also see; text has the same position in all its parts
+            kind = "default"
+        if kind not in ROPE_KINDS:
+            raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
+        if kind == "default":
+            return Rope(theta, dim, {})
+        longest = trained
+        if kind in ("yarn", "longrope", "llama3"):
+            above = f.get("original_max_position_embeddings")
+            name = "original_max_position_embeddings"
+            trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
+        factor = longest / trained if kind in ("yarn", "longrope") else None
+        scaling: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": trained}
+        scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, factor)
+        for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
+                          ("mscale_all_dim", 0)):  # fmt: skip
+            if says.get(name) is not None:
+                scaling[name] = number(name, says[name], low, 1e3)
+        if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
+            theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
+            return Rope(theta, dim, {})
+        if kind == "yarn":
+            scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
+        if kind == "llama3":
+            scaling["low_freq_factor"] = low = number("low_freq_factor", says.get("low_freq_factor"), 1e-3, 1e6)
+            scaling["high_freq_factor"] = high = number("high_freq_factor", says.get("high_freq_factor"), 1e-3, 1e6)
+            if low >= high:
+                raise ValueError(f"config.json: low_freq_factor is {low}; it must be below high_freq_factor, {high}")
+        if kind == "longrope":
+            for name in ("short_factor", "long_factor"):
+                factors = typed(name, says.get(name), list) or []
+                if len(factors) != dim // 2:
+                    raise ValueError(f"config.json: {name} has {len(factors)} numbers; it must have {dim // 2}")
+                scaling[name] = [number(name, each, 1e-3, 1e6) for each in factors]
+        growth = None
+        if says.get("llama_4_scaling_beta"):
+            growth = number("llama_4_scaling_beta", says["llama_4_scaling_beta"], 0, 1e3), trained, 0
+        return Rope(theta, dim, scaling, growth)
+
+    def rotary_dim(self, says: dict[str, Any]) -> int:
+        """How many elements of a head are rotated."""
+        f, head_dim = self.fields, self.head_dim
+        if self.row.latent:
+            return f.whole("qk_rope_head_dim", 2, 1024, 64)
+        share = number(
+            "partial_rotary_factor", says.get("partial_rotary_factor"), 0, 1,
+            f.number("partial_rotary_factor", 0, 1, f.whole("rotary_dim", 0, head_dim, head_dim) / head_dim),
+        )  # fmt: skip
+        dim = int(head_dim * share)
+        if dim % 2:
+            raise ValueError(f"config.json: partial_rotary_factor is {share}; it must leave an even part of {head_dim}")
+        return dim
+
+    def attention_scale(self) -> float:
+        """What scores are multiplied by."""
+        f, row = self.fields, self.row
+        if row.attention_scale == "attention_multiplier":
+            return f.number("attention_multiplier", 1e-6, 1e6, 1.0)
+        size = float(self.head_dim)
+        if row.attention_scale:
+            size = f.number(row.attention_scale, 1e-6, 1e9)
+        scale = size**-0.5
+        if row.latent:  # YaRN's temperature, which is not in this family's cos and sin
+            s = next((rope.scaling for rope in self.ropes[0] if rope.dim), {})
+            if s.get("rope_type") == "yarn" and s.get("mscale_all_dim"):
+                scale *= yarn_mscale(s["factor"], s["mscale_all_dim"]) ** 2
+        return scale
+
+    # --- the rest -----------------------------------------------------------------------------------------------------
+
+    def activation(self, row: Family) -> str:
+        """The MLP's activation."""
+        asked = row.activation or self.fields.value("hidden_act", str) or "silu"
+        if asked not in ACTIVATIONS:
+            raise ValueError(f"config.json asks for the activation {asked!r:.80}; Manta has {', '.join(ACTIVATIONS)}")
+        self.fields.get("hidden_act")
+        found = ACTIVATIONS[asked]
+        if row.gated and found not in GATES and not row.activation:
+            raise ValueError(f"config.json asks for a gate of {asked!r:.80}; Manta has {', '.join(GATES)}")
+        return found
+
+    def cap(self, name: str) -> float:
+        """A soft cap; 0 for none."""
+        if not self.row.caps or self.fields.get(name) is None:
+            return 0.0
+        return self.fields.number(name, 1e-3, 1e6)
+
+    def factor(self, name: str) -> float:
+        """A factor that the family names; 1 where it names none."""
+        if name == "sqrt":
+            return self.hidden_size**0.5
+        return self.fields.number(name, 1e-6, 1e6, 1.0) if name else 1.0
+
+    def dtype(self) -> str:
+        """The checkpoint's dtype."""
+        dtype = self.fields.value("dtype", str) or self.fields.value("torch_dtype", str) or "float32"
+        if dtype not in MODEL_DTYPES:
+            raise ValueError(f"config.json has the dtype {dtype!r:.80}; it must be {', '.join(MODEL_DTYPES)}")
+        return dtype
+
+    def eos_token_ids(self, vocab_size: int) -> tuple[int, ...]:
+        """The tokens that end an answer. An id outside of the vocabulary would end none, so it must be a mistake."""
+        eos = self.generation.get("eos_token_id", self.raw.get("eos_token_id"))
+        ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(f"eos_token_id has {token!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
+        return tuple(ids)
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """What YaRN multiplies by, so that attention over a context that is `factor` times as long stays as sharp."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
+    """The name of an architecture's family, and the head that the architecture has.
+
+    Raises:
+        ValueError: it is of no family; the nearest names are named first.
+    """
+    name = str(architecture)
+    text = raw.get("text_config")
+    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
+        if (kind := text.get("model_type")) in TEXT_HALVES:
+            return TEXT_HALVES[kind], "logits"
+        raise ValueError(
+            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
+            f"{', '.join(TEXT_HALVES)}"
+        )
+    for ending, head in HEADS.items():
+        for full in ("ForCausalLM", "LMHeadModel"):
+            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
+                return name.removesuffix(ending) + full, head
+    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
+    base = re.sub("|".join(HEADS), "", name)
+    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
+    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
+    nearest = f" nearest to it are {', '.join(near)};" if near else ""
+    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
+
+
+def labels(f: Fields) -> tuple[str, ...]:
+    """The names of a classification head's outputs. transformers writes down neither names nor number of two."""
+    if names := f.value("id2label", dict):
+        if set(names) != set(map(str, range(len(names)))):
+            raise ValueError(f"config.json: id2label names {list(names)!r:.80}; it must name 0 to {len(names) - 1}")
+        return tuple(str(names[str(i)]) for i in range(len(names)))
+    return tuple(f"LABEL_{i}" for i in range(f.whole("num_labels", 1, 2**16, 2)))
+
+
+def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
+    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
+    problem = f.value("problem_type", str)
+    if problem == "regression":
+        return "identity"
+    if problem == "multi_label_classification":
+        return "sigmoid"
+    nested = f.value("sentence_transformers", dict) or {}
+    named = nested.get("activation_fn") or f.get("sbert_ce_default_activation_function")
+    if problem is None and named is not None:
+        for name in ("sigmoid", "identity"):
+            if str(named).lower().endswith("." + name):
+                return "sigmoid" if name == "sigmoid" else "identity"
+        raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
+    return "sigmoid" if len(labels(f)) == 1 else "softmax"

@@ -1,0 +1,70 @@
+"""Rotary position embeddings: what each position is rotated by, for every kind of RoPE that checkpoints ask for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from model_config import Rope, yarn_mscale
+
+
+def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:
+    """What `qk_norm_rope_store` rotates each position by, [length, 2, dim] float32 (RoFormer, Su et al., 2021)."""
+    frequencies, scale = rope_frequencies(rope, length)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    cos, sin = angles.cos() * scale, angles.sin() * scale
+    pairs = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), dim=1)  # [length, 2, dim / 2, 2]
+    return (pairs if interleaved else pairs.transpose(2, 3)).flatten(2).contiguous()
+
+
+def query_scales(rope: Rope, length: int) -> torch.Tensor | None:
+    """What queries at each position are multiplied by, [length, 1, 1] float32; None for 1. See `Rope.growth`."""
+    if rope.growth is None:
+        return None
+    beta, period, offset = rope.growth
+    return (1 + beta * torch.log1p((torch.arange(length) + offset).div(period).floor()))[:, None, None]
+
+
+def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
+    """Radians from one position to the next, [dim / 2] float32, and what cos and sin are multiplied by.
+
+    Some kinds of RoPE depend on the length of a sequence. Keys stay in the cache as they were first rotated, so here
+    all sequences count as `length` tokens long, the most that one may have.
+    """
+    s, dim, theta = rope.scaling, rope.dim, rope.theta
+    kind, trained, factor = s.get("rope_type"), s.get("original_max_position_embeddings", 0), s.get("factor", 1.0)
+    if kind == "dynamic":  # NTK-aware (bloc97 and emozilla, 2023): it stretches high frequencies the least
+        stretch = factor * max(length, trained) / trained - (factor - 1)
+        theta = theta * stretch ** (dim / (dim - 2))
+    frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if kind == "linear":
+        return frequencies / factor, 1.0
+    if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended
+        low, high = s["low_freq_factor"], s["high_freq_factor"]
+        turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return blend * frequencies + (1 - blend) * frequencies / factor, 1.0
+    if kind == "yarn":  # Peng et al., 2023: as llama3, but blended by the index of the frequency
+        turns = s.get("beta_fast") or 32, s.get("beta_slow") or 1
+        low, high = (dim * math.log(trained / (n * 2 * math.pi)) / (2 * math.log(theta)) for n in turns)
+        if s.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        blend = ((torch.arange(dim // 2) - low) / max(high - low, 0.001)).clamp(0, 1)
+        return (1 - blend) * frequencies + blend * frequencies / factor, yarn_scale(factor, s)
+    if kind == "longrope":  # Ding et al., 2024: each frequency has a factor that was found by search
+        factors = s["long_factor"] if length > trained else s["short_factor"]
+        scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+        return frequencies / torch.tensor(factors, dtype=torch.float32), s.get("attention_factor") or scale
+    return frequencies, 1.0
+
+
+def yarn_scale(factor: float, scaling: dict[str, Any]) -> float:
+    """What YaRN multiplies q and k by, so that attention over the longer context stays as sharp."""
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+    return yarn_mscale(factor, 1.0)
