@@ -204,13 +204,13 @@ class Attention:
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
         batch, c, window, kv = step.batch, self.config, self.config.windows[self.i], step.pool[self.i]
-        n, parts, more = batch.num_decodes, [], (c.soft_cap, self.sinks)
+        n, parts, more, chunked = batch.num_decodes, [], (c.soft_cap, self.sinks), self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[window], c.scale, *more))
         if rest is not None:
             rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, self.row.chunked))
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

@@ -298,8 +298,8 @@ class Transformer:
         """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
         rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
         windows = set(self.config.windows) if batch.num_decodes else ()
-        layers, more = pool.unbind(1), (1, self.row.chunked)
-        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w, *more) for w in windows}
+        layers, chunked = pool.unbind(1), self.row.chunked
+        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w, 1, chunked and w > 0) for w in windows}
         rotations = [table[batch.positions] for table in self.rotations]
         grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
         return Step(batch, layers, rotations, grown, plans)
