@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from config import ModelConfig
+from kv_layout import layout_of
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -47,10 +48,10 @@ class Batch:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T] where each token's keys and values go
+    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind of layers
     seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
     slots: torch.Tensor  # [B] row of the batch state
-    block_tables: torch.Tensor  # [S, M] of all slots
+    block_tables: torch.Tensor  # [K, S, M] of all slots
     num_decodes: int  # this many rows come first and have one token
     query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
     max_query_len: int
@@ -61,9 +62,9 @@ class Step:
     """What attention needs beside its layer's weights, while a step runs."""
 
     batch: Batch
-    pool: tuple[torch.Tensor, ...]  # layer by layer
+    pool: tuple[torch.Tensor, ...]  # by a layer's place in a page
     rotation: torch.Tensor  # [T, 2, dim] of `rope_table`
-    plans: dict[int, Any]  # of `plan_decode`, by window
+    plans: list[Any]  # of `plan_decode`, for each kind of layers
 
 
 class Part(NamedTuple):
@@ -163,6 +164,7 @@ class Transformer:
         self.interleaved = family.interleaved
         self.rotations = rope_table(config, max_model_len, self.interleaved).to(device)
         self.scale = config.head_dim**-0.5
+        self.layout = layout_of(config.windows)
         self.step: Step | None = None
 
     def parameters(self) -> dict[str, Part]:
@@ -203,12 +205,14 @@ class Transformer:
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
 
+        The pool's `layers` are those that share a page, see `KVLayout`.
+
         Returns the hidden states [T, hidden] after the last norm.
         """
-        rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
-        windows = set(self.config.windows) if batch.num_decodes else ()
+        rows = batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes], self.num_heads
+        kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
         layers = pool.unbind(1)
-        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
+        plans = [self.ops.plan_decode(layers[0], table, *rows, window) for table, window in kinds]
         self.step = Step(batch, layers, self.rotations[batch.positions], plans)
         ops, eps, activation, add_up = self.ops, self.config.rms_norm_eps, self.config.activation, self.group.all_reduce
         residual = self.embed(batch.input_ids)
@@ -236,17 +240,18 @@ class Transformer:
         First this step's keys and values go into the pool. Rows of one token and longer rows have different kernels.
         """
         assert self.step
-        batch, layer, window, kv = self.step.batch, self.layers[i], self.config.windows[i], self.step.pool[i]
+        batch, layer, (kind, place) = self.step.batch, self.layers[i], self.layout.places[i]
+        kv, window = self.step.pool[place], self.config.windows[i]
         norms = layer.q_norm, layer.k_norm, self.config.rms_norm_eps
         rotation = self.step.rotation
-        q = self.ops.qk_norm_rope_store(qkv, *norms, rotation, batch.slot_mapping, kv, self.interleaved)
+        q = self.ops.qk_norm_rope_store(qkv, *norms, rotation, batch.slot_mapping[kind], kv, self.interleaved)
         n, parts = batch.num_decodes, []
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, self.step.plans[window], self.scale))
+            parts.append(self.ops.attention_decode(few, kv, self.step.plans[kind], self.scale))
         if rest is not None:
-            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, self.scale, window))
+            rows = batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            parts.append(self.ops.attention_prefill(rest, kv, batch.block_tables[kind], *rows, self.scale, window))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -57,7 +57,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sequence": {"beam", "sampling_params"},
     "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
-    "kv_cache": {"config", "plan", "sequence"},
+    "kv_cache": {"config", "kv_layout", "plan", "sequence"},
+    "kv_layout": set(),
     "beam": set(),
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
@@ -69,9 +70,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "parallel", "plan",
         "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
-    "model": {"config", "parallel"},
+    "model": {"config", "kv_layout", "parallel"},
     "loader": {"model"},
-    "memory": {"config", "model"},
+    "memory": {"config", "kv_layout", "model"},
     "parallel": set(),
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
@@ -82,13 +83,24 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_ops": {"cpu", "reference"},
     "cpu": set(),
 }  # fmt: skip
-STDLIB_ONLY = {"config", "sampling_params", "kv_cache", "plan", "pooling", "beam", "sequence", "admission", "scheduler"}
+STDLIB_ONLY = {
+    "config",
+    "sampling_params",
+    "kv_cache",
+    "kv_layout",
+    "plan",
+    "pooling",
+    "beam",
+    "sequence",
+    "admission",
+    "scheduler",
+}
 DEVICE = {"worker", "startup", "batch_state", "model", "loader", "memory", "parallel", "sanitizer"}
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - {"kernels", "matmul", "reference", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 48, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 49, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
