@@ -1328,10 +1328,11 @@ def prepare_inputs_kernel(
     b_block = tl.load(p_table + b_pos // BLOCK_SIZE, mask=m_live, other=0)
     b_place = tl.where(live, b_block.to(tl.int64) * BLOCK_SIZE + b_pos % BLOCK_SIZE, -1)
     tl.store(slot_mapping + i_kind * num_tokens + i_start + o_j, b_place, mask=m_j)
-    tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j & (i_kind == 0))
-    tl.store(positions + i_start + o_j, b_pos, mask=m_j & (i_kind == 0))
-    if i_b < num_rows and tl.program_id(1) + i_kind == 0:
-        tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
+    if tl.program_id(2) == 0:
+        tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
+        tl.store(positions + i_start + o_j, b_pos, mask=m_j)
+        if i_b < num_rows and tl.program_id(1) == 0:
+            tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
 
 
 def prepare_inputs(

@@ -158,15 +158,17 @@ def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("shape", "window"),
+    ("shape", "windows"),
     [
-        ({"sliding_window": 24}, 24),
-        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, 0),
-        ({}, 0),
+        ({"sliding_window": 24}, [24]),
+        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, [0, 24]),
+        ({}, [0]),
     ],
 )
-def test_window_is_told_where_every_layer_has_one(make, shape, window):
-    assert make(shape).facts()["window"] == window
+def test_the_windows_of_the_kinds_of_layers_are_told(make, shape, windows):
+    worker = make(shape)
+    assert worker.facts()["windows"] == windows and worker.pool.shape[1] * len(windows) == 2
+    assert worker.state.block_tables.shape[:2] == (len(windows), 8)
 
 
 def test_lookahead_slots_have_room_in_the_tables(make):
