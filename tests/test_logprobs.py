@@ -37,7 +37,7 @@ FIELDS = {
     "ahead, recompute": {"depth": 2, "preemption_mode": "recompute", "num_blocks": 18},
     "classic": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
     "fair": {"scheduling_policy": "fair", "num_blocks": 20},
-    "window": {"windows": (6,), "num_blocks": 18},
+    "window": {"windows": (6,), "num_blocks": 10},
 }
 
 
