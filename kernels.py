@@ -923,16 +923,17 @@ def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "ids_stride", "table_stride"],
+    do_not_specialize=["num_rows", "num_tokens", "ids_stride", "kind_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts"],
 )
 def prepare_inputs_kernel(
     token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
-    num_rows, num_tokens, ids_stride, table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_tokens, ids_stride, kind_stride, table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """position = num_computed[slot] + j for token j of a row; id = token_ids[slot, position]; and where its K/V go.
 
-    One program per row and BLOCK of its tokens. Row number num_rows stands for the tokens that no row owns.
+    One program per row, BLOCK of its tokens and kind of layers; all but where K/V go comes from the first kind's. Row
+    number num_rows stands for the tokens that no row owns.
     """
     i_b = tl.program_id(0)
     i_start = tl.load(query_starts + i_b)
@@ -947,13 +948,16 @@ def prepare_inputs_kernel(
     m_j, m_live = o_j < i_stop - i_start, o_j < tl.where(live, i_stop - i_start, 0)
     b_pos = tl.where(live, i_computed + o_j, 0)
     b_id = tl.load(token_ids + i_slot * ids_stride + b_pos, mask=m_live, other=0)
-    b_block = tl.load(block_tables + i_slot * table_stride + b_pos // BLOCK_SIZE, mask=m_live, other=0)
+    i_kind = tl.program_id(2).to(tl.int64)
+    p_table = block_tables + i_kind * kind_stride + i_slot * table_stride
+    b_block = tl.load(p_table + b_pos // BLOCK_SIZE, mask=m_live, other=0)
     b_place = tl.where(live, b_block.to(tl.int64) * BLOCK_SIZE + b_pos % BLOCK_SIZE, -1)
-    tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
-    tl.store(positions + i_start + o_j, b_pos, mask=m_j)
-    tl.store(slot_mapping + i_start + o_j, b_place, mask=m_j)
-    if i_b < num_rows and tl.program_id(1) == 0:
-        tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
+    tl.store(slot_mapping + i_kind * num_tokens + i_start + o_j, b_place, mask=m_j)
+    if tl.program_id(2) == 0:
+        tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
+        tl.store(positions + i_start + o_j, b_pos, mask=m_j)
+        if i_b < num_rows and tl.program_id(1) == 0:
+            tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
 
 
 def prepare_inputs(
@@ -969,23 +973,23 @@ def prepare_inputs(
 
     Args:
         token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
-        block_tables: [S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
+        block_tables: [K, S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
 
     Returns:
-        input_ids [T] int64, positions [T] int32, slot_mapping [T] int64, seq_lens [B] int32. Tokens of padding rows
+        input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
         and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
     """
     rows = len(slots)
-    assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(1) == 1
+    assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(2) == 1
 
     input_ids = torch.empty(num_tokens, dtype=torch.int64, device=slots.device)
-    slot_mapping = torch.empty_like(input_ids)
+    slot_mapping = input_ids.new_empty(len(block_tables), num_tokens)
     positions = torch.empty(num_tokens, dtype=torch.int32, device=slots.device)
     seq_lens = torch.empty(rows, dtype=torch.int32, device=slots.device)
 
-    prepare_inputs_kernel[(rows + 1, triton.cdiv(num_tokens, 1024))](
+    prepare_inputs_kernel[(rows + 1, triton.cdiv(num_tokens, 1024), len(block_tables))](
         token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
-        rows, num_tokens, token_ids.stride(0), block_tables.stride(0), block_size, 1024,
+        rows, num_tokens, token_ids.stride(0), *block_tables.stride()[:2], block_size, 1024,
     )  # fmt: skip
     return input_ids, positions, slot_mapping, seq_lens
 

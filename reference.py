@@ -723,10 +723,10 @@ def prepare_inputs(
 
     Args:
         token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
-        block_tables: [S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
+        block_tables: [K, S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
 
     Returns:
-        input_ids [T] int64, positions [T] int32, slot_mapping [T] int64, seq_lens [B] int32. Tokens of padding rows
+        input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
         and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
     """
     slot = slots.long()
@@ -741,7 +741,7 @@ def prepare_inputs(
     positions = torch.where(live, computed[row] + token - query_starts[row], 0).to(torch.int32)
     place = positions.long()
     input_ids = torch.where(live, token_ids[owner, place].long(), 0)
-    block = block_tables[owner, place // block_size].long()
+    block = block_tables[:, owner, place // block_size].long()
     return input_ids, positions, torch.where(live, block * block_size + place % block_size, -1), seq_lens
 
 

@@ -425,7 +425,7 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
     def prepare(device: str) -> Inputs:
         ids, tables = (torch.ones(rows, n, dtype=torch.int32, device=device) for n in (max_model_len + 1, 64))
         computed, slots, starts = ints([500] * rows, device), ints(range(rows), device), ints(range(rows + 1), device)
-        return Inputs(lambda ops: ops.prepare_inputs(ids, computed, tables, slots, starts, rows, BLOCK))
+        return Inputs(lambda ops: ops.prepare_inputs(ids, computed, tables[None], slots, starts, rows, BLOCK))
 
     def update(device: str) -> Inputs:
         ids = torch.ones(rows, max_model_len + 1, dtype=torch.int32, device=device)

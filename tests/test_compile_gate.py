@@ -172,7 +172,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: ops.pool(x, ints[:2], "last")
     yield lambda ops: ops.pool(x, ints[:2], "mean")
     yield lambda ops: ops.apply_writes(ints, ints.new_zeros(20), 2)
-    yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
+    yield lambda ops: ops.prepare_inputs(tables, ints, tables[None], ints[:2], ints[:3], 5, s.block_size)
     update = (tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2], words)
     yield lambda ops: ops.post_update(*update)
     yield lambda ops: ops.post_update(*update, ops.Adjust(*state))

@@ -440,14 +440,14 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     count, width = len(rows), 1200
     token_ids, tables = (
         torch.randint(0, 9999, (8, width)).to(torch.int32),
-        torch.randperm(8 * 75).view(8, 75).to(torch.int32),
+        torch.randperm(2 * 8 * 75).view(2, 8, 75).to(torch.int32),
     )
     computed = torch.randint(0, 90, (8,)).to(torch.int32)
     slots = torch.where(torch.tensor([live for live, _ in rows]), torch.randperm(8)[:count], -1).to(torch.int32)
     starts = ints(0, *np.cumsum([n for _, n in rows]).tolist())
     total = max(1, int(starts[-1]) + unowned)
     for slot, n in enumerate(computed.tolist()):  # a window may have passed all computed tokens
-        tables[slot, : n // 16] = -1
+        tables[:, slot, : n // 16] = -1
     args = (token_ids, computed, tables, slots, starts, total, 16)
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
@@ -536,7 +536,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
-        kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+        kernels.prepare_inputs(tables, lens * 0, tables[None], slots, starts, rows, 16)
         kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
         blocks = torch.randn(8, 2, 2, 64).cuda()
         kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())

@@ -336,10 +336,13 @@ def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
     tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
     tables[2, :2] = -1  # given back: a window has passed them
     slots, starts = ints(2, -1, 0, 1), ints(0, 1, 2, 3, 9)
-    ids, positions, places, lens = ops.prepare_inputs(token_ids, computed, tables, slots, starts, 11, 4)
+    ids, positions, places, lens = ops.prepare_inputs(
+        token_ids, computed, torch.stack((tables, tables + 30)), slots, starts, 11, 4
+    )
     assert ids.tolist() == [209, 0, 3, 100, 101, 102, 103, 104, 105, 0, 0] and ids.dtype == torch.int64
     assert positions.tolist() == [9, 0, 3, 0, 1, 2, 3, 4, 5, 0, 0] and positions.dtype == torch.int32
-    assert places.tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
+    assert places[0].tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
+    assert places[1].tolist() == [place + 120 if place >= 0 else -1 for place in places[0].tolist()]
     assert lens.tolist() == [10, 0, 4, 6] and lens.dtype == torch.int32
 
     bits = torch.zeros(4, 3, dtype=torch.int32)
