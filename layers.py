@@ -189,7 +189,8 @@ class Attention:
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
         q = self.ops.qk_norm_rope_store(
             qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope],
-            step.batch.slot_mapping[self.kind], step.pool[self.place], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+            step.batch.slot_mapping[self.kind], step.pool[self.place], bool(row.interleaved), row.norm,
+            row.qk_norm == "after", scales,
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
@@ -211,7 +212,13 @@ class Attention:
         if n > 0:
             parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
         if rest is not None:
-            rows = batch.block_tables[self.kind], batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            rows = (
+                batch.block_tables[self.kind],
+                batch.slots[n:],
+                batch.seq_lens[n:],
+                batch.query_starts,
+                batch.max_query_len,
+            )
             parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 

@@ -287,9 +287,10 @@ class Transformer:
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
-        x, nowhere = self.embedding.new_zeros(rows, self.config.hidden_size), torch.full((rows,), -1)
-        first = torch.zeros_like(nowhere)
-        step = self.new_step(Batch(first, first, nowhere.expand(len(self.layout.windows), -1), first, first, first[None], 0, first, 1, []), pool)
+        x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)
+        nowhere = torch.full((len(self.layout.windows), rows), -1)
+        batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, 1, [])
+        step = self.new_step(batch, pool)
         self.enter(x)
         for layer in self.layers:
             layer.attention.rehearse(x, step)

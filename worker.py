@@ -273,7 +273,7 @@ class Worker:
         longer = starts[n:] - n if 0 < n < shape.rows else starts[n:]
         held = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
         if plan:
-            held = [(count, state.num_blocks[slot]) for slot, count in plan.rows[n:]]
+            held = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
         batch = Batch(
             input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len,
             held,
