@@ -87,7 +87,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model"},
+    "memory": {"config", "kv_layout", "model", "model_config"},
     "parallel": set(),
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
