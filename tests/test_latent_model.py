@@ -6,13 +6,23 @@ import json
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+import cpu_ops
+from loader import load_weights
+from model import Batch, Transformer
+from model_config import ModelConfig
+from parallel import Group
+from plan import NewRow, StepPlan
 from test_model import check, make_worker
+from worker import Worker
 
 NEW = 64
 SHAPE = {
@@ -54,3 +64,112 @@ def test_model_equals_transformers(checkpoints: Path, name: str) -> None:
     worker = make_worker(checkpoints / name)
     assert worker.pool.shape[1:] == (2, 1, 1, 16, 40)
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+
+
+def oracle(checkpoints: Path, name: str) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints / name / "oracle.safetensors")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_every_backend_equals_transformers(checkpoints: Path, backend: str, invariant: bool) -> None:
+    worker = make_worker(checkpoints / "deepseek-v3", backend=backend, batch_invariant=invariant)
+    tokens = run(worker, [(41, range(8), 0)])
+    assert tokens == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
+
+
+def prompt(name: str = "deepseek-v3") -> list[int]:
+    return CASES[name]["prompts"][2]
+
+
+def run(worker: Worker, chunks: list[tuple[int, range, int]], step: int = 0) -> list[int]:
+    """Sample the token after the prompt of 41."""
+    for i, (count, blocks, computed) in enumerate(chunks):
+        new = [NewRow(slot=0, token_ids=prompt(), blocks=list(blocks), num_computed=computed)] if i == 0 else []
+        result = worker.step(StepPlan(step + i, rows=[(0, count)], new=new))
+    return result.token_ids
+
+
+def more(worker: Worker, step: int, first: list[int], count: int) -> list[int]:
+    """`first`, and the next tokens of slot 0."""
+    return first + [worker.step(StepPlan(step + i, rows=[(0, 1)])).token_ids[0] for i in range(count)]
+
+
+def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Path) -> None:
+    """As the scheduler would have it, with blocks of 16. What is given back holds NaN."""
+    worker = make_worker(checkpoints / "deepseek-v3", preemption_mode="swap", swap_space=0.01)
+    want = oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()
+    assert more(worker, 9, run(worker, [(17, range(16), 0), (1, range(16), 0), (23, range(16), 0)]), 11) == want[:12]
+    # A prefix of two blocks is found, and the rest goes elsewhere.
+    row = NewRow(slot=0, token_ids=prompt(), blocks=[0, 1, *range(20, 30)], num_computed=32)
+    found = worker.step(StepPlan(30, rows=[(0, 9)], new=[row], released=[0])).token_ids
+    assert more(worker, 31, found, 5) == want[:6]
+    # Preempted, and computed again with what it had said.
+    worker.pool[:30] = torch.nan
+    row = NewRow(slot=0, token_ids=prompt() + want[:6], blocks=[*range(3, 19)])
+    found = worker.step(StepPlan(40, rows=[(0, 47)], new=[row], released=[0])).token_ids
+    assert more(worker, 41, found, 5) == want[6:12]
+    # Swapped out and, to other blocks, in again. The last token's latent is not there yet.
+    out = [(3 + i, i) for i in range(4)]
+    worker.step(StepPlan(50, swap_out=out, released=[0]))
+    worker.pool[:] = torch.nan
+    row = NewRow(slot=0, token_ids=prompt() + want[:12], blocks=[*range(10, 24)], num_computed=52)
+    found = worker.step(StepPlan(51, rows=[(0, 1)], new=[row], swap_in=[(i, 10 + i) for i in range(4)])).token_ids
+    assert more(worker, 52, found, 20) == want[12:33]
+
+
+class Pair:
+    """Two ranks in threads of one process."""
+
+    def __init__(self) -> None:
+        self.barrier, self.held = threading.Barrier(2, timeout=60), [torch.empty(0)] * 2
+
+    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
+        self.held[rank] = x.clone()
+        self.barrier.wait()
+        both = list(self.held)
+        self.barrier.wait()
+        return both
+
+
+class Rank(Group):
+    """One of them."""
+
+    def __init__(self, rank: int, pair: Pair):
+        super().__init__(rank, 2)
+        self.pair = pair
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(sum(self.pair.exchange(self.rank, x)))
+
+    def all_gather(self, x: torch.Tensor, size: int) -> torch.Tensor:
+        return torch.cat(self.pair.exchange(self.rank, x), 1)[:, :size].contiguous()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Path, name: str) -> None:
+    pair, tokens, n = Pair(), prompt(name), 41
+    folder = str(checkpoints / name)
+    config, found = ModelConfig.from_folder(folder), {}
+    ints = {"dtype": torch.int32}
+    assert config.page(2) == config.page(1) == (1, 1, 40)
+
+    def rank(i: int) -> None:
+        model = Transformer(config, cpu_ops, "cpu", torch.float32, 64, Rank(i, pair))
+        load_weights(model, folder)
+        assert model.layers[0].attention.o.shape == (64, 2 * config.latent.v_dim)
+        pool = torch.full((4, 2, 1, 1, 16, 40), torch.nan)
+        positions = torch.arange(n)
+        batch = Batch(
+            torch.tensor(tokens), positions, positions, torch.tensor([n], **ints), torch.zeros(1, **ints),
+            torch.arange(4, **ints)[None], 0, torch.tensor([0, n], **ints), n, [(n, 3)],
+        )  # fmt: skip
+        found[i] = model.logits(model.forward(batch, pool)), pool
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(rank, i) for i in range(2)]:
+            done.result()
+    want = oracle(checkpoints, name)["logits2"]
+    for logits, _ in found.values():
+        assert (logits - want).abs().max() <= 1e-4
+    assert torch.equal(found[0][1].nan_to_num(7), found[1][1].nan_to_num(7))
