@@ -14,6 +14,7 @@ Entry j of the case's `beams` is a dict of arguments of `generate`: its answers 
 row, filled up with -1, and their scores `scores{j}.{i}`.
 A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
 are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
+With `exact`, `exact{i}` are the logits of float64, as far as transformers computes in it.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
 
 `FOLDER/fields.json` has the fields of each case's config class, with their defaults.
@@ -73,6 +74,12 @@ def make(name: str, case: dict, folder: Path) -> None:
             )  # fmt: skip
             found[f"beams{j}.{i}"] = beams.sequences[:, len(prompt) :].contiguous()
             found[f"scores{j}.{i}"] = beams.sequences_scores
+    if case.get("exact"):
+        model.double()
+        for i, prompt in enumerate(case["prompts"]):
+            with torch.no_grad():
+                found[f"exact{i}"] = model(torch.tensor([prompt])).logits[0].float()
+        model.float()
     for length in case.get("tables", []):
         rotary, x = model.model.rotary_emb, torch.zeros(1)
         cos, sin = rotary(x, torch.arange(length)[None])
