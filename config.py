@@ -163,6 +163,7 @@ class EngineConfig:
         None,
         "plan a step before the previous step's result is in; by default on cuda, and where workers are processes",
     )
+    expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
     distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
         "auto",

@@ -368,13 +368,26 @@ class ExpertMlp:
         weights, ids = ops.route(
             logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
         )
-        plan = ops.plan_experts(weights, ids, self.count, self.first, r.weigh_inputs, self.batch_invariant)
-        h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
-        y = ops.expert_down(h, self.down, self.down_bias, plan)
+        y = self.meet(x, weights, ids)
         if self.shared:
             more = self.shared(x)
             y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
         return y
+
+    def meet(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What the experts make of tokens x [T, hidden] with their choices [T, k]: this rank's part of the sum."""
+        tokens, ops = x.shape[0], self.ops
+        if self.ranks:
+            x, weights, ids = self.ranks.dispatch(x, weights, ids)
+        plan = ops.plan_experts(weights, ids, self.count, self.first, self.r.weigh_inputs, self.batch_invariant)
+        h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
+        y = ops.expert_down(h, self.down, self.down_bias, plan)
+        return self.ranks.combine(y, tokens) if self.ranks else y
+
+    def serve(self, like: torch.Tensor) -> None:
+        """Let this rank's experts meet the tokens of other engines, while this engine has none; `like` is [0, H]."""
+        none = like.new_empty(0, self.e.top_k, dtype=torch.float32)
+        self.meet(like, none, none.int())
 
 
 class Layer:

@@ -282,6 +282,13 @@ class Transformer:
             x = self.add(x, residual, following)
         return x
 
+    def serve(self) -> None:
+        """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
+        none = self.embedding.new_empty(0, self.config.hidden_size)
+        for layer in self.layers:
+            if isinstance(layer.mlp, ExpertMlp):
+                layer.mlp.serve(none)
+
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
         x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)

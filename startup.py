@@ -101,8 +101,11 @@ class Startup:
             self.num_blocks = self.count_blocks()
             pool, host_pool = self.new_pool(self.num_blocks), self.new_host_pool()
             self.worker = self.new_worker(pool, host_pool, self.new_state(config.max_num_seqs))
+        if self.group.experts:
+            self.group.experts.connect(config.expert_rendezvous, self.device, config.startup_timeout)
         with self.phase("warm-up"):
             self.worker.info = self.facts(*self.warm_up())
+        self.worker.exchange(0)
         self.worker.info["startup"] = self.seconds
         if config.sanitize_kv:
             state = self.worker.state
@@ -390,12 +393,14 @@ class Startup:
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
+            worker.exchange(shape.rows)
             worker.forward(shape)  # compiles kernels, and lets libraries allocate what they cannot during a capture
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 _, news = worker.forward(shape)  # the next graph reuses the memory of these logits
             worker.graphs[shape] = graph, news
         worker.rows = None  # the batch state holds the rows of the last graph
+        worker.exchange(None)
 
     @torch.inference_mode()
     def time_swap(self) -> float:

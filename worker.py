@@ -27,6 +27,7 @@ from cpu import GreedyHead
 from memory import logprob_rows
 from model import Batch, Transformer
 from model_config import ModelConfig
+from parallel import ExpertGroup
 from plan import Logprobs, StepPlan, StepResult
 from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
@@ -93,6 +94,8 @@ class Worker:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
         except (torch.OutOfMemoryError, LateCompile) as error:
+            if (peers := self.group.experts) and peers.engines > 1:  # the others wait for this step's messages
+                raise
             self.state.forget()
             return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
         if self.marks:
@@ -121,12 +124,44 @@ class Worker:
             self.state.apply(self.ops)
         if self.sanitizer:
             self.sanitizer.follow(plan)
+        if (peers := self.group.experts) and self.exchanged is not None:
+            self.agree(peers, plan)
         if not plan.rows:
+            if self.exchanged:
+                self.model.serve()
             return Launched(StepResult(plan.step, []))
         one_by_one = self.config.batch_invariant and self.ops.__name__ != "kernels"
         if one_by_one and self.config.pools:
             return self.run_prompts_one_by_one(plan)
         return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
+
+    @property
+    def exchanged(self) -> int | None:
+        """How many tokens each engine's messages have in this step; None: no engines share the experts."""
+        peers = self.group.experts
+        return peers.bound if peers and peers.live and peers.engines > 1 else None
+
+    def exchange(self, bound: int | None) -> None:
+        """From now on exchange messages of `bound` tokens with the engines that share the experts; None: exchange none.
+
+        Before each step the engines agree on another number.
+        """
+        if peers := self.group.experts:
+            peers.live, peers.bound = bound is not None, bound or 0
+
+    def agree(self, peers: ExpertGroup, plan: StepPlan) -> None:
+        """Agree with the engines that share the experts on how many tokens the messages of this step have.
+
+        Where all engines have decodes alone, it is a number for which each of them has a CUDA graph, as each says how
+        many rows its own decodes are padded to.
+        """
+        sizes, tokens = self.graph_sizes, sum(count for _, count in plan.rows)
+        if sizes and tokens and tokens == len(plan.rows):
+            tokens = sizes[bisect_left(sizes, tokens)]
+        most = peers.agree(tokens)
+        if most != peers.bound:
+            self.rows = None  # they may have been padded to another number
+        peers.bound = most
 
     def run_prompts_one_by_one(self, plan: StepPlan) -> Launched:
         """Run the plan's rows, whose prompts are pooled, one after the other, for the same reason."""
@@ -159,7 +194,7 @@ class Worker:
             rows = self.rows = self.enter_rows(plan)
         self.state.apply(self.ops)
         shape = rows.shape
-        if shape in self.graphs and not len(rows.asked):
+        if shape in self.graphs and not len(rows.asked) and self.exchanged in (None, shape.rows):
             self.mark("decode")
             graph, news = self.graphs[shape]
             graph.replay()
@@ -245,6 +280,8 @@ class Worker:
             return StepShape(rows, tokens, 0, 0, longest, False)
         adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.__name__ == "kernels"
         if tokens == rows and samples.all():
+            if self.exchanged in self.graph_sizes:  # the same graph on all engines, because their messages are in it
+                rows = max(rows, self.exchanged or 0)
             rows = self.graph_sizes[bisect_left(self.graph_sizes, rows)] if self.graph_sizes else rows
             return StepShape(rows, rows, 0 if one else rows, rows, 1, adjusted)
         num_decodes = int((counts == 1).sum())

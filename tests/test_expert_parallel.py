@@ -16,8 +16,10 @@ from loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group
+from plan import NewRow, StepPlan
 from test_families import CASES as FAMILY_CASES
 from test_parallel import answers, make_worker
+from worker import Worker
 
 NAMES = ("deepseek-v3", "gpt-oss", "llama4", "qwen3-moe")
 EP = {"enable_expert_parallel": True}
@@ -117,3 +119,58 @@ def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Path, alone: dict[s
             assert (found[name]["logits"] - one["logits"]).abs().max() <= 1e-4
             assert found[name]["tokens"] == one["tokens"]
             assert found[name]["facts"]["parameters"] == one["facts"]["parameters"]
+
+
+def run_engine(place: int, ranks: int, folder: Path) -> None:
+    """What each process of two engines runs: unequal loads, then one engine alone, and steps without any work."""
+    found, (engine, rank) = {}, divmod(place, ranks)
+    for name in (*NAMES, "uneven"):
+        fields: dict[str, Any] = {"tensor_parallel_size": ranks, "data_parallel_size": 2, "data_parallel_rank": engine}
+        fields |= EP | {"expert_rendezvous": f"file://{folder}/{name}-all-{ranks}"}
+        worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{engine}-of-{ranks}", **fields)
+        idle = [StepPlan(i) for i in range(3)]
+        found[name] = [tokens_of(worker, prompts, idle * engine) for prompts in LOADS[engine]]
+        for plan in () if engine else 2 * idle:
+            worker.step(plan)
+        worker.group.close()
+    torch.save(found, folder / f"2x{ranks}.{place}.pt")
+
+
+# Prompts of two engines in two turns. In the second the other engine has none.
+LOADS: tuple[list[list[int]], ...] = ([[1, 7, 41], [1, 5]], [[3], []])
+STEPS = 12
+
+
+def tokens_of(worker: Worker, lengths: list[int], before: list[StepPlan]) -> list[list[int]]:
+    """The greedy tokens that follow prompts of these lengths, the last of which runs in two parts beside decodes.
+
+    It always takes the same number of steps, be there work or not.
+    """
+    kinds, _, per_seq = worker.state.block_tables.shape
+    tables = torch.arange(len(lengths) * kinds * per_seq).view(len(lengths), kinds, per_seq).tolist()
+    new = [
+        NewRow(slot=slot, token_ids=[(3 * i * i + slot + n) % 97 for i in range(n)], blocks=tables[slot])
+        for slot, n in enumerate(lengths)
+    ]
+    for plan in before:
+        worker.step(plan)
+    parts = [(slot, n) for slot, n in enumerate(lengths)]
+    late = parts.pop() if len(parts) > 1 and lengths[-1] > 20 else None
+    results = [worker.step(StepPlan(0, rows=[*parts, (late[0], 20)] if late else parts, new=new)).token_ids]
+    for step in range(1, STEPS):
+        rows = [(slot, 1) for slot, _ in parts]
+        if late:
+            rows.append((late[0], late[1] - 20 if step == 1 else 1))
+        results.append(worker.step(StepPlan(step, rows=rows)).token_ids)
+    worker.step(StepPlan(STEPS, released=list(range(len(lengths)))))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_that_share_experts_give_what_one_gives(checkpoints: Path, ranks: int) -> None:
+    torch.multiprocessing.spawn(run_engine, (ranks, checkpoints), nprocs=2 * ranks)
+    for place in range(2 * ranks):
+        found = torch.load(checkpoints / f"2x{ranks}.{place}.pt")
+        for name, turns in found.items():
+            worker = make_worker(checkpoints / name)
+            assert turns == [tokens_of(worker, prompts, []) for prompts in LOADS[place // ranks]]

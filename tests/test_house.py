@@ -75,7 +75,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "ring": {"plan"},
     # device
     "worker": {
-        "batch_state", "config", "cpu", "memory", "model", "model_config", "plan", "sampling_params", "sanitizer"},
+        "batch_state", "config", "cpu", "memory", "model", "model_config", "parallel", "plan", "sampling_params",
+        "sanitizer"},
     "startup": {
         "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "model_config",
         "parallel", "plan",
