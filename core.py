@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from config import VERSION, EngineConfig, say
-from executor import MpExecutor, WorkerError, new_executor
+from executor import MpExecutor, Peers, WorkerError, new_executor
 from journal import Journal
 from model_config import ModelConfig
 from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
@@ -33,6 +33,7 @@ class EngineCore:
 
     Args:
         config: the engine's options.
+        peers: the engines that share a model's experts with this one, if there are any.
 
     Raises:
         ValueError: the model or the options are not usable; the message is one line.
@@ -40,11 +41,11 @@ class EngineCore:
         SystemExit: this process is a rank of torchrun's that has followed rank 0 to its end.
     """
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, peers: Peers | None = None):
         config, self.model_config = settle(config, ModelConfig.from_folder(config.model))
         self.config = config
         self.default_sampling = default_sampling(config)
-        self.executor = new_executor(config, self.model_config)
+        self.executor = new_executor(config, self.model_config, peers)
         self.facts = self.executor.facts() | {
             "model": config.model,
             "architecture": self.model_config.architecture,
@@ -102,7 +103,8 @@ class EngineCore:
         where a second step must be started first, or the workers had to be started anew.
 
         Args:
-            start: whether to start a step; None starts one if there is anything to run.
+            start: whether to start a step, unless the workers are started anew; None starts one if there is anything
+                to run.
 
         Raises:
             WorkerError: they do not start any more.
@@ -110,9 +112,9 @@ class EngineCore:
         """
         if self.journal:
             self.journal.tick()
-        more = self.scheduler.has_work() if start is None else start
+        more, restarts = self.scheduler.has_work() if start is None else start, self.num_restarts
         news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
-        if self.scheduler.has_work() if start is None else start:
+        if self.scheduler.has_work() if start is None else start and self.num_restarts == restarts:
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
             if self.journal:

@@ -4,17 +4,23 @@
     DPClient        sends it there; it has the methods of an `MPClient`
     Coordinator     sends the clients each engine's load, and the engines in lockstep how far to step
     Lockstep        an engine's part in that
+    Peers           its part in meetings, by which the workers of engines that share experts find each other
 
 Engines of a model with experts step together, because each holds some of the experts: while one of them has work, the
 others run empty steps. vLLM's `DPCoordinator` calls such a time a wave, and its engines ask each other every 32 steps
 whether to go on. Here the coordinator announces how many steps every engine runs, `Wave.end`, and raises that number
 before it is reached as long as an engine has work. It never sinks, and no engine steps past it, so all of them stop at
 the same step, however late their messages are. Engines of a dense model step for themselves.
+
+When an engine is gone, or its workers are, the others can't end the step that they are in. Then all of them give it up,
+start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
+the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import socket
 import time
@@ -23,8 +29,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
+from executor import meeting_place
 from kv_cache import chain
-from plan import EngineCoreRequest, Health, Load, Loads, Message, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Subscribe, Wave, WaveReport
 from processes import Child, ParentPipe
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
@@ -149,10 +156,11 @@ class Lockstep:
 
     Args:
         rank: of the engine.
+        meeting: which meeting of engines the steps follow, if they share experts.
     """
 
-    def __init__(self, rank: int):
-        self.rank = rank
+    def __init__(self, rank: int, meeting: str = ""):
+        self.rank, self.meeting = rank, meeting
         self.steps = self.end = 0
         self.joined = False  # whether the coordinator has said where the others are
         self.asked = False  # whether it knows that this engine has work beyond `end`
@@ -165,10 +173,12 @@ class Lockstep:
     def join(self) -> WaveReport:
         """What to send to a coordinator that does not know this engine yet."""
         self.asked = False
-        return WaveReport(self.rank, self.end, False)
+        return WaveReport(self.rank, self.end, False, self.meeting)
 
     def update(self, wave: Wave) -> None:
         """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
+        if wave.meeting != self.meeting:
+            return
         if not self.joined:
             self.joined, self.steps = True, wave.end
         self.end, self.asked = max(self.end, wave.end), False
@@ -178,7 +188,7 @@ class Lockstep:
         if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
             return None
         self.asked = True
-        return WaveReport(self.rank, self.end, True)
+        return WaveReport(self.rank, self.end, True, self.meeting)
 
 
 class Waves:
@@ -186,10 +196,11 @@ class Waves:
 
     Args:
         size: number of engines.
+        meeting: which meeting of engines the steps follow; None: the first report tells.
     """
 
-    def __init__(self, size: int):
-        self.size, self.end = size, 0
+    def __init__(self, size: int, meeting: str | None = None):
+        self.size, self.end, self.meeting = size, 0, meeting
         self.joined: set[int] = set()
 
     def update(self, report: WaveReport) -> Wave | None:
@@ -199,6 +210,10 @@ class Waves:
         which have been granted since then is ignored. A coordinator that has replaced another takes the steps that the
         engines know of.
         """
+        if self.meeting is None:
+            self.meeting = report.meeting
+        if report.meeting != self.meeting:
+            return None
         before = self.end
         joins = not report.more or report.rank not in self.joined
         self.joined.add(report.rank)
@@ -207,7 +222,94 @@ class Waves:
             return None
         if report.more and report.end == self.end:
             self.end += WAVE_STEPS
-        return Wave(self.end) if joins or self.end > before else None
+        return Wave(self.end, self.meeting) if joins or self.end > before else None
+
+
+class Peers:
+    """An engine's part in meetings: it waits for the other engines before its workers start.
+
+    Args:
+        coordinator: its address.
+        rank: of the engine.
+
+    Attributes:
+        name: of the latest meeting.
+        broken: whether it is over, because another engine has left.
+    """
+
+    def __init__(self, coordinator: socket.socket, rank: int):
+        self.rank, self.turn, self.name, self.broken = rank, 0, "", False
+        self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
+        self.waiting = False
+        self.connection = Connection(coordinator, self._receive, self._introduce)
+
+    def _introduce(self, connection: Connection) -> None:
+        """Tell a coordinator that does not know this engine yet where it is."""
+        connection.send(Meet(self.rank, self.turn if self.waiting else 0))
+
+    def _receive(self, message: Met | Health) -> None:
+        if isinstance(message, Met):
+            self.broken = not message.place
+            if message.place:
+                self.news.put(message)
+
+    def meet(self, timeout: float) -> str:
+        """Wait for the other engines; returns the place where the workers meet.
+
+        Raises:
+            TimeoutError: they have not come within so many seconds.
+        """
+        while not self.news.empty():
+            self.news.get()
+        self.turn, self.waiting = self.turn + 1, True
+        self.connection.send(Meet(self.rank, self.turn))
+        try:
+            met = self.news.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"the other engines have not come within {timeout:g} s (startup_timeout)") from None
+        self.waiting, self.name = False, met.name
+        return met.place
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+
+
+class Meetings:
+    """The coordinator's part: which engines wait, and where those meet that have all come.
+
+    Args:
+        size: number of engines.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
+        self.waiting: set[int] = set()
+        self.place = contextlib.ExitStack()  # closes the file of the latest meeting
+
+    def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
+        """Take an engine's message, or None if it has left; returns what to send to which engines."""
+        if message is None:
+            rank, _ = self.turns.pop(client)
+            if any(rank == other for other, _ in self.turns.values()):  # it has come back already
+                return {}
+            self.waiting.discard(rank)
+            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+        said = message.rank, message.turn
+        if self.turns.get(client) == said:  # it has said so twice, because the connection was new
+            return {}
+        self.turns[client] = said
+        if not message.turn:
+            return {client: Met()} if self.waiting else {}
+        self.waiting.add(message.rank)
+        if len(self.waiting) < self.size:
+            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+        self.waiting.clear()
+        before, self.place = self.place, contextlib.ExitStack()
+        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex())
+        before.close()
+        return dict.fromkeys(self.turns, met)
 
 
 class Coordinator:
@@ -219,7 +321,7 @@ class Coordinator:
     """
 
     def __init__(self, size: int, listener: socket.socket):
-        self.frames, self.waves = FrameServer(listener), Waves(size)
+        self.frames, self.waves, self.meetings = FrameServer(listener), Waves(size), Meetings(size)
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
@@ -248,6 +350,8 @@ class Coordinator:
             if wave := self.waves.update(message):
                 for engine in self.in_lockstep:
                     self.frames.send(engine, wave)
+        elif isinstance(message, Meet):
+            self._meet(client, message)
         elif isinstance(message, Subscribe):
             self.subscribers.add(client)
             self.frames.send(client, Loads(self.loads))
@@ -255,8 +359,16 @@ class Coordinator:
             self.subscribers.discard(client)
             self.in_lockstep.discard(client)
             self.frames.drop(client)
+            if client in self.meetings.turns:
+                self._meet(client, None)
             if (rank := self.engines.pop(client, None)) is not None:
                 self.loads[rank] = (0, 0)
+
+    def _meet(self, client: socket.socket, message: Meet | None) -> None:
+        for engine, news in self.meetings.update(client, message).items():
+            if news.place and self.waves.meeting != news.name:
+                self.waves = Waves(self.waves.size, news.name)
+            self.frames.send(engine, news)
 
 
 class CoordinatorProcess(Child):

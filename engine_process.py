@@ -20,7 +20,7 @@ from collections import defaultdict
 from client import Connection, FrameServer, MPClient
 from config import EngineConfig, say
 from core import EngineCore
-from data_parallel import CoordinatorProcess, DPClient, Lockstep
+from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
@@ -38,16 +38,25 @@ class EngineServer:
         core: the engine.
         listener: where its clients come from.
         coordinator: the coordinator's address, if there are other engines.
+        peers: these engines, if they share the experts.
     """
 
-    def __init__(self, core: EngineCore, listener: socket.socket, coordinator: socket.socket | None = None):
+    def __init__(
+        self,
+        core: EngineCore,
+        listener: socket.socket,
+        coordinator: socket.socket | None = None,
+        peers: Peers | None = None,
+    ):
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
         core.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
-        self.lockstep = Lockstep(self.load.rank) if coordinator and core.config.lockstep else None
+        self.peers, self.lockstep = peers, None
+        if coordinator and core.config.lockstep:
+            self.lockstep = Lockstep(self.load.rank, peers.name if peers else "")
         self.coordinator: Connection | None = None
         if coordinator:
             self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
@@ -74,6 +83,9 @@ class EngineServer:
         if (load := Load(self.load.rank, *self.core.load())) != self.load:
             self.load = load
             self.coordinator.send(load)
+        if self.lockstep and self.peers and self.lockstep.meeting != self.peers.name:  # all count from 0 again
+            self.lockstep = Lockstep(self.load.rank, self.peers.name)
+            self.coordinator.send(self.lockstep.join())
         if self.lockstep and (report := self.lockstep.report(self.core.scheduler.has_work())):
             self.coordinator.send(report)
 
@@ -83,10 +95,10 @@ class EngineServer:
         Raises:
             ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
         """
-        inbox, core, lockstep, checked = self.frames.inbox, self.core, self.lockstep, 0.0
+        inbox, core, checked = self.frames.inbox, self.core, 0.0
         while True:
             until = time.monotonic() + INBOX_TIME
-            while not (core.plans or lockstep.running if lockstep else core.has_work()) or (
+            while not (core.plans or self.lockstep.running if self.lockstep else core.has_work()) or (
                 not inbox.empty() and time.monotonic() < until
             ):
                 self._report()
@@ -102,9 +114,9 @@ class EngineServer:
                     checked = time.monotonic()
             self._report()
             start = None
-            if lockstep:
-                start = lockstep.running
-                lockstep.steps += start
+            if self.lockstep:
+                start = self.lockstep.running
+                self.lockstep.steps += start
             for owner, news in self._split(core.step(start)).items():
                 self.frames.send(owner, news)
 
@@ -165,14 +177,17 @@ def engine_main() -> None:
     config = EngineConfig(**parent.options)
     if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
+    peers = None
+    if config.lockstep and parent.beside:
+        peers = Peers(parent.beside, config.data_parallel_rank)
     try:
-        core = EngineCore(config)
+        core = EngineCore(config, peers)
     except (ValueError, WorkerError, ConnectionError) as error:
         say(f"server.py: error: {error}")
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
         say(core.start_log())
-    server = EngineServer(core, parent.listener, parent.beside)
+    server = EngineServer(core, parent.listener, parent.beside, peers)
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     parent.ready(core.facts)
@@ -226,6 +241,7 @@ def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProc
     """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
     coordinator = None
     if config.data_parallel_size > 1:
+        config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
         coordinator = CoordinatorProcess(config.data_parallel_size, config.startup_timeout)
         children.append(coordinator)
         coordinator.wait()

@@ -27,7 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from tqdm import tqdm
 
@@ -178,12 +178,22 @@ def let_go(channel: Any) -> None:
         say(str(error))
 
 
+class Peers(Protocol):
+    """The engines that share a model's experts with this one; see `data_parallel.Peers`."""
+
+    broken: bool
+
+    def meet(self, timeout: float) -> str:
+        """Wait for them; returns the place where the workers meet."""
+
+
 class MpExecutor:
     """A process for each rank.
 
     Args:
         config: the engine's options.
         model_config: the model's shape.
+        peers: the engines that share the experts. Its workers start when theirs do.
 
     Attributes:
         on_trouble: called with a text while a worker gives no sign of life, and with None when it does again.
@@ -195,10 +205,10 @@ class MpExecutor:
 
     overlaps = True  # a step runs while the next one is planned
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig):
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
-        self.config, self.model_config = config, model_config
+        self.config, self.model_config, self.peers = config, model_config, peers
         self.codec, self.call_ids = Codec(), itertools.count(1)
         self.processes: list[Any] = []
         self.rings: list[RingBuffer] = []
@@ -211,6 +221,12 @@ class MpExecutor:
     def start(self, config: EngineConfig) -> None:
         """Spawn the workers and wait until they are ready."""
         size = config.tensor_parallel_size
+        if self.peers:
+            try:
+                place = self.peers.meet(config.startup_timeout)
+            except TimeoutError as error:
+                raise WorkerError(str(error)) from None
+            config = dataclasses.replace(config, expert_rendezvous=place)
         context = multiprocessing.get_context("spawn")
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
@@ -321,8 +337,10 @@ class MpExecutor:
         all its threads, so that only the system can tell whether it is stopped.
 
         Raises:
-            WorkerError: one has stood still for `step_timeout` seconds.
+            WorkerError: one has stood still for `step_timeout` seconds, or another engine that shares experts is gone.
         """
+        if self.peers and self.peers.broken:
+            raise WorkerError("an engine that shares the experts has broken off")
         if time.monotonic() < self.next_look:
             return
         self.next_look, trouble = time.monotonic() + BEAT, ""
@@ -427,7 +445,9 @@ def end(processes: list[Any], rings: list[RingBuffer]) -> None:
     rings.clear()
 
 
-def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor | MpExecutor:
+def new_executor(
+    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+) -> UniExecutor | MpExecutor:
     """The executor that the options ask for.
 
     Raises:
@@ -439,7 +459,7 @@ def new_executor(config: EngineConfig, model_config: ModelConfig) -> UniExecutor
         return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or config.tensor_parallel_size > 1 else "uni"
-    return (MpExecutor if backend == "mp" else UniExecutor)(config, model_config)
+    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
 
 
 # --- in a worker's process ------------------------------------------------------------------------------------------

@@ -201,6 +201,7 @@ class WaveReport:
     rank: int
     end: int
     more: bool
+    meeting: str = ""  # the one that these steps follow
 
 
 @dataclass(slots=True)
@@ -208,6 +209,26 @@ class Wave:
     """Coordinator to engines in lockstep: each of them runs every step below `end`, with work or without."""
 
     end: int
+    meeting: str = ""  # the one that these steps follow
+
+
+@dataclass(slots=True)
+class Meet:
+    """Engine that shares experts to coordinator: it is there. It waits for its meeting `turn`, if that is not over."""
+
+    rank: int
+    turn: int  # counted by the engine; 0 as long as it has waited for none
+
+
+@dataclass(slots=True)
+class Met:
+    """Coordinator to engines that share experts: all of them wait, and their workers may meet at a place.
+
+    Without a place: another engine has left, or waits. So all have to break off, and wait.
+    """
+
+    place: str = ""  # see `ExpertGroup.connect`
+    name: str = ""  # of the meeting; no other has it
 
 
 Message = (
@@ -222,6 +243,8 @@ Message = (
     | Loads
     | WaveReport
     | Wave
+    | Meet
+    | Met
     | StepPlan
     | StepResult
 )

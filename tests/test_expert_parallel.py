@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,21 @@ import pytest
 import torch
 
 import reference
+from client import MPClient
+from config import EngineConfig
+from data_parallel import Lockstep, Meetings, Waves
+from engine import LLM
+from engine_process import launch
 from loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group
-from plan import NewRow, StepPlan
+from plan import EngineCoreRequest, Meet, Met, NewRow, StepPlan, Wave, WaveReport
+from sampling_params import SamplingParams
+from served import eventually
 from test_families import CASES as FAMILY_CASES
 from test_parallel import answers, make_worker
+from test_survival import command
 from worker import Worker
 
 NAMES = ("deepseek-v3", "gpt-oss", "llama4", "qwen3-moe")
@@ -174,3 +187,110 @@ def test_engines_that_share_experts_give_what_one_gives(checkpoints: Path, ranks
         for name, turns in found.items():
             worker = make_worker(checkpoints / name)
             assert turns == [tokens_of(worker, prompts, []) for prompts in LOADS[place // ranks]]
+
+
+# --- engines of a server ----------------------------------------------------------------------------------------------
+
+
+def test_engines_meet_as_soon_as_all_wait() -> None:
+    meetings, (a, b, late) = Meetings(2), [socket.socket() for _ in range(3)]
+    assert meetings.update(a, Meet(0, 1)) == {}
+    assert meetings.update(a, Meet(0, 1)) == {}  # said twice
+    first = meetings.update(b, Meet(1, 1))
+    assert set(first) == {a, b} and first[a] == first[b] and Path(first[a].place.removeprefix("file://")).exists()
+    assert meetings.update(b, Meet(1, 1)) == {}  # it has met already
+    assert meetings.update(b, Meet(1, 2)) == {a: Met()}  # its workers are gone, so the other breaks off
+    second = meetings.update(a, Meet(0, 2))
+    assert set(second) == {a, b} and second[a].name != first[a].name
+    assert meetings.update(b, None) == {a: Met()}  # the engine is gone
+    assert meetings.update(a, Meet(0, 3)) == {}
+    assert meetings.update(late, Meet(1, 0)) == {late: Met()}  # it is back, and does not know that it has to wait
+    assert set(meetings.update(late, Meet(1, 1))) == {a, late}
+    for used in (a, b, late):
+        used.close()
+
+
+def test_steps_of_another_meeting_do_not_count() -> None:
+    waves, engine = Waves(1, "new"), Lockstep(0, "new")
+    assert waves.update(WaveReport(0, 64, True, "old")) is None
+    assert waves.update(engine.join()) == Wave(0, "new")
+    engine.update(Wave(64, "old"))
+    assert not engine.joined and not engine.running
+
+
+class Engines:
+    """The engine processes of a server that share experts, without the server."""
+
+    def __init__(self, folder: Path, **fields: Any):
+        options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8, "threads": 1}
+        options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
+        self.children: list[Any] = []
+        self.engines, coordinator = launch(EngineConfig(str(folder), **options | EP | fields), self.children)
+        assert coordinator
+        self.coordinator = coordinator
+        self.clients = [MPClient(engine.address) for engine in self.engines]
+        self.numbers = itertools.count()
+        self.ended = threading.Event()
+        self.watch = threading.Thread(target=self.check, daemon=True)
+        self.watch.start()
+
+    def check(self) -> None:
+        while not self.ended.wait(0.2):
+            for child in self.children:
+                child.check()
+
+    def add(self, rank: int, prompt: list[int], count: int) -> Any:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        return self.clients[rank].add(EngineCoreRequest(f"{next(self.numbers)}", prompt, params))
+
+    def close(self) -> None:
+        self.ended.set()
+        self.watch.join()
+        for client in self.clients:
+            client.close()
+        for child in reversed(self.children):
+            child.stop()
+
+
+def read(stream: Any) -> list[int]:
+    """All tokens of a request."""
+    tokens: list[int] = []
+    while True:
+        output = stream.get(timeout=120)
+        assert not output.error, output.error
+        tokens += output.token_ids
+        if output.finished:
+            return tokens
+
+
+def workers(of: int) -> list[int]:
+    """The worker processes of an engine's process."""
+    children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
+    return [int(pid) for pid in children if "spawn_main" in command(int(pid))]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe"])
+def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str) -> None:
+    """Whether one engine is idle, a long prompt comes beside decodes, or an engine or a worker dies or stands still."""
+    folder, prompts = checkpoints / name, [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90, 17))]
+    llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True)
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    engines = Engines(folder, step_timeout=3.0)
+    try:
+        assert read(engines.add(0, prompts[0], 60)) == expected[0]  # the other engine has nothing
+        streams = [engines.add(i % 2, prompt, 60) for i, prompt in enumerate(prompts)]
+        assert [read(stream) for stream in streams] == expected
+        for victim, with_signal in (("worker", signal.SIGKILL), ("worker", signal.SIGSTOP), ("engine", signal.SIGKILL)):
+            stream = engines.add(0, prompts[1], 60)
+            begun = stream.get(timeout=60).token_ids
+            pid = engines.engines[1].process.pid
+            os.kill(workers(pid)[0] if victim == "worker" else pid, with_signal)
+            assert begun + read(stream) == expected[1]
+            again = [engines.add(i % 2, prompt, 60) for i, prompt in enumerate(prompts[:2])]
+            assert [read(stream) for stream in again] == expected[:2]
+        os.kill(engines.coordinator.process.pid, signal.SIGKILL)
+        eventually(lambda: engines.coordinator.process.poll() is None and not engines.coordinator.starting, 30)
+        assert read(engines.add(1, prompts[2], 60)) == expected[2]
+    finally:
+        engines.close()

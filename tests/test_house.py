@@ -54,7 +54,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "ring"},
-    "data_parallel": {"client", "kv_cache", "plan", "processes"},
+    "data_parallel": {"client", "executor", "kv_cache", "plan", "processes"},
     # deciding
     "config": set(),
     "families": set(),
