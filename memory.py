@@ -23,6 +23,7 @@ from config import EngineConfig
 from kv_layout import most_blocks
 from model import Transformer
 from model_config import ModelConfig
+from parallel import Group
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -141,7 +142,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
     stored = item * t * ((3 if any(rope.growth for rope in c.ropes) else 2) * q + 2 * kv)
     attention = max(stored, item * t * q + max(2 * item * t * q, item * r * q + pieces))
-    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, group, item, t))
+    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
@@ -154,19 +155,24 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
 
-def expert_bytes(c: ModelConfig, group: int, item: int, t: int) -> int:
-    """The most bytes that are alive in a layer of experts on each of `group` ranks, for `t` tokens.
+def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
+    """The most bytes that are alive in a layer of experts on each rank of `group`, for `t` tokens of its engine.
 
     Each choice of an expert has its weight, its id and its place in their order, its intermediate layer, and what the
     expert gave, in float32 until all choices of a token are added up. Beside them are the router's logits and the sum.
-    The shared expert comes later, with an MLP's tensors and its own result.
+    The shared expert comes later, with an MLP's tensors and its own result. Where engines share the experts, there are
+    the tokens of all of them, in the messages that bring them and out of these; see `ExpertGroup`.
     """
-    e = c.experts
+    e, ranks = c.experts, group.experts
     if e is None:
         return 0
-    choices = t * e.top_k * (12 + item * e.size // group)
-    shared = item * t * (3 * e.shared_size // group + c.hidden_size) if e.shared_size else 0
-    return item * t * (e.count + c.hidden_size) + choices + max(4 * t * e.top_k * c.hidden_size, shared)
+    engines, parts = (ranks.engines, 1) if ranks else (1, group.size)
+    met = engines * t  # tokens
+    choices = met * e.top_k * (12 + item * e.size // parts)
+    shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0
+    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if engines > 1 else 0
+    found = max(4 * met * e.top_k * c.hidden_size, shared)
+    return item * (t * e.count + met * c.hidden_size) + choices + sent + found
 
 
 def sample_bytes(vocab_size: int) -> int:

@@ -88,8 +88,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model", "model_config"},
-    "parallel": set(),
+    "memory": {"config", "kv_layout", "model", "model_config", "parallel"},
+    "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
