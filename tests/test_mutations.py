@@ -95,7 +95,7 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "latent_store": (
         "m_r = o_r < R", "m_r = o_r < R - 1", test_latent.test_latent_store, (3, (24, 6), F32, True)),
     "rope_last": (
-        "o_h * E + E - P", "o_h * D + E - P", test_latent.test_rope_last, (2, 3, (24, 6), F32, False, False)),
+        "o_pair < P // 2)", "o_pair < P // 2 - 1)", test_latent.test_rope_last, (2, 3, (24, 6), F32, False, False)),
     "head_linear": (
         "m_m, m_n = o_m < tokens, o_n < N", "m_m, m_n = o_m < tokens, o_n < N - 1",
         test_latent.test_head_linear, (5, 2, (130, 24), F32, False)),
