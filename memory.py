@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from config import EngineConfig
+from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
 
 MIB = 2**20
@@ -134,6 +135,12 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     group_rows = model.num_heads // model.num_kv_heads
     pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
     attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
+    if c.latent:
+        length = -(-model.max_model_len // config.block_size) * config.block_size
+        context = 0 if config.batch_invariant else min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
+        at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
+        attention = workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
+        q = model.num_heads * c.latent.v_dim
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0

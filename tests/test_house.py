@@ -83,7 +83,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "latent_attention": {"layers", "model_config"},
     "rope": {"model_config"},
     "loader": {"model"},
-    "memory": {"config", "model"},
+    "memory": {"config", "latent_attention", "model"},
     "parallel": set(),
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},

@@ -193,7 +193,7 @@ def test_rows_and_heads_have_their_keys_made_some_at_a_time(checkpoints: Path, m
         model, pool = build(checkpoints / "deepseek-v3", cpu_ops)
         assert model.layers[0].attention.at_once == 4
         want = forward(model, pool, rows)
-        monkeypatch.setattr(latent_attention, "CONTEXT", 64)
+        monkeypatch.setattr(latent_attention, "CONTEXT_TOKENS", 64)
         monkeypatch.setattr(latent_attention, "WORKSPACE", 2 * 4 * 76 * 128)
         model, pool = build(checkpoints / "deepseek-v3", cpu_ops)
         assert model.layers[0].attention.at_once == 2
