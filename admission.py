@@ -21,7 +21,7 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager
+from kv_cache import AllocStatus, BlockSpaceManager, by_column
 from plan import NewRow, StepPlan
 from sequence import FairQueue, GroupQueue, Request, Sequence, SequenceGroup, Status
 
@@ -204,8 +204,8 @@ class Admission:
 
     def _free_host(self, group: SequenceGroup) -> None:
         for seq in group.seqs:
-            self.host.free(seq.host_blocks)
-            seq.host_blocks = []
+            self.host.free(by_column(seq.host_tables))
+            seq.host_tables = []
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next, of all that wait or are swapped; None if there is none."""
@@ -243,16 +243,17 @@ class Admission:
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
-            most = (
+            room = (
                 math.inf if self.config.pools and budget.tokens == self.config.max_num_batched_tokens else budget.tokens
             )
-            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > most:
+            if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return
             growth = self._growth(running) if growth is None else growth
             growth += self._growth([group])
             kept = self._kept(group, growth) if running else 0  # with nothing running the group may fill the pool
-            if not self._find_room(group, plan, kept, alone=not running):
+            most = budget.tokens if self.config.enable_chunked_prefill else len(seq.tokens)  # that it computes at first
+            if not self._find_room(group, plan, most, kept, alone=not running):
                 self.held_up = (group.name, "blocks")
                 return
             queue = self.waiting if group.status is Status.WAITING else self.swapped
@@ -263,17 +264,18 @@ class Admission:
         return self.blocks.watermark_blocks + (0 if group is self.urgent else int(growth))
 
     def _growth(self, groups: Ints[SequenceGroup]) -> float:
-        """Blocks that `groups` are expected to need beyond those of their tokens.
+        """Blocks that `groups` are expected to need beyond those of their tokens, and that prompts have yet to take.
 
         Without this reserve a burst of prompts fills the pool, all of them grow at once, and most are preempted, some
         many times. How much of their allowance outputs use is learned as they end; what part of that growth is kept
         free rises with each preemption and falls as requests end (SGLang's new_token_ratio is the model for it).
         """
-        tokens = 0.0
+        slots, to_come = 0.0, 0
         for group in groups:
             end = group.request.num_prompt + self.used_share * self._allowance(group)
-            tokens += max(0.0, end - group.seqs[0].num_known) * group.width
-        return tokens * self.caution * self.config.schedule_conservativeness / self.config.block_size
+            slots += self.space.growth(group.seqs[0], end) * group.width
+            to_come += self.space.to_come(group.seqs[0])
+        return to_come + slots * self.caution * self.config.schedule_conservativeness / self.config.block_size
 
     def _allowance(self, group: SequenceGroup) -> int:
         """Tokens of output that are reckoned with for each sequence of a group."""
@@ -298,12 +300,12 @@ class Admission:
         if group is not self.first() or not self._yields(running[-1], group):
             return []
         births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        needed = self.blocks.blocks_for(len(group.seqs[0].tokens)) + births  # if nothing of it is cached
+        needed = self.space.entry(len(group.seqs[0].tokens)) + births
         short = needed + self.blocks.watermark_blocks - self.blocks.num_free
         for victim in reversed(running):
             if not self._yields(victim, group) or (short <= 0 and slots >= group.width):
                 break
-            tables = (seq.blocks for seq in victim.seqs)
+            tables = (table for seq in victim.seqs for table in seq.tables)
             short -= sum(self.blocks.ref_counts[block] == 1 for table in tables for block in table if block >= 0)
             slots += victim.width
             victims.append(victim)
@@ -350,7 +352,7 @@ class Admission:
                 tokens += group.width
         first = self.first()
         if wants and first and len(self.free_slots) >= first.width:
-            need = self.blocks.blocks_for(len(first.seqs[0].tokens))
+            need = self.space.entry(len(first.seqs[0].tokens))
             if need + self._kept(first, self._growth([*running, first])) <= self.blocks.num_free:
                 wants[first.request.client] += len(first.seqs[0].tokens) - first.seqs[0].num_computed
         shares: dict[str, int] = {}
@@ -363,28 +365,28 @@ class Admission:
 
     # --- what who comes in gets -------------------------------------------------------------------------------------
 
-    def _find_room(self, group: SequenceGroup, plan: StepPlan, kept: int, alone: bool) -> bool:
-        """Give a group its blocks and its slots, if the blocks can be had now with `kept` more left free.
+    def _find_room(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int, alone: bool) -> bool:
+        """Give a group its slots, and blocks to compute `most` tokens, if these can be had with `kept` more left free.
 
         Where it is `alone`, with nothing running, the prompt blocks that are kept for samples make room for it.
         """
         find_blocks = self._admit if group.status is Status.WAITING else self._swap_in
-        if not find_blocks(group, plan, kept):
+        if not find_blocks(group, plan, most, kept):
             if not alone:
                 return False
             assert self.prompt_holders, f"request {group.name} fits the empty pool"
             self.drop_prompt_blocks()
-            return self._find_room(group, plan, kept, alone)
+            return self._find_room(group, plan, most, kept, alone)
         group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
         for seq in group.seqs:
             self.enter(seq, plan)
         return True
 
-    def _admit(self, group: SequenceGroup, plan: StepPlan, kept: int) -> bool:
+    def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting group its first sequence's blocks, if they can be had."""
         request = group.request
         births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        found = self.space.admit(group.seqs[0], self._prompt_blocks(group, plan), births, kept, plan)
+        found = self.space.admit(group.seqs[0], self._prompt_tables(group, plan), most, births, kept, plan)
         if found is None:
             return False
         cached, fetched = found
@@ -398,15 +400,15 @@ class Admission:
         group.timeline.enter("running", self.now, cached_tokens=cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
-        if request.prompt_blocks and not self._has_more_samples(request, group):
-            self.space.pinned += request.prompt_blocks  # the last sample has branched off
-            request.prompt_blocks = []
+        if request.prompt_tables and not self._has_more_samples(request, group):
+            self.space.pinned += by_column(request.prompt_tables)  # the last sample has branched off
+            request.prompt_tables = []
             self.prompt_holders.remove(request)
         return True
 
-    def _swap_in(self, group: SequenceGroup, plan: StepPlan, kept: int) -> bool:
+    def _swap_in(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Bring a swapped group's blocks back, if device blocks can be had."""
-        if not self.space.swap_in(group.seqs, kept, plan):
+        if not self.space.swap_in(group.seqs, most, kept, plan):
             return False
         group.timeline.enter("running", self.now)
         return True
@@ -432,7 +434,7 @@ class Admission:
                 slot=seq.slot,
                 token_ids=list(seq.tokens),
                 num_computed=seq.num_computed,
-                blocks=list(seq.blocks),
+                blocks=[table.copy() for table in seq.tables],
                 temperature=0.0 if group.beams is not None else params.temperature,
                 top_k=params.top_k,
                 top_p=params.top_p,
@@ -461,7 +463,7 @@ class Admission:
     def _follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
         request = group.request
-        if len(request.groups) == 1 or self._prompt_blocks(group, plan):
+        if len(request.groups) == 1 or self._prompt_tables(group, plan):
             return False
         if request.leader and request.leader is not group:
             if request.leader.status in (Status.RUNNING, Status.SWAPPED):
@@ -470,33 +472,33 @@ class Admission:
         request.leader, group.awaited = group, True
         return False
 
-    def _prompt_blocks(self, group: SequenceGroup, plan: StepPlan) -> list[int]:
+    def _prompt_tables(self, group: SequenceGroup, plan: StepPlan) -> list[list[int]]:
         """The blocks of a sample's prompt, if its request keeps them or another of its samples runs on them."""
         request = group.request
-        if request.prompt_blocks or group is request.leader:
-            return request.prompt_blocks
+        if request.prompt_tables or group is request.leader:
+            return request.prompt_tables
         count = self._num_prompt_blocks(request)
         for other in request.groups:
             seq = other.seqs[0]
             if other.status is Status.RUNNING and other is not request.leader and seq.num_tokens > request.num_prompt:
-                blocks = seq.blocks[:count]
-                copied = blocks[-1] in (target for _, target in plan.copies)  # only now: it cannot be copied on
-                if not copied and self.space.can_branch(blocks, request.num_prompt):
-                    return blocks
+                tables, targets = [table[:count] for table in seq.tables], {target for _, target in plan.copies}
+                copied = any(table[-1] in targets for table in tables)  # only now: it cannot be copied on
+                if not copied and self.space.can_branch(tables, request.num_prompt):
+                    return tables
         return []
 
     def prompt_done(self, group: SequenceGroup) -> None:
         """A sample has computed the prompt: the others of its request may branch off."""
         request, group.awaited = group.request, False
-        blocks = group.seqs[0].blocks[: self._num_prompt_blocks(request)]
-        if self._has_more_samples(request, group) and self.space.can_branch(blocks, request.num_prompt):
-            request.prompt_blocks = blocks
-            self.blocks.share(blocks)
+        tables = [table[: self._num_prompt_blocks(request)] for table in group.seqs[0].tables]
+        if self._has_more_samples(request, group) and self.space.can_branch(tables, request.num_prompt):
+            request.prompt_tables = tables
+            self.blocks.share(by_column(tables))
             self.prompt_holders.append(request)
         self._let_go(request, self.now)
 
     def _num_prompt_blocks(self, request: Request) -> int:
-        """Blocks that hold the prompt; in the last of them the output may begin."""
+        """Blocks of a table that hold the prompt; in the last of them the output may begin."""
         return -(-request.num_prompt // self.config.block_size)
 
     def _has_more_samples(self, request: Request, group: SequenceGroup) -> bool:
@@ -518,7 +520,7 @@ class Admission:
         request = group.request
         if group is request.leader:
             self._let_go(request, now)
-        if not request.groups and request.prompt_blocks:
+        if not request.groups and request.prompt_tables:
             self._drop(request)
         if self.fair is not None:
             if group.charged_prompt:
@@ -537,8 +539,8 @@ class Admission:
         return bool(latest)
 
     def _drop(self, request: Request) -> None:
-        self.blocks.free(request.prompt_blocks)
-        request.prompt_blocks = []
+        self.blocks.free(by_column(request.prompt_tables))
+        request.prompt_tables = []
         self.prompt_holders.remove(request)
 
     # --- the way out ------------------------------------------------------------------------------------------------
@@ -552,18 +554,20 @@ class Admission:
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
             self.stop_decoding(seq)
             seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
+            self.space.pass_windows(seq)
         group.num_preemptions += 1
         self.counters["num_preemptions_total"] += 1
         self.caution = min(1.0, self.caution + PREEMPTED)
         held = self.space.held(group.seqs)
-        tokens = min(sum(seq.num_computed for seq in group.seqs), len(held) * self.config.block_size)
+        num_held = sum(map(len, held))
+        tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
         swap = self._swap_pays(group, held, tokens)
         how = "swap" if swap else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
         if swap:
             self.space.swap_out(group.seqs, plan)
-            self.counters["num_swapped_blocks_total"] += len(held)
+            self.counters["num_swapped_blocks_total"] += num_held
             self.counters["num_swapped_tokens_total"] += tokens
             self.release(group)
             group.timeline.enter("swapped", self.now, waits=True)
@@ -577,19 +581,19 @@ class Admission:
         group.forget_computed()
         self.wait(group, now)
 
-    def _swap_pays(self, group: SequenceGroup, held: list[int], tokens: int) -> bool:
+    def _swap_pays(self, group: SequenceGroup, held: list[list[int]], tokens: int) -> bool:
         """Whether a group is to be preempted by swap, and can be.
 
         In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
-        takes less time than computing anew what nobody else has.
+        takes less time than computing anew what nobody else has, by the kind of layers that sees most.
         """
-        mode = self.config.preemption_mode
-        if mode == "recompute" or not held or self.host.can_allocate(len(held), kept=0) is not AllocStatus.OK:
+        mode, count = self.config.preemption_mode, sum(map(len, held))
+        if mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
             return False
         if mode == "swap" or group.beams is not None:
             return True
-        alone = sum(self.blocks.ref_counts[block] == 1 for block in held) * self.config.block_size
-        return len(held) * self.swap_cost < min(tokens, alone)
+        alone = sum(self.blocks.ref_counts[block] == 1 for block in held[0]) * self.config.block_size
+        return count * self.swap_cost < min(tokens, alone)
 
     def release(self, group: SequenceGroup) -> None:
         """Take all blocks and slots of a group."""
@@ -601,8 +605,8 @@ class Admission:
         """Take the blocks and slots of sequences, the slots for their groups to spare."""
         for seq in seqs:
             self.stop_decoding(seq)
-            self.blocks.free(seq.blocks)
-            seq.blocks, seq.num_published = [], 0
+            self.blocks.free(by_column(seq.tables))
+            seq.tables, seq.num_published = [], 0
             if seq.slot >= 0:
                 seq.group.spare_slots.append(seq.slot)
                 self.released.append(seq.slot)
@@ -631,11 +635,13 @@ class Admission:
         slots += [slot for group in running for slot in group.spare_slots]
         assert sorted(slots + self.free_slots) == list(range(self.config.max_num_seqs))
         for group in (*waiting, *swapped, *aside, *held):
-            assert not group.spare_slots and all(seq.slot < 0 and not seq.blocks for seq in group.seqs)
+            assert not group.spare_slots and all(seq.slot < 0 and not seq.tables for seq in group.seqs)
         for group in held:
             assert group.status is Status.HELD
             assert (leader := group.request.leader) and (
                 leader.awaited or leader.status in (Status.WAITING, Status.ASIDE)
             )
         for group in swapped:
-            assert all(len(seq.host_blocks) == self.host.blocks_for(seq.num_computed) for seq in group.seqs)
+            for seq in group.seqs:
+                columns = self.host.blocks_for(seq.num_computed)
+                assert [len(table) for table in seq.host_tables] == [columns] * len(self.space.windows)

@@ -64,14 +64,15 @@ class BatchState:
 
     Args:
         slots: S, sequences that run at once, and rows of a step.
-        max_model_len, max_blocks: tokens and blocks of each.
+        max_model_len, max_blocks: tokens of each, and blocks of each of its tables.
         block_size: tokens in a block. vocab_size: V. device: where it lies.
+        kinds: K, kinds of layers, each of which has a block table for every slot.
     """
 
     token_ids: torch.Tensor  # [S, max_model_len + 1] int32, all known tokens
     num_known: torch.Tensor  # [S] int32
     num_computed: torch.Tensor  # [S] int32, of the known tokens
-    block_tables: torch.Tensor  # [S, max_blocks] int32
+    block_tables: torch.Tensor  # [K, S, max_blocks or a little more] int32
     temperature: torch.Tensor  # [S] float32, like top_p and min_p
     top_p: torch.Tensor
     min_p: torch.Tensor
@@ -92,11 +93,14 @@ class BatchState:
     last: torch.Tensor  # [S] int32, the index of the last token of each of these rows; set only then, too
 
     def __init__(
-        self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str
+        self, slots: int, max_model_len: int, max_blocks: int, block_size: int, vocab_size: int, device: str,
+        kinds: int = 1,
     ):  # fmt: skip
         self.block_size, self.device = block_size, device
+        if kinds > 1:  # each kind's tables begin at a multiple of 16 bytes, too
+            max_blocks = -(-max_blocks // ALIGNMENT) * ALIGNMENT
         shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (slots, max_model_len + 1), "block_tables": (slots, max_blocks), "seeds": (slots, 2),
+            "token_ids": (slots, max_model_len + 1), "block_tables": (kinds, slots, max_blocks), "seeds": (slots, 2),
             "penalties": (slots, 3), "bias_ids": (slots, MAX_LOGIT_BIAS), "biases": (slots, MAX_LOGIT_BIAS),
             "bitmask": (slots, -(-vocab_size // 32)), "stop_bits": (slots, -(-vocab_size // 32)),
             "query_starts": (slots + 1,), "bad_words": (slots, 2 * MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS),
@@ -108,7 +112,7 @@ class BatchState:
         self.words = torch.zeros(begins.pop(), dtype=torch.int32, device=device)
         self.places: dict[str, tuple[int, int]] = {}  # of each part: its first word, and the number of words of a slot
         for (name, shape), begin in zip(shapes.items(), begins, strict=True):
-            self.places[name] = begin, math.prod(shape[1:])
+            self.places[name] = begin, math.prod(shape[2:] if name == "block_tables" else shape[1:])
             part = self.words[begin : begin + math.prod(shape)].view(shape)
             setattr(self, name, part.view(torch.float32) if name in FLOATS else part)
         self.seeds = self.words[self.places["seeds"][0] :][: 2 * slots].view(torch.int64)
@@ -116,7 +120,7 @@ class BatchState:
         self.to_compute, self.num_logprobs, self.adjusted, self.held = np.zeros((4, slots), dtype=np.int32)
         self.held_rows: dict[int, NewRow] = {}
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
-        self.num_blocks = [0] * slots
+        self.num_blocks = [[0] * kinds for _ in range(slots)]
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
         self.writes = DirectWrites(self.words) if device == "cpu" else Writes()  # for `apply`
 
@@ -132,7 +136,7 @@ class BatchState:
             self.to_compute[slot] = length - row.num_computed
             if row.score is not None:
                 self.scores[slot] = (*row.score, length)
-            self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, 0
+            self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, [0] * len(row.blocks)
             self._write("token_ids", slot, array("i", row.token_ids))
             for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
                 self._write(name, slot, array("i", (number,)))
@@ -199,10 +203,12 @@ class BatchState:
         row[list(words)] = list(words.values())
         return row
 
-    def _grow(self, slot: int, blocks: list[int]) -> None:
-        begin = self.num_blocks[slot]
-        self.num_blocks[slot] = begin + len(blocks)
-        self._write("block_tables", slot, array("i", blocks), begin)
+    def _grow(self, slot: int, tables: list[list[int]]) -> None:
+        counts, apart = self.num_blocks[slot], self.block_tables.stride(0)
+        for kind, blocks in enumerate(tables):
+            if blocks:
+                self._write("block_tables", slot, array("i", blocks), kind * apart + counts[kind])
+                counts[kind] += len(blocks)
 
     def _write(self, name: str, slot: int, values: array | np.ndarray, begin: int = 0) -> None:
         place, width = self.places[name]

@@ -54,7 +54,7 @@ class EngineCore:
             "data_parallel_size": config.data_parallel_size,
             **facts(config, self.model_config),
         }
-        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "window", "swap_cost")
+        names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else self.model_config.eos_token_ids
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": ends}
         self.scheduler, self.journal = Scheduler(config, **sizes), None
@@ -260,7 +260,8 @@ class EngineCore:
     def start_log(self) -> str:
         """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for."""
         f = self.facts
-        tokens = f["num_blocks"] * f["block_size"]
+        fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
+        of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
         compiled = (
             f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
         )
@@ -269,8 +270,8 @@ class EngineCore:
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
             f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
             f"{self.memory_note()}"
-            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']} = {tokens:,} tokens in "
-            f"{f['kv_bytes'] / 2**20:,.0f} MiB: {tokens // f['max_model_len']} requests at the full length of "
+            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
+            f"{f['kv_bytes'] / 2**20:,.0f} MiB: {fit} requests at the full length of "
             f"{f['max_model_len']:,}\n"
             f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
         )

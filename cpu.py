@@ -463,14 +463,17 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | PanelLinear | Packed
 class PackedExperts:
     """The weights [E, out, in] of a layer's experts, each in the layout that `pack` gives it.
 
+    The layout for one row pays while a step brings an expert up to two rows, as some sequences that decode do. There is
+    no compressed layout beside it, because experts are most of a model's bytes, and two layouts would double them.
+
     Args:
         weight: a plain tensor.
-        rows: see `pack`. A prompt of "one" sequence has several rows, and its decoding one row for each expert.
+        rows: see `pack`; "both" counts as "several".
     """
 
     def __init__(self, weight: torch.Tensor, rows: str):
         self.shape = weight.shape
-        self.experts = [pack(part, rows) for part in weight]
+        self.experts = [pack(part, "one" if rows == "one" else "several") for part in weight]
 
     def __getitem__(self, expert: int) -> torch.Tensor | Callable[..., torch.Tensor]:
         return self.experts[expert]

@@ -27,6 +27,7 @@ from cpu_latent import head_linear, latent_decode, latent_prefill
 from reference import (
     FLOAT_MAX,
     Adjust,
+    _first_keys,
     act,
     apply_writes,
     copy_blocks,
@@ -162,6 +163,7 @@ class Span(NamedTuple):
     key_offsets: torch.Tensor  # [r H blocks], like `key_rows`: where each row's, head's and block's part of it begins
     begin: int  # the first place in which any of the rows has a key
     end: int  # one beyond the last such place
+    positions: torch.Tensor  # [r, 1, 1] int64: the place of each row's query
     hidden: torch.Tensor | None  # [r, 1, end - begin] bool: places without a key; None where there are none
     attended: torch.Tensor | None  # [N] int64: places of [r, H, end - begin] with a key; None where all have one
     value_rows: torch.Tensor  # [N] int64: where in the layer the values of these places are, in units of D
@@ -184,16 +186,17 @@ def plan_decode(
     num_heads: int,
     window: int,
     tokens: int = 1,
+    chunked: bool = False,
 ) -> DecodePlan | LatentPlan:
     """See `reference.plan_decode`. A row of several tokens becomes as many rows of one token."""
     if kv.shape[1] == 1:  # of latents, where there is nothing to derive
-        return LatentPlan(block_tables, slots, seq_lens, window)
+        return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
     if tokens > 1:
         seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
         slots = slots.repeat_interleave(tokens)
     ends = torch.where(slots >= 0, seq_lens, 0).long()
-    begins = (ends - window).clamp(min=0) if window else torch.zeros_like(ends)
+    begins = _first_keys(ends - 1, window, chunked).clamp(min=0)
     first = begins // size
     counts = (ends + size - 1) // size - first  # blocks
     kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
@@ -228,6 +231,7 @@ def plan_decode(
                 key_offsets=(elements.cumsum(0) - elements).to(element.dtype),
                 begin=begin,
                 end=end,
+                positions=(high - 1)[:, None],
                 hidden=hidden,
                 attended=attended,
                 value_rows=values,
@@ -245,6 +249,7 @@ def attention_decode(
     scale: float,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `reference.attention_decode`."""
     _, heads, dim = q.shape
@@ -257,7 +262,11 @@ def attention_decode(
         scores = torch.embedding_bag(keys, span.key_rows, span.key_offsets, per_sample_weights=weights)[0]
         rows = span.value_offsets.shape[0] // heads
         scores = scores.view(rows, heads, -1).narrow(2, span.begin, span.end - span.begin).float()
-        p = _softmax(scores, span.hidden, scale, soft_cap, None if sinks is None else sinks[:, None]).to(q).view(-1)
+        bias = None
+        if slopes is not None:
+            bias = slopes[:, None] * (torch.arange(span.begin, span.end, device=q.device) - span.positions)
+        sink = None if sinks is None else sinks[:, None]
+        p = _softmax(scores, span.hidden, scale, soft_cap, sink, bias).to(q).view(-1)
         if span.attended is not None:
             p = p.index_select(0, span.attended)
         parts.append(torch.embedding_bag(values, span.value_rows, span.value_offsets, per_sample_weights=p)[0])
@@ -277,18 +286,21 @@ def attention_prefill(
     window: int,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """See `reference.attention_prefill`. torch's fused attention takes a whole prompt at once. Other rows go in parts.
 
     A part is some queries of a row with the keys up to them, so that later keys are not looked at.
     """
-    block_size, fused = kv.shape[3], not soft_cap and sinks is None and fuses_attention(q.dtype)
+    fused = not soft_cap and sinks is None and slopes is None and fuses_attention(q.dtype)
+    block_size = kv.shape[3]
     out, starts = torch.zeros_like(q), query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         n = starts[row + 1] - starts[row]
         if slot < 0 or n == 0:
             continue
-        begin = max(0, length - (n - 1) - window) if window else 0  # the first key that the row's first token sees
+        begin = int(_first_keys(torch.tensor(length - n), window, chunked))  # of what the row's first token sees
         passed = begin // block_size * block_size  # the blocks before may have been given back
         table = block_tables[slot, begin // block_size : -(-length // block_size)].long()
         # The stale part of the last block is left out, because it may be NaN.
@@ -297,19 +309,20 @@ def attention_prefill(
         if fused and n == length and not window:
             new[:] = _fused(grouped, k, v, scale, is_causal=True)
             continue
-        before = length - n - passed  # keys ahead of the row's first query
         size = max(1, min(QUERIES, MAX_SCORES // (q.shape[1] * length)))
         for start in range(0, n, size):
             stop = min(start + size, n)
-            first, last = max(0, before + start + 1 - window) if window else 0, before + stop
-            query = torch.arange(before + start, last, device=q.device)[:, None]
-            key = torch.arange(first, last, device=q.device)
-            hidden = (key > query) | (key <= query - window) if window else key > query
-            part = grouped[:, start:stop], k[:, first:last], v[:, first:last], hidden
+            query = torch.arange(length - n + start, length - n + stop, device=q.device)[:, None]
+            low = _first_keys(query, window, chunked)
+            key = torch.arange(int(low[0]), length - n + stop, device=q.device)
+            hidden = (key > query) | (key < low) if window else key > query
+            seen = slice(int(low[0]) - passed, length - n + stop - passed)
+            part = grouped[:, start:stop], k[:, seen], v[:, seen], hidden
             if fused:
                 new[:, start:stop] = _fused(*part[:3], scale, attn_mask=~hidden)
             else:
-                new[:, start:stop] = _attend(*part, scale, soft_cap, sinks)
+                bias = None if slopes is None else slopes[:, None, None] * (key - query)
+                new[:, start:stop] = _attend(*part, scale, soft_cap, sinks, bias)
     return out
 
 
@@ -326,9 +339,11 @@ def _attend(
     scale: float,
     soft_cap: float,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention [H, n, D] of q [H, n, D] to the keys of k and v [KV, L, D] that are not `hidden` [n, L].
 
+    `bias` [H, n, L] is added to the scores.
     Queries and keys are padded to a few sizes, because oneDNN prepares a product for each size that it meets.
     """
     n, keys = hidden.shape
@@ -337,7 +352,9 @@ def _attend(
     hidden = F.pad(hidden, (0, columns, 0, rows), value=True)
     grouped = q.unflatten(0, (k.shape[0], -1))  # [KV, H / KV, n, D]
     scores = (grouped.flatten(1, 2) @ k.mT).view(*grouped.shape[:3], -1).float()
-    p = _softmax(scores, hidden, scale, soft_cap, None if sinks is None else sinks.view(k.shape[0], -1, 1, 1))
+    sinks = None if sinks is None else sinks.view(k.shape[0], -1, 1, 1)
+    bias = None if bias is None else F.pad(bias, (0, columns, 0, rows)).unflatten(0, (k.shape[0], -1))
+    p = _softmax(scores, hidden, scale, soft_cap, sinks, bias)
     return (p.to(q.dtype).flatten(1, 2) @ v).view(q.shape)[:, :n]
 
 
@@ -464,9 +481,19 @@ def _constants(device: torch.device, *values: float) -> list[torch.Tensor]:
 
 
 def _softmax(
-    scores: torch.Tensor, hidden: torch.Tensor | None, scale: float, soft_cap: float, sinks: torch.Tensor | None
+    scores: torch.Tensor,
+    hidden: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """softmax(scale * scores [.., n] float32) without what is hidden. It changes `scores`; see `attention_decode`."""
+    """softmax(scale * scores [.., n] float32 + bias) without what is hidden; see `attention_decode`.
+
+    It changes `scores`.
+    """
+    if bias is not None:
+        scores, scale = torch.add(bias, scores, alpha=scale), 1.0
     if soft_cap:
         scores.mul_(scale / soft_cap).tanh_()
         scale = soft_cap

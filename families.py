@@ -179,6 +179,7 @@ LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp
 QWEN2 = Family(qkv_bias=True, window="qwen")
 QWEN3 = Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen")
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
+LOCAL = {"num_local_experts": "num_experts"}
 GEMMA = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
     activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
@@ -223,11 +224,13 @@ COHERE = Family(
     defaults={"logit_scale": 0.0625, "tie_word_embeddings": True, "layer_norm_eps": 1e-5},
 )  # fmt: skip
 PLAIN = {"gate": None, "up": "mlp.up_proj"}
+DEEPSEEK_EXPERTS = Routing(
+    count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
+    scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace",
+)  # fmt: skip
 DEEPSEEK = Family(
     latent=True, qkv_bias="attention_bias", o_bias="attention_bias", defaults={"kv_lora_rank": 512},
-    routing=Routing(
-        count="n_routed_experts", renormalize="norm_topk_prob", scoring="sigmoid", correction=True, grouped=True,
-        scale="routed_scaling_factor", shared="n_shared_experts", layers="first_k_dense_replace"),
+    routing=DEEPSEEK_EXPERTS,
     fixed={"moe_layer_freq": 1, "mlp_bias": False},
 )  # fmt: skip
 NEOX = Family(
@@ -253,7 +256,7 @@ FAMILIES = {
         window="pattern", full_every=4, rope="windowed", qk_norm="", defaults=COHERE.defaults | {
             "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
-        interleaved=True, routing=dataclasses.replace(DEEPSEEK.routing, scoring="softmax", correction=False),
+        interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
         "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),
@@ -285,10 +288,10 @@ FAMILIES = {
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias", qk_norm="head", has_qk_norm="use_qk_norm",
         defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
-        routing=DEEPSEEK.routing),
+        routing=DEEPSEEK_EXPERTS),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
-        names={"router": "mlp.router"}, activation="swigluoai", keys={"num_local_experts": "num_experts"},
+        names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
         defaults={
             "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
             "num_experts_per_tok": 4},
@@ -309,7 +312,7 @@ FAMILIES = {
     "GPTNeoXForCausalLM": NEOX,
     "GraniteForCausalLM": GRANITE,
     "GraniteMoeForCausalLM": GRANITE.but(
-        keys={"num_local_experts": "num_experts"}, routing=Routing(size="intermediate_size"),
+        keys=LOCAL, routing=Routing(size="intermediate_size"),
         names={
             "router": "block_sparse_moe.router.layer", "experts": None,
             "experts_gate_up": "block_sparse_moe.input_linear.weight",
@@ -338,7 +341,7 @@ FAMILIES = {
             scoring="sigmoid", renormalize=False, weigh_inputs=True, shared="intermediate_size", stacked="transposed",
             layers="moe_layers")),
     "MiniMaxM2ForCausalLM": Family(
-        qk_norm="all", keys={"num_local_experts": "num_experts"},
+        qk_norm="all", keys=LOCAL,
         defaults={"rope_theta": 5000000.0},
         routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0},
@@ -351,7 +354,7 @@ FAMILIES = {
     "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
     "MistralForCausalLM": Family(),
     "MixtralForCausalLM": Family(
-        keys={"num_local_experts": "num_experts"}, defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
+        keys=LOCAL, defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
         routing=Routing(size="intermediate_size"),
         names={
             "router": "block_sparse_moe.gate", "experts": "block_sparse_moe.experts", "expert_gate": "w1",
@@ -390,12 +393,12 @@ FAMILIES = {
         fixed={"attention_bias": False}),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2.but(
-        qkv_bias="qkv_bias", defaults={"qkv_bias": True, "norm_topk_prob": False},
+        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
         routing=dataclasses.replace(
             QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True),
         names={"shared": "mlp.shared_expert"}),
     "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": QWEN3.but(routing=QWEN_EXPERTS, defaults={"norm_topk_prob": False}),
+    "Qwen3MoeForCausalLM": QWEN3.but(routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
     "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
     "SmolLM3ForCausalLM": LLAMA.but(
         rope="listed", window="pattern", defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4}),

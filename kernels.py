@@ -406,15 +406,25 @@ def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) ->
 
 
 @triton.jit
+def _first_key(position, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
+    """The first key that tokens at `position` see: the one where their chunk begins, or where their window does.
+
+    For a window it may lie before 0. For a chunk the position must be at least 0.
+    """
+    return position // WINDOW * WINDOW if CHUNKED else position + 1 - WINDOW
+
+
+@triton.jit
 def _attend(
-    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, scale, kv_stride,
-    KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+    b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_begin, i_end, o_pos, b_slope, scale, kv_stride,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr,
+    CAP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc <- acc 2^(max - max') + p V, sum <- sum 2^(max - max') + sum(p), p = 2^(scale q K^T - max').
 
     One step of an online softmax: it takes in the BLOCK_N keys from i_n on, for the query rows b_q [rows, D] at
-    positions o_pos [rows]. log2(e) is already part of scale.
+    positions o_pos [rows]. log2(e) is already part of scale, and of b_slope [rows], with which the score of a key also
+    has b_slope (key - o_pos). b_slope is None without ALiBi (Press et al., 2022).
     With MASKED a key counts only if it lies below i_end, at most at the query's position, and inside its window. Keys
     before i_begin, which no row's window reaches, are not even read, because their blocks may have been given back.
     A masked key leaves acc, max and sum as they were, and the other keys go through the same instructions as without
@@ -436,13 +446,16 @@ def _attend(
     p_k = p_kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * D)[:, None] + o_d[None, :]
     b_k = tl.load(p_k, mask=m_kv, other=0.0)
     b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
+    if b_slope is not None:
+        b_s = b_s * scale + b_slope[:, None] * (o_n[None, :] - o_pos[:, None]).to(tl.float32)
+        scale = 1.0
     if CAP > 0:  # cap tanh(s / cap), where tanh(x) = 1 - 2 / (1 + e^2x)
         b_s = 1.0 - 2.0 / (1.0 + tl.exp2(b_s * (scale * (2.0 / CAP))))
         scale = CAP * LOG2E
     if MASKED:
         m_s = (o_n < i_end)[None, :] & (o_n[None, :] <= o_pos[:, None])
         if WINDOW > 0:
-            m_s = m_s & (o_n[None, :] > o_pos[:, None] - WINDOW)
+            m_s = m_s & (o_n[None, :] >= _first_key(o_pos, WINDOW, CHUNKED)[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
     b_new = tl.maximum(b_max, tl.max(b_s, 1) * scale)
     b_base = b_new
@@ -458,7 +471,8 @@ def _attend(
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "seq_lens"])
 def plan_decode_kernel(
     slots, seq_lens, items, arrived, num_rows,
-    KV: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, ITEM: tl.constexpr, BLOCK: tl.constexpr,
+    KV: tl.constexpr, TOKENS: tl.constexpr, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, ITEM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """items[b + 1] = items[b] + max(1, ceil(len_b / ITEM) - floor(first_b / ITEM)); arrived = 0.
 
@@ -474,7 +488,7 @@ def plan_decode_kernel(
         b_len = tl.load(seq_lens + o_b, mask=m_b & (b_slot >= 0), other=0)
         b_count = tl.cdiv(b_len, ITEM)
         if WINDOW > 0:
-            b_count -= tl.maximum(b_len - (TOKENS - 1) - WINDOW, 0) // ITEM
+            b_count -= tl.maximum(_first_key(tl.maximum(b_len - TOKENS, 0), WINDOW, CHUNKED), 0) // ITEM
         b_count = tl.where(m_b, tl.maximum(b_count, 1), 0)
         tl.store(items + 1 + o_b, total + tl.cumsum(b_count, 0), mask=m_b)
         total += tl.sum(b_count, 0)
@@ -484,11 +498,11 @@ def plan_decode_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens"])
 def attention_decode_kernel(
-    q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse,
+    q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse,
     num_rows, table_stride, kv_stride, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNKED: tl.constexpr, CAP: tl.constexpr, LEAST: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's row at most at t's position, in its window.
 
@@ -524,6 +538,9 @@ def attention_decode_kernel(
     b_sink = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     if sinks is not None:
         b_sink = tl.load(sinks + i_kv * G + o_q % G).to(tl.float32) * LOG2E
+    b_slope = None
+    if slopes is not None:
+        b_slope = tl.load(slopes + i_kv * G + o_q % G) * LOG2E
     p_kv = kv + i_kv * (BLOCK_SIZE * D)
     while i_item < i_stop:
         i_from, i_to = tl.load(items + i_b), tl.load(items + i_b + 1)
@@ -532,7 +549,7 @@ def attention_decode_kernel(
         i_len = tl.where(i_slot >= 0, tl.load(seq_lens + i_b), 0)
         i_first, i_begin = 0, (i_item - i_from) * BLOCK_N
         if WINDOW > 0:
-            i_first = tl.maximum(i_len - (TOKENS - 1) - WINDOW, 0)
+            i_first = tl.maximum(_first_key(tl.maximum(i_len - TOKENS, 0), WINDOW, CHUNKED), 0)
             i_begin += i_first // BLOCK_N * BLOCK_N
         i_end = tl.minimum(i_begin + (i_next - i_item) * BLOCK_N, i_len)
         i_row = i_b.to(tl.int64) * (TOKENS * H * D)
@@ -544,7 +561,7 @@ def attention_decode_kernel(
         for i_n in range(i_begin, i_end, BLOCK_N):
             b_acc, b_max, b_sum = _attend(
                 b_q, b_acc, b_max, b_sum, p_kv, block_tables + i_slot * table_stride, i_n, i_first, i_end, o_pos,
-                scale, kv_stride, KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
+                b_slope, scale, kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
         b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]  # a padding row has no keys and gets zeros
         if i_next - i_item == i_to - i_from:
@@ -573,6 +590,7 @@ class DecodePlan(NamedTuple):
     seq_lens: torch.Tensor
     window: int
     tokens: int
+    chunked: bool
     items: torch.Tensor  # [B + 1] int32: where each row's items begin in the list of all rows' items
     arrived: torch.Tensor  # [KV, B] int32: how many pieces of each row are stored; planning sets it to 0
 
@@ -581,7 +599,7 @@ def _decode_tile(head_dim: int, rows: int, dtype: torch.dtype) -> tuple[int, int
     """BLOCK_Q, BLOCK_N, BLOCK_D and warps of attention_decode_kernel, where a row has `rows` queries for a KV head."""
     block_q, block_d = max(16, triton.next_power_of_2(rows)), max(16, triton.next_power_of_2(head_dim))
     assert block_q * block_d * dtype.itemsize <= 32768, f"{rows} queries a row are too many: use attention_prefill"
-    many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048)
+    many = block_q * block_d >= (8192 if dtype.itemsize == 2 else 2048) and (block_q > 16 or dtype.itemsize == 4)
     block_n = min(128, 8192 // block_d) if dtype.itemsize == 2 and not many else min(32, 4096 // block_d)
     return block_q, max(16, block_n), block_d, 8 if many else 4
 
@@ -602,6 +620,7 @@ def plan_decode(
     num_heads: int,
     window: int,
     tokens: int = 1,
+    chunked: bool = False,
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
@@ -612,9 +631,11 @@ def plan_decode(
         seq_lens: [B] int32, tokens of context including the row's own `tokens` ones. num_heads: H.
         window: 0 for all keys, otherwise only the last `window` keys count. Blocks before these are not looked at.
         tokens: queries of each row, which are the last tokens of its context.
+        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
     """
     batch, (kv_heads, _, head_dim) = len(slots), kv.shape[2:]
-    assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and window >= 0 and len(seq_lens) == batch
+    assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
+    assert window >= int(chunked)
 
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
         parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, kv.device)
@@ -623,8 +644,10 @@ def plan_decode(
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
     arrived = torch.empty(parts, batch, dtype=torch.int32, device=kv.device)
 
-    plan_decode_kernel[(1,)](slots, seq_lens, items, arrived, batch, parts, tokens, window, block_n, DECODE_ROWS)
-    return DecodePlan(block_tables, slots, seq_lens, window, tokens, items, arrived)
+    plan_decode_kernel[(1,)](
+        slots, seq_lens, items, arrived, batch, parts, tokens, window, chunked, block_n, DECODE_ROWS,
+    )  # fmt: skip
+    return DecodePlan(block_tables, slots, seq_lens, window, tokens, chunked, items, arrived)
 
 
 def attention_decode(
@@ -634,6 +657,7 @@ def attention_decode(
     scale: float,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
 
@@ -643,14 +667,16 @@ def attention_decode(
         plan: of `plan_decode` for these rows.
         soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
         sinks: [H] float, one more score for each head, of a key whose value is 0.
+        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
 
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
-    block_tables, slots, seq_lens, window, tokens, items, arrived = plan
+    block_tables, slots, seq_lens, window, tokens, chunked, items, arrived = plan
     batch, (_, heads, head_dim), (kv_heads, block_size) = len(slots), q.shape, kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == head_dim
     assert len(q) == batch * tokens and (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
+    assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
     rows, programs = heads // kv_heads * tokens, _decode_programs(q.device, kv_heads)
     block_q, block_n, block_d, warps = _decode_tile(head_dim, rows, q.dtype)
@@ -661,9 +687,9 @@ def attention_decode(
     least = max(1, 32 * rows // block_n)  # items of a share: then at most a sixteenth of the bytes moved are pieces
     block_r = min(triton.next_power_of_2(rows), DECODE_PARTIALS // block_d)
     attention_decode_kernel[(programs, kv_heads)](
-        q, kv, block_tables, slots, seq_lens, items, arrived, sinks, out, partial, partial_lse, batch,
+        q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse, batch,
         block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
-        window, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
+        window, chunked, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
         DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
     )  # fmt: skip
     return out
@@ -671,9 +697,9 @@ def attention_decode(
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["slots", "seq_lens", "query_starts"])
 def attention_prefill_kernel(
-    q, kv, block_tables, slots, seq_lens, query_starts, sinks, out, table_stride, kv_stride, scale,
+    q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, table_stride, kv_stride, scale,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNKED: tl.constexpr, CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """out[t, h] = softmax(scale q[t, h] K^T) V over the keys of t's sequence at most at t's position, in its window.
 
@@ -705,6 +731,9 @@ def attention_prefill_kernel(
     if sinks is not None:
         b_max = tl.load(sinks + i_kv * G + o_m % G).to(tl.float32) * LOG2E  # one more key, whose value is 0
     b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
+    b_slope = None
+    if slopes is not None:
+        b_slope = tl.load(slopes + i_kv * G + o_m % G) * LOG2E
 
     # The tile's first token sees the keys from i_first to i_low, its last token sees them up to i_end - 1. A padding
     # row sees none.
@@ -715,22 +744,23 @@ def attention_prefill_kernel(
     p_table = block_tables + i_slot * table_stride
     i_first, i_inner = 0, 0
     if WINDOW > 0:
-        i_first = tl.maximum(i_low + 1 - WINDOW, 0)
-        i_inner = tl.cdiv(tl.maximum(i_end - WINDOW, 0), BLOCK_N) * BLOCK_N
+        i_first = tl.maximum(_first_key(tl.maximum(i_low, 0), WINDOW, CHUNKED), 0)
+        i_inner = tl.maximum(_first_key(tl.maximum(i_end - 1, 0), WINDOW, CHUNKED), 0)
+        i_inner = tl.cdiv(i_inner, BLOCK_N) * BLOCK_N
         for i_n in range(i_first // BLOCK_N * BLOCK_N, tl.minimum(i_inner, i_end), BLOCK_N):
             b_acc, b_max, b_sum = _attend(
-                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-                KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
+                b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+                kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
             )  # fmt: skip
     for i_n in range(i_inner, i_full, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-            KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, False,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+            kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, False,
         )  # fmt: skip
     for i_n in range(tl.maximum(i_inner, i_full), i_end, BLOCK_N):
         b_acc, b_max, b_sum = _attend(
-            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, scale, kv_stride,
-            KV, D, BLOCK_SIZE, WINDOW, CAP, BLOCK_N, BLOCK_D, True,
+            b_q, b_acc, b_max, b_sum, p_kv, p_table, i_n, i_first, i_end, o_pos, b_slope, scale,
+            kv_stride, KV, D, BLOCK_SIZE, WINDOW, CHUNKED, CAP, BLOCK_N, BLOCK_D, True,
         )  # fmt: skip
     b_acc = b_acc / tl.where(b_sum > 0, b_sum, 1.0)[:, None]
     tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
@@ -740,11 +770,14 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
     """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel, chosen so that no register spills.
 
     Matrix units for warp groups read K and V from shared memory. Older units hold them in registers, so there the tiles
-    are smaller. The pipeline is deep because half of its stages load the block table, which K and V wait for.
+    are smaller, and for heads of 512 everywhere: the 64 rows that wgmma needs would spill. The pipeline is deep because
+    half of its stages load the block table, which K and V wait for.
     """
     block_d = max(16, triton.next_power_of_2(head_dim))
     if dtype == torch.float32:
         return max(32, triton.next_power_of_2(group)), 32, block_d, 4, 2
+    if block_d > 256:
+        return max(32, triton.next_power_of_2(group)), 32, block_d, 8, 3
     block_m = max(PREFILL_ROWS, triton.next_power_of_2(group))
     if wgmma:
         return block_m, 128 if block_d <= 64 else 64 if block_d <= 128 else 32, block_d, 8, 3 if block_d > 128 else 5
@@ -776,6 +809,8 @@ def attention_prefill(
     window: int,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
@@ -787,6 +822,8 @@ def attention_prefill(
         window: 0 for all keys, otherwise token t sees only the last `window` keys up to itself.
         soft_cap: c, where each score s = scale * q K^T becomes c tanh(s / c); 0 for none.
         sinks: [H] float, one more score for each head, of a key whose value is 0.
+        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
+        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
@@ -794,17 +831,18 @@ def attention_prefill(
     _, heads, head_dim = q.shape
     kv_heads, block_size = kv.shape[2:4]
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and block_tables.stride(1) == 1
-    assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= 0
+    assert heads % kv_heads == 0 and kv.shape[4] == head_dim and window >= int(chunked)
     assert (sinks is None or sinks.shape == (heads,)) and scale > 0 and soft_cap >= 0
+    assert slopes is None or (slopes.shape == (heads,) and slopes.dtype == torch.float32)
 
     out = torch.empty_like(q)
 
     block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
-        q, kv, block_tables, slots, seq_lens, query_starts, sinks, out, block_tables.stride(0), kv.stride(0),
-        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, soft_cap, block_m, block_n, block_d,
-        num_warps=warps, num_stages=stages,
+        q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, block_tables.stride(0), kv.stride(0),
+        scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, chunked, soft_cap, block_m, block_n,
+        block_d, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
 
@@ -885,16 +923,17 @@ def apply_writes(state: torch.Tensor, staged: torch.Tensor, count: int) -> None:
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "num_tokens", "ids_stride", "table_stride"],
+    do_not_specialize=["num_rows", "num_tokens", "ids_stride", "kind_stride", "table_stride"],
     do_not_specialize_on_alignment=["slots", "query_starts"],
 )
 def prepare_inputs_kernel(
     token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
-    num_rows, num_tokens, ids_stride, table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    num_rows, num_tokens, ids_stride, kind_stride, table_stride, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """position = num_computed[slot] + j for token j of a row; id = token_ids[slot, position]; and where its K/V go.
 
-    One program per row and BLOCK of its tokens. Row number num_rows stands for the tokens that no row owns.
+    One program per row, BLOCK of its tokens and kind of layers; all but where K/V go comes from the first kind's. Row
+    number num_rows stands for the tokens that no row owns.
     """
     i_b = tl.program_id(0)
     i_start = tl.load(query_starts + i_b)
@@ -909,13 +948,16 @@ def prepare_inputs_kernel(
     m_j, m_live = o_j < i_stop - i_start, o_j < tl.where(live, i_stop - i_start, 0)
     b_pos = tl.where(live, i_computed + o_j, 0)
     b_id = tl.load(token_ids + i_slot * ids_stride + b_pos, mask=m_live, other=0)
-    b_block = tl.load(block_tables + i_slot * table_stride + b_pos // BLOCK_SIZE, mask=m_live, other=0)
+    i_kind = tl.program_id(2).to(tl.int64)
+    p_table = block_tables + i_kind * kind_stride + i_slot * table_stride
+    b_block = tl.load(p_table + b_pos // BLOCK_SIZE, mask=m_live, other=0)
     b_place = tl.where(live, b_block.to(tl.int64) * BLOCK_SIZE + b_pos % BLOCK_SIZE, -1)
-    tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
-    tl.store(positions + i_start + o_j, b_pos, mask=m_j)
-    tl.store(slot_mapping + i_start + o_j, b_place, mask=m_j)
-    if i_b < num_rows and tl.program_id(1) == 0:
-        tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
+    tl.store(slot_mapping + i_kind * num_tokens + i_start + o_j, b_place, mask=m_j)
+    if tl.program_id(2) == 0:
+        tl.store(input_ids + i_start + o_j, b_id.to(tl.int64), mask=m_j)
+        tl.store(positions + i_start + o_j, b_pos, mask=m_j)
+        if i_b < num_rows and tl.program_id(1) == 0:
+            tl.store(seq_lens + i_b, tl.where(live, i_computed + i_stop - i_start, 0))
 
 
 def prepare_inputs(
@@ -931,23 +973,23 @@ def prepare_inputs(
 
     Args:
         token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
-        block_tables: [S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
+        block_tables: [K, S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
 
     Returns:
-        input_ids [T] int64, positions [T] int32, slot_mapping [T] int64, seq_lens [B] int32. Tokens of padding rows
+        input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
         and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
     """
     rows = len(slots)
-    assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(1) == 1
+    assert len(query_starts) == rows + 1 and token_ids.stride(1) == 1 and block_tables.stride(2) == 1
 
     input_ids = torch.empty(num_tokens, dtype=torch.int64, device=slots.device)
-    slot_mapping = torch.empty_like(input_ids)
+    slot_mapping = input_ids.new_empty(len(block_tables), num_tokens)
     positions = torch.empty(num_tokens, dtype=torch.int32, device=slots.device)
     seq_lens = torch.empty(rows, dtype=torch.int32, device=slots.device)
 
-    prepare_inputs_kernel[(rows + 1, triton.cdiv(num_tokens, 1024))](
+    prepare_inputs_kernel[(rows + 1, triton.cdiv(num_tokens, 1024), len(block_tables))](
         token_ids, num_computed, block_tables, slots, query_starts, input_ids, positions, slot_mapping, seq_lens,
-        rows, num_tokens, token_ids.stride(0), block_tables.stride(0), block_size, 1024,
+        rows, num_tokens, token_ids.stride(0), *block_tables.stride()[:2], block_size, 1024,
     )  # fmt: skip
     return input_ids, positions, slot_mapping, seq_lens
 

@@ -10,7 +10,15 @@ A block is in one of three states:
     cached   ref_count = 0, but its hash can still be found: it is reused last, the least recently freed first
     free     ref_count = 0 and no hash
 
-A block table holds -1 where a sliding window has passed and the block was given back.
+Layers that see different windows of the latest tokens are different kinds, and a sequence has a block table for each
+kind (`kv_layout.py`). All kinds take their blocks from the same pool. A table holds -1 where the window has passed and
+the block was given back.
+
+What a block holds depends on its kind, so it is found by the chained hash together with the kind. A cached beginning of
+p tokens is a hit if each kind's blocks that a token at p sees are found: all of them for layers that see all tokens,
+and those of the last window for others. When a sequence is done, its last windows stay findable along with the whole of
+it. Blocks that a window has passed earlier were freed earlier, so they are reused earlier. Until then they make
+shorter beginnings a hit, too.
 
 Every operation is O(1) a block. The idea of paging is vLLM's (Kwon et al., 2023); finding shared prefixes by chained
 hashes of full blocks is vLLM's automatic prefix caching.
@@ -20,13 +28,15 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import sys
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Ints
-from itertools import islice
+from itertools import islice, zip_longest
 
 from config import EngineConfig
+from kv_layout import most_blocks
 from plan import StepPlan
 from sequence import Sequence
 
@@ -45,6 +55,11 @@ def chain(hashes: list[bytes], tokens: Ints[int], size: int, salt: str = "") -> 
         parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
         data = array("q", tokens[start : start + size]).tobytes()
         hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
+
+
+def by_column(tables: Ints[Ints[int]]) -> list[int]:
+    """The blocks of one sequence's tables in order of their tokens; -1 where a table has none."""
+    return [block for column in zip_longest(*tables, fillvalue=-1) for block in column]
 
 
 class BlockManager:
@@ -132,15 +147,6 @@ class BlockManager:
                 if self.hashes[block] is None:
                     self.idle.move_to_end(block, last=False)
 
-    def lookup(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks that hold the longest cached beginning of the chain `hashes`."""
-        found: list[int] = []
-        for digest in hashes:
-            if (block := self.block_of.get(digest)) is None:
-                break
-            found.append(block)
-        return found
-
     def publish(self, block: int, digest: bytes) -> None:
         """Let `block`, whose tokens have all been computed, be found by `digest`, unless another block already is."""
         if self.enable_prefix_caching and self.hashes[block] is None and digest not in self.block_of:
@@ -196,15 +202,23 @@ class BlockSpaceManager:
     until the plan is made. Plans run one after the other, so a block that is given up while a step reads it may be
     handed out at once: the next plan comes later.
 
+    A kind that sees all tokens gets the blocks of a whole prompt when the sequence is let in. One with a window gets
+    them step by step, as the window gives others back.
+
     Args:
-        config: block size, prefix caching, look-ahead, and whether plans name freed blocks for a KV sanitizer.
+        config: block size, prefix caching, look-ahead, tokens of a step, and whether plans name freed blocks for a KV
+            sanitizer.
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
-        window: where attention sees no more than this many tokens in every layer, blocks behind them are given back.
+        windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
-        self.block_size, self.window, caching = config.block_size, window, config.enable_prefix_caching
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: Ints[int]):
+        self.block_size, caching = config.block_size, config.enable_prefix_caching
+        # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
+        self.chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else sys.maxsize
+        self.windows, self.windowed = tuple(windows), any(windows)
+        self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
         ahead = config.num_lookahead_slots
         self.device = (WatchedBlockManager if config.sanitize_kv else BlockManager)(
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
@@ -213,92 +227,189 @@ class BlockSpaceManager:
         self.pinned: list[int] = []  # device blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and host blocks
 
+    # --- how many blocks --------------------------------------------------------------------------------------------
+
+    def goals(self, tokens: int, reach: int) -> list[int]:
+        """Blocks of each kind's table for `tokens` tokens, of which the next step computes those below `reach`."""
+        whole = self.device.blocks_for(tokens)
+        part = whole if reach >= tokens else self.device.blocks_for(reach)
+        return [part if window else whole for window in self.windows]
+
+    def entry(self, tokens: int) -> int:
+        """Blocks that a sequence of `tokens` tokens takes when it is let in, if nothing of it is cached."""
+        return sum(self.goals(tokens, self.chunk))
+
+    def lacks(self, seq: Sequence, tokens: int, reach: int) -> int:
+        """Blocks that a sequence's tables are short of `goals`."""
+        goals = self.goals(tokens, reach)
+        return sum(max(0, goal - len(table)) for goal, table in zip(goals, seq.tables, strict=True))
+
+    def most(self, tokens: int, spread: int = 0, width: int = 1, shared: int = 0) -> int:
+        """Blocks that `width` sequences hold at most, until each of them has computed `tokens` tokens.
+
+        Args:
+            tokens: of each.
+            spread: the last of the tokens, in which they may differ; no window passes these while one computes them.
+            width: how many there are.
+            shared: the first of the tokens, which they share.
+        """
+        size, ahead, full = self.block_size, self.device.num_lookahead_slots, shared // self.block_size
+        together = full + width * (self.device.blocks_for(tokens) - full)
+        kinds = most_blocks(self.windows, tokens, self.chunk + spread, size, ahead)
+        return sum(min(together, width * most) for most in kinds)
+
+    def growth(self, seq: Sequence, end: float) -> float:
+        """Slots in blocks that a sequence will hold beyond those of its known tokens when these have become `end`."""
+        known = seq.num_known
+        end = max(known, end)
+        return sum(min(end, window or end) - min(known, window or known) for window in self.windows)
+
+    def to_come(self, seq: Sequence) -> int:
+        """Blocks of the kinds with a window that the rest of a sequence's prompt will take."""
+        known, computed = seq.num_known, seq.num_computed
+        if known - computed <= 1 or not self.windowed or not seq.tables:
+            return 0
+        size, ahead = self.block_size, self.device.num_lookahead_slots
+        most = most_blocks(self.windows, known, self.chunk, size, ahead)
+        kinds = zip(self.windows, most, seq.tables, strict=True)
+        return sum(max(0, n - len(table) + max(0, computed - w) // size) for w, n, table in kinds if w)
+
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
     def admit(
-        self, seq: Sequence, prompt_blocks: list[int], extra: int, kept: int, plan: StepPlan
+        self, seq: Sequence, prompt_tables: list[list[int]], most: int, extra: int, kept: int, plan: StepPlan
     ) -> tuple[int, int] | None:
-        """Give a sequence blocks for all its tokens, if they can be had with `extra` and `kept` more left free.
+        """Give a sequence blocks for its tokens, if they can be had with `extra` and `kept` more left free.
 
         What has been computed before is shared by reference: blocks of the prefix cache, which may come back from host
-        memory, or `prompt_blocks`, in which another sample has computed their prompt, if these hold more. The prompt's
-        tokens that have yet to be scored are computed again, because the cache has no hidden states.
+        memory, or `prompt_tables`, in which another sample has computed their prompt, if these hold more. The prompt's
+        tokens that have yet to be scored are computed again, because the cache has no hidden states. The next step
+        computes `most` tokens at most.
 
         Returns:
             How many of its tokens are computed already, and how many of the blocks were fetched from the host; None if
             there is no room.
         """
         device, size = self.device, self.block_size
-        found, fetched = self._find(seq)
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
         if seq.group.request.score is not None:
             last = min(last, seq.group.request.num_scored - 1)
-        cached = min(len(found) * size, last)
-        if prompt_blocks and (shared := min(seq.group.request.num_prompt, last)) > cached:
-            found, fetched, cached = prompt_blocks, {}, shared
-        found = found[: -(-cached // size)]
+        cached, tables, fetched = self._find(seq, last)
+        if prompt_tables and (shared := min(seq.group.request.num_prompt, last)) > cached:
+            columns = -(-shared // size)
+            cached, tables, fetched = shared, [table[:columns] for table in prompt_tables], {}
         # The block that it goes on in is copied if somebody else has it, too.
-        source = found[-1] if cached % size and found[-1] >= 0 and device.ref_counts[found[-1]] > 0 else -1
-        table = found[:-1] if source >= 0 else found
-        fetched = {place: block for place, block in fetched.items() if place < len(table)}
-        revived = sum(block >= 0 and device.ref_counts[block] == 0 for block in table)  # free now, but not for long
-        needed = device.blocks_for(len(seq.tokens)) - len(table) + len(fetched)
+        sources = [-1] * len(tables)
+        if cached % size:
+            for kind, table in enumerate(tables):
+                if table[-1] >= 0 and device.ref_counts[table[-1]] > 0:
+                    sources[kind] = table.pop()
+        shared_blocks = by_column(tables)
+        revived = sum(block >= 0 and device.ref_counts[block] == 0 for block in shared_blocks)  # free, but not for long
+        goals = self.goals(len(seq.tokens), cached + most)
+        missing = [max(0, goal - len(table)) for goal, table in zip(goals, tables, strict=True)]
+        needed = sum(missing) + len(fetched)
         if device.can_allocate(needed + revived + extra, kept) is not AllocStatus.OK:
             return None
-        device.share(table)
+        seq.num_computed, seq.num_published = cached, min(map(len, tables))
+        device.share(shared_blocks)
         self.host.share(fetched.values())
         self.host_pinned += fetched.values()
-        own = device.allocate(needed)
-        for block, (place, host_block) in zip(own, fetched.items(), strict=False):
+        for (column, kind), host_block in fetched.items():
+            (block,) = device.allocate(1)
             plan.swap_in.append((host_block, block))
-            device.publish(block, seq.hashes[place])
-            table[place] = block
-        own = own[len(fetched) :]
-        if source >= 0:
-            plan.copies.append((source, own[0]))
-        seq.blocks, seq.num_computed, seq.num_published = table + own, cached, len(table)
+            device.publish(block, seq.hashes[column] + self.marks[kind])
+            tables[kind][column] = block
+        for table, source, count in zip(tables, sources, missing, strict=True):
+            own = device.allocate(count)
+            if source >= 0:
+                plan.copies.append((source, own[0]))
+            table += own
+        seq.tables = tables
         return cached, len(fetched)
 
-    def _find(self, seq: Sequence) -> tuple[list[int], dict[int, int]]:
-        """The device blocks of the longest cached beginning, -1 for those in host memory, and these by their place."""
-        found: list[int] = []
-        fetched: dict[int, int] = {}
-        if self.device.enable_prefix_caching:
-            chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-            found = self.device.lookup(seq.hashes)
-            while hosts := self.host.lookup(seq.hashes[len(found) :]):
-                fetched |= dict(enumerate(hosts, len(found)))
-                found += [-1] * len(hosts)
-                found += self.device.lookup(seq.hashes[len(found) :])
-        return found, fetched
+    def _find(self, seq: Sequence, last: int) -> tuple[int, list[list[int]], dict[tuple[int, int], int]]:
+        """The longest cached beginning of a sequence, of `last` tokens at most.
+
+        Returns:
+            Its length, the device's blocks that hold what is seen of it, -1 for those in host memory, and these by
+            column and kind.
+        """
+        tables: list[list[int]] = [[] for _ in self.windows]
+        fetched: dict[tuple[int, int], int] = {}
+        if not self.device.enable_prefix_caching:
+            return 0, tables, fetched
+        chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
+        device, host, size = self.device.block_of, self.host.block_of, self.block_size
+        hashes = seq.hashes[: -(-last // size)]
+        most = len(hashes)
+        for window, mark in zip(self.windows, self.marks, strict=True):
+            if not window:
+                keys = (digest + mark for digest in hashes[:most])
+                most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
+        # Of a window only the last blocks count. Where one is missing, the hit can only end before it. Beams that will
+        # branch off see a window of their own, from the first token on that they do not share.
+        branch = min((shared for _, _, shared in seq.group.births), default=last)
+        begins = [0] * len(tables)
+        known, kind = [most] * len(tables), 0  # of each kind: from here up to `most` all blocks are found
+        while kind < len(tables):
+            if window := self.windows[kind]:
+                begins[kind] = max(0, min(most * size, last, branch) - window + 1) // size
+                i = min(known[kind], most)
+                while i > begins[kind] and ((key := hashes[i - 1] + self.marks[kind]) in device or key in host):
+                    i -= 1
+                known[kind] = i
+                if i > begins[kind]:
+                    most, kind = i - 1, -1
+            kind += 1
+        for kind, (begin, mark) in enumerate(zip(begins, self.marks, strict=True)):
+            tables[kind] = [-1] * begin
+            for column in range(begin, most):
+                block = device.get(key := hashes[column] + mark, -1)
+                if block < 0:
+                    fetched[column, kind] = host[key]
+                tables[kind].append(block)
+        return min(most * size, last), tables, fetched
 
     def fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
         """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
-        full = shared // self.block_size
-        child.blocks, child.hashes = parent.blocks[:full], parent.hashes[:full]
-        self.device.share(child.blocks)
-        own = self.device.allocate(self.blocks_to_fork(child, shared))
-        if shared % self.block_size:
-            plan.copies.append((parent.blocks[full], own[0]))
-        child.blocks += own
+        full, whole = shared // self.block_size, self.device.blocks_for(len(child.tokens))
+        child.tables, child.hashes = [table[:full] for table in parent.tables], parent.hashes[:full]
+        for table, source in zip(child.tables, parent.tables, strict=True):
+            self.device.share(table)
+            own = self.device.allocate(whole - full)
+            if shared % self.block_size:
+                plan.copies.append((source[full], own[0]))
+            table += own
         child.num_computed, child.num_published = shared, full
 
     def blocks_to_fork(self, child: Sequence, shared: int) -> int:
         """Blocks that `fork` will take."""
-        return self.device.blocks_for(len(child.tokens)) - shared // self.block_size
+        return len(self.windows) * (self.device.blocks_for(len(child.tokens)) - shared // self.block_size)
 
-    def can_branch(self, prompt_blocks: list[int], length: int) -> bool:
-        """Whether a window has passed no block that the last of `length` tokens in `prompt_blocks` sees."""
-        return not self.window or -1 not in prompt_blocks[max(0, length - self.window) // self.block_size :]
+    def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
+        """Whether windows have passed no block that the last of `length` tokens in `prompt_tables` sees."""
+        kinds = zip(self.windows, prompt_tables, strict=True)
+        return all(not w or -1 not in table[max(0, length - w) // self.block_size :] for w, table in kinds)
 
-    def pass_window(self, seq: Sequence) -> None:
-        """Give back the blocks that no layer sees any more."""
-        passed = i = (seq.num_computed - self.window) // self.block_size
-        while i > 0 and seq.blocks[i - 1] >= 0:
-            i -= 1
-        if i < passed:
-            self.device.free(seq.blocks[i:passed])
-            seq.blocks[i:passed] = [-1] * (passed - i)
+    def pass_windows(self, seq: Sequence) -> None:
+        """Give back the blocks that no layer sees any more, neither the sequence's own nor of who is to branch off."""
+        computed = min([seq.num_computed, *(shared for _, _, shared in seq.group.births)])
+        for window, table in zip(self.windows, seq.tables, strict=True):
+            passed = i = (computed - window) // self.block_size if window else 0
+            while i > 0 and table[i - 1] >= 0:
+                i -= 1
+            if i < passed:
+                self.device.free(table[i:passed])
+                table[i:passed] = [-1] * (passed - i)
+
+    def grow(self, seq: Sequence, tokens: int, reach: int) -> list[list[int]]:
+        """Give a sequence the blocks that it `lacks`, which are free; returns them, by kind."""
+        grown = []
+        for goal, table in zip(self.goals(tokens, reach), seq.tables, strict=True):
+            grown.append(self.device.allocate(max(0, goal - len(table))))
+            table += grown[-1]
+        return grown
 
     def publish(self, seq: Sequence, computed: int) -> None:
         """Offer the blocks that `computed` tokens have filled to the prefix cache; planned ones do not count."""
@@ -306,45 +417,55 @@ class BlockSpaceManager:
             full = computed // self.block_size
             if len(seq.hashes) < full:
                 chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-            for i in range(seq.num_published, full):
-                if seq.blocks[i] >= 0:
-                    self.device.publish(seq.blocks[i], seq.hashes[i])
+            for table, mark in zip(seq.tables, self.marks, strict=True):
+                for i in range(seq.num_published, full):
+                    if table[i] >= 0:
+                        self.device.publish(table[i], seq.hashes[i] + mark)
             seq.num_published = full
 
     # --- and its way out --------------------------------------------------------------------------------------------
 
-    def held(self, seqs: Ints[Sequence]) -> list[int]:
-        """The blocks of what `seqs` have computed, each once."""
-        tables = (seq.blocks[: self.host.blocks_for(seq.num_computed)] for seq in seqs)
-        return list(dict.fromkeys(block for table in tables for block in table if block >= 0))
+    def held(self, seqs: Ints[Sequence]) -> list[list[int]]:
+        """The blocks of what `seqs` have computed, by kind, each once."""
+        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
+        kinds = zip(*(seq.tables for seq in seqs), strict=True)
+        parts = ([table[:count] for table, count in zip(tables, columns, strict=True)] for tables in kinds)
+        return [list(dict.fromkeys(block for part in kind for block in part if block >= 0)) for kind in parts]
 
     def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
         """Copy what `seqs` have computed to host memory, where the prefix cache can find it, too."""
-        held = self.held(seqs)
+        held = by_column(self.held(seqs))
+        held = [block for block in held if block >= 0]
         moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
         plan.swap_out += moved.items()
         for seq in seqs:
-            seq.host_blocks = [moved.get(block, -1) for block in seq.blocks[: self.host.blocks_for(seq.num_computed)]]
-        self._share_again(self.host, [seq.host_blocks for seq in seqs])
+            columns = self.host.blocks_for(seq.num_computed)
+            seq.host_tables = [[moved.get(block, -1) for block in table[:columns]] for table in seq.tables]
+        self._share_again(self.host, [by_column(seq.host_tables) for seq in seqs])
         for block, host_block in moved.items():
-            if (digest := self.device.hashes[block]) is not None:
-                self.host.publish(host_block, digest)
+            if (key := self.device.hashes[block]) is not None:
+                self.host.publish(host_block, key)
 
-    def swap_in(self, seqs: Ints[Sequence], kept: int, plan: StepPlan) -> bool:
-        """Bring back what `seqs` had computed, if blocks for all their tokens can be had with `kept` more left free."""
-        moved = dict.fromkeys(block for seq in seqs for block in seq.host_blocks if block >= 0)
-        grown = [self.device.blocks_for(len(seq.tokens)) - len(seq.host_blocks) for seq in seqs]
-        if self.device.can_allocate(len(moved) + sum(grown), kept) is not AllocStatus.OK:
+    def swap_in(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
+        """Bring back what `seqs` had computed, if blocks for their tokens can be had with `kept` more left free.
+
+        The next step computes `most` tokens of each at most.
+        """
+        moved = dict.fromkeys(block for seq in seqs for block in by_column(seq.host_tables) if block >= 0)
+        goals = [self.goals(len(seq.tokens), seq.num_computed + most) for seq in seqs]
+        columns = [self.host.blocks_for(seq.num_computed) for seq in seqs]
+        grown = sum(goal - count for kinds, count in zip(goals, columns, strict=True) for goal in kinds)
+        if self.device.can_allocate(len(moved) + grown, kept) is not AllocStatus.OK:
             return False
         device = dict(zip(moved, self.device.allocate(len(moved)), strict=True))
         plan.swap_in += device.items()
         for seq in seqs:
-            seq.blocks = [device.get(block, -1) for block in seq.host_blocks]
-            self.host_pinned += seq.host_blocks
-            seq.host_blocks = []
-        self._share_again(self.device, [seq.blocks for seq in seqs])
-        for seq, count in zip(seqs, grown, strict=True):
-            seq.blocks += self.device.allocate(count)
+            seq.tables = [[device.get(block, -1) for block in table] for table in seq.host_tables]
+            self.host_pinned += by_column(seq.host_tables)
+            seq.host_tables = []
+        self._share_again(self.device, [by_column(seq.tables) for seq in seqs])
+        for seq in seqs:
+            self.grow(seq, len(seq.tokens), seq.num_computed + most)
         return True
 
     def _share_again(self, pool: BlockManager, tables: Ints[list[int]]) -> None:

@@ -162,7 +162,7 @@ class LatentAttention(Attention):
         rotation, kv, q = step.rotations[self.rope], step.pool[self.i], x
         latent = linear(x, self.kv_a, self.kv_a_bias)
         self.ops.latent_store(
-            latent, self.kv_a_norm, NORM_EPS, rotation, step.batch.slot_mapping, kv, bool(self.row.interleaved)
+            latent, self.kv_a_norm, NORM_EPS, rotation, step.batch.slot_mapping[0], kv, bool(self.row.interleaved)
         )
         if self.q_a is not None:
             q = self.ops.rms_norm(linear(x, self.q_a, self.q_a_bias), self.q_a_norm, NORM_EPS)
@@ -178,7 +178,7 @@ class LatentAttention(Attention):
             found = self.ops.latent_decode(absorbed, kv, step.plans[0], self.config.scale, self.latent.kv_rank)
             self.expand(found, slice(None), out[:n])
         if n < len(q) and self.batch_invariant:
-            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
+            rows = batch.block_tables[0], batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
             size = absorbed_heads(self.heads)
             for begin in range(0, self.heads, size):
                 heads = slice(begin, begin + size)
@@ -235,7 +235,7 @@ class LatentAttention(Attention):
             yield Rows(
                 slice(tokens[begin], tokens[end]),
                 slice(begin, end),
-                batch.block_tables[batch.slots[indices[0]].long(), indices[1]].long(),
+                batch.block_tables[0][batch.slots[indices[0]].long(), indices[1]].long(),
                 to_device(tables.to(torch.int32), device),
                 torch.arange(end - begin, dtype=torch.int32, device=device),
                 starts - starts[0],

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from families import Family
+from kv_layout import layout_of
 from model_config import ModelConfig
 from parallel import Group
 
@@ -27,10 +28,10 @@ class Batch:
 
     input_ids: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
-    slot_mapping: torch.Tensor  # [T] where each token's keys and values go
+    slot_mapping: torch.Tensor  # [K, T] where each token's keys and values go, for each kind of layers
     seq_lens: torch.Tensor  # [B] context of each row, this step's tokens included
     slots: torch.Tensor  # [B] row of the batch state
-    block_tables: torch.Tensor  # [S, M] of all slots
+    block_tables: torch.Tensor  # [K, S, M] of all slots
     num_decodes: int  # this many rows come first and have one token
     query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
     max_query_len: int
@@ -42,10 +43,10 @@ class Step:
     """What attention needs beside its layer's weights, while a step runs."""
 
     batch: Batch
-    pool: tuple[torch.Tensor, ...]  # layer by layer
+    pool: tuple[torch.Tensor, ...]  # by a layer's place in a page
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
-    plans: dict[int, Any]  # of `plan_decode`, by window
+    plans: list[Any]  # of `plan_decode`, for each kind of layers
     rows: list[Any] | None = None  # how latent attention goes through the longer rows, once a layer has asked
 
 
@@ -116,6 +117,7 @@ class Attention:
         self.config, self.ops, self.group, self.i, self.row = c, ops, group, i, row
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
         self.heads, self.kv_heads, self.rope = heads, kv_heads, c.layer_ropes[i]
+        self.kind, self.place = layout_of(c.windows).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
         self.o = new(c.hidden_size, q_size)
@@ -186,8 +188,9 @@ class Attention:
         row, c = self.row, self.config
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
         q = self.ops.qk_norm_rope_store(
-            qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping,
-            step.pool[self.i], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+            qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope],
+            step.batch.slot_mapping[self.kind], step.pool[self.place], bool(row.interleaved), row.norm,
+            row.qk_norm == "after", scales,
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
@@ -203,14 +206,20 @@ class Attention:
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
-        batch, c, window, kv = step.batch, self.config, self.config.windows[self.i], step.pool[self.i]
-        n, parts, more = batch.num_decodes, [], (c.soft_cap, self.sinks)
+        batch, c, window, kv = step.batch, self.config, self.config.windows[self.i], step.pool[self.place]
+        n, parts, more, chunked = batch.num_decodes, [], (c.soft_cap, self.sinks), self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
-            parts.append(self.ops.attention_decode(few, kv, step.plans[window], c.scale, *more))
+            parts.append(self.ops.attention_decode(few, kv, step.plans[self.kind], c.scale, *more))
         if rest is not None:
-            rows = batch.block_tables, batch.slots[n:], batch.seq_lens[n:], batch.query_starts, batch.max_query_len
-            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more))
+            rows = (
+                batch.block_tables[self.kind],
+                batch.slots[n:],
+                batch.seq_lens[n:],
+                batch.query_starts,
+                batch.max_query_len,
+            )
+            parts.append(self.ops.attention_prefill(rest, kv, *rows, c.scale, window, *more, None, chunked))
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(1)
 
 

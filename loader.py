@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
 from model import Part, Transformer
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
@@ -38,9 +38,8 @@ BESIDE = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.",
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
-DTYPES = ("BF16", "F16", "F32")  # of tensors, as safetensors names them
 
-Pair = tuple[torch.Tensor, torch.Tensor]  # target and source, of equal shapes
+Pair = tuple[torch.Tensor, torch.Tensor | Packed]  # target and source, of equal shapes
 
 
 def load_weights(model: Transformer, folder: str, staged: bool | None = None) -> None:
@@ -59,7 +58,8 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
     wanted, device = model.parameters(), model.embedding.device
     paths = checkpoint_files(folder)
     found: dict[str, str] = {}  # our names and the checkpoint's
-    files = [find_slices(path, wanted, model, found) for path in paths]
+    scales = find_scales(paths, model.config.quantization)
+    files = [find_slices(path, wanted, model, found, scales) for path in paths]
     check_complete(folder, wanted, found)
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
@@ -107,42 +107,46 @@ def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) 
         raise ValueError(f"{folder} has no tensor {prefix}{min(missing)}{more}")
 
 
-def find_slices(path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str]) -> dict[str, list[Pair]]:
+def find_slices(
+    path: str, wanted: dict[str, Part], model: Transformer, found: dict[str, str], scales: dict[str, Scales]
+) -> dict[str, list[Pair]]:
     """What is to be copied out of a file, by name. The sources are views of the mapped file; only its header is read.
 
     Args:
         found: our names and the checkpoint's of what was found so far; this file's are added.
+        scales: of the tensors that are stored in fewer bits.
 
     Raises:
         ValueError: the file is damaged, or a tensor of it is surplus, misshapen, of another dtype, or in two files.
     """
     slices: dict[str, list[Pair]] = {}
-    try:
-        with safe_open(path, framework="pt") as file:
-            for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-                name = our_name(saved, wanted)
-                if name is None and skipped(saved, model):
-                    continue
-                if name in found:
-                    raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
-                if name is None:
-                    raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
-                tensor, part = file.get_slice(saved), wanted[name]
-                if tensor.get_shape() != list(part.shape):
-                    raise ValueError(
-                        f"{path}: tensor {saved} has shape {tensor.get_shape()}; "
-                        f"config.json asks for {list(part.shape)}"
-                    )
-                if (dtype := tensor.get_dtype()) not in DTYPES:
-                    raise ValueError(f"{path}: tensor {saved} is {dtype}; Manta reads {', '.join(DTYPES)}")
-                found[name] = saved
-                slices[name] = pairs(file.get_tensor(saved), part)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    beside = {of.name for of in scales.values()}
+    with opened(path) as file:
+        for saved in file.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+            if saved in beside or (model.config.quantization and saved.endswith(ACTIVATIONS)):
+                continue
+            of = scales.get(saved)
+            plain = of.plain if of else saved
+            name = our_name(plain, wanted)
+            if name is None and skipped(plain, model):
+                continue
+            if name in found:
+                raise ValueError(f"{path} has a tensor {saved!r:.200}; the checkpoint has it as {found[name]}, too")
+            if name is None:
+                raise ValueError(f"{path} has a tensor {saved!r:.200} that {model.config.architecture} has not")
+            try:
+                whole = open_tensor(file, saved, of, model.config.quantization)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            shape, part = list(whole.shape), wanted[name]
+            if shape != list(part.shape):
+                raise ValueError(f"{path}: tensor {saved} has shape {shape}; config.json asks for {list(part.shape)}")
+            found[name] = plain
+            slices[name] = pairs(whole, part)
     return slices
 
 
-def pairs(whole: torch.Tensor, part: Part) -> list[Pair]:
+def pairs(whole: torch.Tensor | Packed, part: Part) -> list[Pair]:
     """What is to be copied out of a whole tensor of the checkpoint."""
     whole = whole.mT if part.transposed else whole
     whole = whole.view(part.view) if part.view else whole
@@ -186,11 +190,13 @@ def copy(pair: Pair) -> torch.Tensor:
     return total
 
 
-def pieces(pair: Pair, size: int) -> Iterator[Pair]:
-    """The pair row by row, in parts of at most `size` bytes of the target, or of one row."""
+def pieces(pair: Pair, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pair row by row, in parts of at most `size` bytes of the target, or of one row; packed ones are unpacked."""
     target, source = pair
+    size = size if isinstance(source, torch.Tensor) else min(size, PIECE_BYTES)  # unpacking takes several times as much
     rows = max(1, size // (math.prod(target.shape[1:]) * target.itemsize))
-    return zip(target.split(rows), source.split(rows), strict=True)
+    for to, of in zip(target.split(rows), source.split(rows), strict=True):
+        yield to, of if isinstance(of, torch.Tensor) else of.read()
 
 
 class Stage:
@@ -277,5 +283,6 @@ def fill_dummy(model: Transformer, seed: int) -> None:
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
         for target, source in pairs(whole, part):
             if target is not whole:
+                assert isinstance(source, torch.Tensor)
                 target.copy_(source)
     model.finish()

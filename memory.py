@@ -12,14 +12,18 @@ import contextlib
 import math
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from config import EngineConfig
+from kv_layout import most_blocks
 from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
+from model_config import ModelConfig
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -44,7 +48,7 @@ class MemoryPlan:
         logprobs: the workspace of log-probabilities, whatever requests ask for.
         graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes.
         context: an allowance for CUDA and its libraries.
-        block: one block of the KV pool.
+        block: one block of the KV pool, a page of the layers that `KVLayout` says.
     """
 
     weights: int
@@ -91,7 +95,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.size > 1) if cuda else 0,
-        block=c.num_layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
+        block=model.layout.layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
     )
 
 
@@ -123,10 +127,11 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     c, group, item = model.config, model.group.size, model.embedding.itemsize
     t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
     q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
-    # Each token has an id, a position, a slot and a row of RoPE's table. Each row has five integers and, for each kind
-    # of window, its part of decode's work list. All of it lives until the next step's is made, so it is there twice.
-    rotation = sum(table.nbytes // len(table) for table in model.rotations)
-    inputs = t * (8 + 4 + 8 + rotation) + 4 * (r + 1) * (5 + len(set(c.windows)) * (1 + model.num_kv_heads))
+    # Each token has an id, a position and rows of RoPE's tables, and for each kind of layers a slot. Each row has five
+    # integers and, for each kind, its part of decode's work list. All of it lives until the next step's is made, so it
+    # is there twice.
+    kinds, rotation = len(model.layout.windows), sum(table.nbytes // len(table) for table in model.rotations)
+    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + model.num_kv_heads))
     # The residual and one more tensor of its size are always alive. Beside them
     # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
     #   are joined, the decodes have their pieces in float32, two for each program;
@@ -141,7 +146,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
         at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
         attention = workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
         q = model.num_heads * c.latent.v_dim
-    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h))
+    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * 2 * h + layer
@@ -152,6 +157,21 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     if config.pools:  # the pooled states in float32, and what a classification head makes of them
         return max(2 * inputs, layers, inputs + item * t * h + 4 * r * (h + len(c.labels))) + parts, 0
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
+
+
+def expert_bytes(c: ModelConfig, group: int, item: int, t: int) -> int:
+    """The most bytes that are alive in a layer of experts on each of `group` ranks, for `t` tokens.
+
+    Each choice of an expert has its weight, its id and its place in their order, its intermediate layer, and what the
+    expert gave, in float32 until all choices of a token are added up. Beside them are the router's logits and the sum.
+    The shared expert comes later, with an MLP's tensors and its own result.
+    """
+    e = c.experts
+    if e is None:
+        return 0
+    choices = t * e.top_k * (12 + item * e.size // group)
+    shared = item * t * (3 * e.shared_size // group + c.hidden_size) if e.shared_size else 0
+    return item * t * (e.count + c.hidden_size) + choices + max(4 * t * e.top_k * c.hidden_size, shared)
 
 
 def sample_bytes(vocab_size: int) -> int:
@@ -176,12 +196,23 @@ def logprob_rows(k: int, vocab_size: int) -> int:
     return max(1, LOGPROBS // logprob_bytes(k, vocab_size))
 
 
-def blocks_per_seq(config: EngineConfig, max_model_len: int) -> int:
-    """Blocks of a sequence at full length, including those for its lookahead slots."""
+def table_columns(config: EngineConfig, max_model_len: int) -> int:
+    """Blocks in each table of a sequence at full length, including those for its lookahead slots."""
     return -(-(max_model_len + config.num_lookahead_slots) // config.block_size)
 
 
-def fit_pool(config: EngineConfig, fits: int, max_model_len: int) -> tuple[int, int]:
+def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) -> int:
+    """Blocks that a sequence holds at most until it has `length` tokens, where `windows` are those of `KVLayout`."""
+    chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else length
+    return sum(most_blocks(windows, length, chunk, config.block_size, config.num_lookahead_slots))
+
+
+def longest(config: EngineConfig, windows: Sequence[int], count: int, most: int) -> int:
+    """How many tokens, `most` at most, a sequence may have that holds no more than `count` blocks."""
+    return bisect_right(range(1, most + 1), count, key=lambda length: blocks_per_seq(config, windows, length))
+
+
+def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_len: int) -> tuple[int, int]:
     """How many blocks the KV pool has, and how many tokens a sequence may then have.
 
     The pool has the `fits` blocks that memory has room for, but no more than all sequences at full length can use, or
@@ -190,21 +221,20 @@ def fit_pool(config: EngineConfig, fits: int, max_model_len: int) -> tuple[int, 
     Raises:
         ValueError: it does not hold one request of `max_model_len`, and the user asked for that length.
     """
-    size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, max_model_len)
+    size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
     if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
-        useful = min(
-            useful, 2 * max(per_seq, config.max_num_batched_tokens // size) + config.max_num_seqs * (1 + ahead)
-        )
+        step = max(per_seq, len(windows) * config.max_num_batched_tokens // size)
+        useful = min(useful, 2 * step + len(windows) * config.max_num_seqs * (1 + ahead))
     count = config.num_gpu_blocks_override or min(fits, useful)
     if count >= per_seq:
         return count, max_model_len
-    held = count * size - ahead
+    held = longest(config, windows, count, max_model_len)
     if config.max_model_len or held < 2:
         beside = f" and num_lookahead_slots, {ahead}" if ahead else ""
         raise ValueError(
             f"max_model_len is {max_model_len}; the KV pool of {count} blocks of {size} holds "
-            f"{max(held, 0)} tokens{beside}: lower max_model_len or give the pool more room"
+            f"{held} tokens{beside}: lower max_model_len or give the pool more room"
         )
     return count, held
 
@@ -239,14 +269,23 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
-    count, length = fit_pool(config, room // plan.block, max_model_len)
-    tokens = count * config.block_size
-    yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size} = {tokens:,} tokens")
+    layout, layers = model.layout, model.config.num_layers
+    count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
+    per_seq = blocks_per_seq(config, layout.windows, length)
+    of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {layout.layers} layers each"
+    yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size}{of}")
+    if any(layout.windows):
+        share = per_seq * layout.layers / layers / table_columns(config, length)
+        counts = sorted(Counter(model.config.windows).items())
+        seen = (f"{n} the latest {w:,} tokens" if w else f"{n} all tokens" for w, n in counts)
+        yield f"layers by what they see: {', '.join(seen)}"
+        yield f"KV of a request at the full length: {per_seq:,} blocks, {share:.0%} of what it would be without windows"
     if length < max_model_len:
         yield f"max_model_len: {length:,}, for there is no room for {max_model_len:,} tokens"
-    at_length = count // blocks_per_seq(config, length)
+    at_length = count // per_seq
     yield f"requests at the full length of {length:,} that fit: {at_length:,}, of max_num_seqs {rows:,}"
-    yield f"tokens that each of {rows:,} requests may have for all to fit: {min(tokens // rows, length):,}"
+    each = longest(config, layout.windows, count // rows, length)
+    yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
 
 
 def available_bytes() -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kv_layout import layout_of
 from latent_attention import LatentAttention
 from layers import Attention, ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
@@ -27,7 +28,7 @@ class Piece(NamedTuple):
     """A part of a checkpoint's tensor, and where it goes."""
 
     target: torch.Tensor  # the part of our weights that is filled
-    index: tuple[slice | int, ...]  # the part of the tensor, seen in the shape `Part.view`
+    at: tuple[slice | int, ...]  # which part of the tensor it is, seen in the shape `Part.view`
 
 
 class Part(NamedTuple):
@@ -95,6 +96,7 @@ class Transformer:
         self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
+        self.layout = layout_of(config.windows)
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
 
@@ -187,6 +189,7 @@ class Transformer:
         _, q_begin, q_end = self.share("col", self.num_heads)
         _, kv_begin, kv_end = self.share("kv", self.num_kv_heads)
         per_key = c.num_heads // c.num_kv_heads
+        indices: list[tuple[slice | int, ...]]
         if slot.layout == "heads":
             view = c.num_heads, 3, c.head_dim, *rest
             indices = [(slice(q_begin, q_end), j) for j in range(3)]
@@ -259,6 +262,8 @@ class Transformer:
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
         """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
 
+        The pool's `layers` are those that share a page, see `KVLayout`.
+
         Returns the hidden states [T, hidden] after the last norm.
         """
         c, add_up = self.config, self.group.all_reduce
@@ -282,9 +287,10 @@ class Transformer:
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
-        x, nowhere = self.embedding.new_zeros(rows, self.config.hidden_size), torch.full((rows,), -1)
-        first = torch.zeros_like(nowhere)
-        step = self.new_step(Batch(first, first, nowhere, first, first, first[None], 0, first, 1, []), pool)
+        x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)
+        nowhere = torch.full((len(self.layout.windows), rows), -1)
+        batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, 1, [])
+        step = self.new_step(batch, pool)
         self.enter(x)
         for layer in self.layers:
             layer.attention.rehearse(x, step)
@@ -295,10 +301,10 @@ class Transformer:
 
     def new_step(self, batch: Batch, pool: torch.Tensor) -> Step:
         """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
-        rows = batch.block_tables, batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes]
-        windows = set(self.config.windows) if batch.num_decodes else ()
-        layers = pool.unbind(1)
-        plans = {w: self.ops.plan_decode(layers[0], *rows, self.num_heads, w) for w in windows}
+        rows = batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes], self.num_heads
+        kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
+        layers, chunked = pool.unbind(1), self.row.chunked
+        plans = [self.ops.plan_decode(layers[0], table, *rows, w, 1, chunked and w > 0) for table, w in kinds]
         rotations = [table[batch.positions] for table in self.rotations]
         grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
         return Step(batch, layers, rotations, grown, plans)

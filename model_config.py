@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
 from families import FAMILIES, TEXT_HALVES, Family, Routing
+from quantization import Quantization, read_quantization
 
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
@@ -135,6 +136,7 @@ class ModelConfig:
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
+    quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
     def page(self, ranks: int) -> tuple[int, int, int]:
@@ -256,8 +258,6 @@ class Reading:
         f, row = self.fields, self.settled_row()
         if f.value("is_causal", bool) is False or f.value("use_bidirectional_attention", bool):
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
-        if f.get("quantization_config"):
-            raise ValueError("config.json has a quantization_config; Manta reads bfloat16, float16 and float32 weights")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
         experts, expert_layers = self.experts()
         scale = self.attention_scale()
@@ -292,6 +292,7 @@ class Reading:
             head=self.head,
             labels=labels(f) if self.head == "labels" else (),
             label_activation=label_activation(f) if self.head == "labels" else "softmax",
+            quantization=read_quantization(f.get("quantization_config")),
         )
         f.check_rest()
         return config
@@ -325,7 +326,10 @@ class Reading:
 
     @cached_property
     def hidden_size(self) -> int:
-        return self.fields.whole("hidden_size", 1, 2**17)
+        size = self.fields.whole("hidden_size", 1, 2**17)
+        if (inner := self.fields.whole("word_embed_proj_dim", 1, 2**17, size)) != size:
+            raise ValueError(f"config.json: word_embed_proj_dim is {inner}; Manta has hidden_size, {size}, alone")
+        return size
 
     @cached_property
     def layers(self) -> int:
@@ -391,6 +395,7 @@ class Reading:
         elif r.shared:
             shared = size if self.name == "Llama4ForCausalLM" else f.whole(r.shared, 1, 2**20)
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
+        f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
         if method == "greedy":  # without groups, whatever is said of them
             groups = 1
@@ -409,7 +414,7 @@ class Reading:
             shared_size=shared,
             renormalize=f.truth(r.renormalize),
             groups=groups,
-            top_groups=f.whole("topk_group", 1, groups, groups) if groups > 1 else 1,
+            top_groups=f.whole("topk_group", 1, count, groups) if groups > 1 else 1,
             scale=f.number(r.scale, 1e-6, 1e6, 1.0) if r.scale else 1.0,
         ), self.expert_layers(r)
 

@@ -19,7 +19,7 @@ class NewRow:
 
     slot: int
     token_ids: list[int]  # all it has: the prompt, and after a preemption its output so far
-    blocks: list[int]
+    blocks: list[list[int]]  # a table for each kind of layers
     num_computed: int = 0  # how many of the tokens are in the cache already
     temperature: float = 0.0  # 0: the likeliest token
     top_k: int = 0  # 0: all tokens
@@ -56,7 +56,7 @@ class StepPlan:
     step: int
     rows: list[tuple[int, int]] = field(default_factory=list)  # (slot, tokens to compute); rows of one token come first
     new: list[NewRow] = field(default_factory=list)
-    new_blocks: list[tuple[int, list[int]]] = field(default_factory=list)  # (slot, blocks that its table grew by)
+    new_blocks: list[tuple[int, list[list[int]]]] = field(default_factory=list)  # (slot, what each table grew by)
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)

@@ -303,6 +303,7 @@ class DecodePlan(NamedTuple):
     slots: torch.Tensor  # [B] int32
     seq_lens: torch.Tensor  # [B] int32
     window: int
+    chunked: bool
 
 
 def plan_decode(
@@ -313,6 +314,7 @@ def plan_decode(
     num_heads: int,
     window: int,
     tokens: int = 1,
+    chunked: bool = False,
 ) -> DecodePlan:
     """What `attention_decode` derives from tables and lengths: once a step, for all layers with one window.
 
@@ -323,8 +325,9 @@ def plan_decode(
         seq_lens: [B] int32, tokens of context, including the row's own `tokens`. num_heads: H.
         window: 0 for all keys, else a token sees only the last `window` keys up to itself. Blocks before the window of
             a row's first token are not looked at, because they may have been given back.
+        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
     """
-    return DecodePlan(block_tables, slots, seq_lens, window)
+    return DecodePlan(block_tables, slots, seq_lens, window, chunked)
 
 
 def attention_decode(
@@ -334,6 +337,7 @@ def attention_decode(
     scale: float,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the context of t's row up to t itself, few tokens per row.
 
@@ -343,16 +347,16 @@ def attention_decode(
         plan: what `plan_decode` gave for these rows.
         soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
         sinks: [H] float, for each head one more score, of a key whose value is 0.
+        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
 
     Returns:
         out [B * tokens, H, D] in q's dtype; zeros for padding rows.
     """
     rows = q.unflatten(0, (len(plan.slots), -1))
-    out = torch.zeros_like(rows)
+    out, options = torch.zeros_like(rows), (scale, plan.window, soft_cap, sinks, slopes, plan.chunked)
     for row, (slot, length) in enumerate(zip(plan.slots.tolist(), plan.seq_lens.tolist(), strict=True)):
         if slot >= 0:
-            table = plan.block_tables[slot]
-            out[row] = _attend(rows[row], kv, table, length, scale, plan.window, soft_cap, sinks)
+            out[row] = _attend(rows[row], kv, plan.block_tables[slot], length, *options)
     return out.flatten(0, 1)
 
 
@@ -368,6 +372,8 @@ def attention_prefill(
     window: int,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """out[t, h] = softmax(scale * q[t, h] K^T) V over the keys of t's sequence up to t itself (causal).
 
@@ -379,16 +385,26 @@ def attention_prefill(
         window: 0 for all keys, else token t sees only the last `window` keys up to itself.
         soft_cap: c tanh(s / c) takes the place of each score s = scale * q K^T; 0 for none.
         sinks: [H] float, for each head one more score, of a key whose value is 0.
+        slopes: [H] float32, added to each score before the cap: slope * (key - query), in positions (ALiBi); or None.
+        chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
 
     Returns:
         out [T, H, D] in q's dtype; zeros for padding rows.
     """
-    out, starts = torch.zeros_like(q), query_starts.tolist()
+    out, options = torch.zeros_like(q), (scale, window, soft_cap, sinks, slopes, chunked)
+    starts = query_starts.tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
         tokens = slice(starts[row], starts[row + 1])
         if slot >= 0:
-            out[tokens] = _attend(q[tokens], kv, block_tables[slot], length, scale, window, soft_cap, sinks)
+            out[tokens] = _attend(q[tokens], kv, block_tables[slot], length, *options)
     return out
+
+
+def _first_keys(query: torch.Tensor, window: int, chunked: bool) -> torch.Tensor:
+    """The first key that a token at each position of `query` sees; see `attention_prefill`."""
+    if chunked:
+        return query // window * window
+    return (query + 1 - window).clamp(min=0) if window else torch.zeros_like(query)
 
 
 def _attend(
@@ -400,19 +416,22 @@ def _attend(
     window: int,
     soft_cap: float,
     sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
+    chunked: bool,
 ) -> torch.Tensor:
     """Attention [n, H, D] of q [n, H, D], the last n of `length` tokens whose keys and values `table` [M] finds."""
     (n, heads, _), (kv_heads, block_size) = q.shape, kv.shape[2:4]
-    first = max(0, length - n + 1 - window) if window else 0  # the first key that any of the tokens sees
     query = torch.arange(length - n, length, device=q.device)[:, None]
-    key = torch.arange(first, length, device=q.device)
+    first = _first_keys(query, window, chunked)
+    key = torch.arange(int(first[0]) if n else length, length, device=q.device)
     context = kv[table[key // block_size].long(), :, :, key % block_size]  # [keys, 2 or 1, KV, D]
     k, v = context.float().repeat_interleave(heads // kv_heads, dim=2)[:, (0, -1)].unbind(1)
     scores = scale * torch.einsum("nhd,lhd->hnl", q.float(), k)
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * (key - query)
     if soft_cap:
         scores = soft_cap * (scores / soft_cap).tanh()
-    hidden = (key > query) | (key <= query - window) if window else key > query
-    scores = scores.masked_fill(hidden, -math.inf)
+    scores = scores.masked_fill((key > query) | (key < first), -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.float()[:, None, None].expand(heads, n, 1)), -1)
     p = scores.softmax(-1)[..., : len(key)]  # a sink takes its part of the mass and brings no value
@@ -704,10 +723,10 @@ def prepare_inputs(
 
     Args:
         token_ids: [S, max_model_len + 1] int32, every token that is known of each slot. num_computed: [S] int32.
-        block_tables: [S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
+        block_tables: [K, S, M] int32. slots: [B] int32. query_starts: [B + 1] int32. num_tokens: T.
 
     Returns:
-        input_ids [T] int64, positions [T] int32, slot_mapping [T] int64, seq_lens [B] int32. Tokens of padding rows
+        input_ids [T] int64, positions [T] int32, slot_mapping [K, T] int64, seq_lens [B] int32. Tokens of padding rows
         and after the last row have id 0, position 0 and slot_mapping -1; padding rows have seq_len 0.
     """
     slot = slots.long()
@@ -722,7 +741,7 @@ def prepare_inputs(
     positions = torch.where(live, computed[row] + token - query_starts[row], 0).to(torch.int32)
     place = positions.long()
     input_ids = torch.where(live, token_ids[owner, place].long(), 0)
-    block = block_tables[owner, place // block_size].long()
+    block = block_tables[:, owner, place // block_size].long()
     return input_ids, positions, torch.where(live, block * block_size + place % block_size, -1), seq_lens
 
 

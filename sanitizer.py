@@ -6,9 +6,9 @@ is freed is poisoned. Every step is checked in two ways before the model runs:
     books   on the host. A block's generation goes up when its last reference goes, and an entry of a block table keeps
             the generation that it was made with (as a pointer keeps its tag in Arm's memory tagging). An entry of an
             old generation is a block that was freed too early.
-    shadow  on the device. Each KV slot has a hash of the tokens up to and including the one whose key it holds. A
-            context that does not hash to the sequence's own tokens is a stale prefix, a wrong slot, or another
-            sequence's overwrite.
+    shadow  on the device. Each KV slot has a hash of the tokens up to and including the one whose key it holds, and of
+            the kind of layers that it is for. A context that does not hash to the sequence's own tokens is a stale
+            prefix, a wrong slot, another kind's block, or another sequence's overwrite.
 
 The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, so each token just adds to it (AdHash: Bellare and Micciancio,
 "Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN. If a kernel reads where no table points,
@@ -16,6 +16,8 @@ the NaN shows in the hidden states.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -70,9 +72,9 @@ class KVSanitizer:
         pool: the KV pool, [num_blocks, ..], which is filled with NaN here.
         num_host_blocks: blocks of the host pool.
         token_ids: [slots, max_model_len + 1] int32, the worker's own tokens of each sequence.
-        block_tables: [slots, max_blocks] int32, the worker's own tables, which attention reads.
+        block_tables: [kinds, slots, max_blocks] int32, the worker's own tables, which attention reads.
         block_size: tokens in a block.
-        window: the most tokens that any layer's attention sees; 0 where a layer sees all.
+        windows: of each kind of layers, the most tokens that its attention sees; 0 for all.
     """
 
     def __init__(
@@ -82,19 +84,19 @@ class KVSanitizer:
         token_ids: torch.Tensor,
         block_tables: torch.Tensor,
         block_size: int,
-        window: int,
+        windows: Sequence[int],
     ):
-        (slots, columns), device = block_tables.shape, str(pool.device)
+        (kinds, slots, columns), device = block_tables.shape, str(pool.device)
         self.pool, self.token_ids, self.block_tables = pool, token_ids, block_tables
-        self.block_size, self.window = block_size, window
+        self.block_size, self.windows = block_size, tuple(windows)
         self.shadow = Shadow(len(pool), block_size, device)
         self.host_shadow = Shadow(num_host_blocks, block_size, device)
         self.generations = np.zeros(len(pool) + 1, dtype=np.int64)
         self.freed_in = np.full(len(pool) + 1, -1)  # the step whose plan freed the block
         self.names = np.full(slots, "", dtype=object)
         self.computed = np.zeros(slots, dtype=np.int64)
-        self.lengths = np.zeros(slots, dtype=np.int64)  # blocks in each slot's table
-        self.tables, self.tags = (np.full((slots, columns), -1, dtype=np.int64) for _ in range(2))
+        self.lengths = np.zeros((kinds, slots), dtype=np.int64)  # blocks in each slot's tables
+        self.tables, self.tags = (np.full((kinds, slots, columns), -1, dtype=np.int64) for _ in range(2))
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
         pool.fill_(torch.nan)
@@ -128,14 +130,15 @@ class KVSanitizer:
             self._grow(slot, blocks)
 
     def _clear(self, slot: int) -> None:
-        self.tables[slot] = self.tags[slot] = -1
-        self.lengths[slot] = 0
+        self.tables[:, slot] = self.tags[:, slot] = -1
+        self.lengths[:, slot] = 0
 
-    def _grow(self, slot: int, blocks: list[int]) -> None:
-        end = self.lengths[slot] + len(blocks)
-        self.tables[slot, self.lengths[slot] : end] = blocks
-        self.tags[slot, self.lengths[slot] : end] = self.generations[blocks]
-        self.lengths[slot] = end
+    def _grow(self, slot: int, tables: list[list[int]]) -> None:
+        for kind, blocks in enumerate(tables):
+            begin, end = self.lengths[kind, slot], self.lengths[kind, slot] + len(blocks)
+            self.tables[kind, slot, begin:end] = blocks
+            self.tags[kind, slot, begin:end] = self.generations[blocks]
+            self.lengths[kind, slot] = end
 
     # --- what a step reads and writes -------------------------------------------------------------------------------
 
@@ -156,43 +159,61 @@ class KVSanitizer:
             SanitizerError: names the request, the block and the step.
         """
         slots, counts = np.array(plan.rows).T
-        begins, ends = self.computed[slots], self.computed[slots] + counts
-        seen = np.maximum(begins - self.window + 1, 0) if self.window else np.zeros_like(begins)
-        columns = np.arange(-(-int(ends.max()) // self.block_size))
-        reached = columns < -(-ends // self.block_size)[:, None]
-        self._check_generations(plan.step, slots, reached & (columns >= seen[:, None] // self.block_size))
-        written = reached & (columns >= begins[:, None] // self.block_size)
-        rows, at = written.nonzero()
-        blocks = self.tables[slots[rows], at]
-        shared = self._shared(blocks)
-
         device = self.pool.device
         owners = torch.from_numpy(np.repeat(slots, counts)).to(device)
-        rows_on_device = torch.from_numpy(slots).to(device)
+        rows = torch.from_numpy(slots).to(device)
         last = seq_lens.long() - 1  # the device may have sampled this token, and no plan has told it
-        self.hashes[rows_on_device, last + 1] = self.hashes[rows_on_device, last] + mix(
-            self.token_ids[rows_on_device, last], last
-        )
+        self.hashes[rows, last + 1] = self.hashes[rows, last] + mix(self.token_ids[rows, last], last)
         hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
-        flat = self.shadow.hashes.view(-1)  # a slot of -1 stores nothing; here it is in the block that nobody reads
-        if len(shared):
-            self._check_writes(plan.step, owners, positions, slot_mapping, hashes, shared)
-        flat[slot_mapping] = hashes
-        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], plan.step
-        self.computed[slots] = ends
+        for kind, window in enumerate(self.windows):
+            self._check_books(plan.step, kind, window, slots, counts, (owners, positions, slot_mapping[kind], hashes))
+        self.computed[slots] += counts
+        for kind, window in enumerate(self.windows):
+            first = seq_lens - torch.from_numpy(counts).to(device) - window + 1 if window else 0 * seq_lens
+            self._check_reads(plan.step, kind, slots, first, seq_lens, (owners, positions, slot_mapping[kind]))
 
-        tables = self.block_tables[rows_on_device, : len(columns)].long()
-        held = self.shadow.hashes[tables].flatten(1)  # [B, positions]
-        position = torch.arange(held.shape[1], device=device)
-        wrong = held != self.hashes[rows_on_device, 1 : held.shape[1] + 1]
-        wrong &= position < seq_lens[:, None]
-        if self.window:
-            wrong &= position >= torch.from_numpy(seen).to(device)[:, None]
+    def _check_books(
+        self, step: int, kind: int, window: int, slots: np.ndarray, counts: np.ndarray, tokens: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Check the blocks of one kind that a step's rows [B] read and write, and note what its `tokens` write."""
+        begins, ends = self.computed[slots], self.computed[slots] + counts
+        seen = np.maximum(begins - window + 1, 0) if window else np.zeros_like(begins)
+        columns = np.arange(-(-int(ends.max()) // self.block_size))
+        reached = columns < -(-ends // self.block_size)[:, None]
+        self._check_generations(step, kind, slots, reached & (columns >= seen[:, None] // self.block_size))
+        written = reached & (columns >= begins[:, None] // self.block_size)
+        rows, at = written.nonzero()
+        blocks = self.tables[kind, slots[rows], at]
+        owners, positions, slot_mapping, hashes = tokens
+        hashes = hashes + kind * FACTORS[2]
+        if len(shared := self._shared(blocks)):
+            self._check_writes(step, owners, positions, slot_mapping, hashes, shared)
+        # A slot of -1 stores nothing; here it is in the block that nobody reads.
+        self.shadow.hashes.view(-1)[slot_mapping] = hashes
+        self.shadow.writers[blocks], self.shadow.steps[blocks] = self.names[slots[rows]], step
+
+    def _check_reads(
+        self,
+        step: int,
+        kind: int,
+        slots: np.ndarray,
+        first: torch.Tensor,
+        seq_lens: torch.Tensor,
+        tokens: tuple[torch.Tensor, ...],
+    ) -> None:
+        """Check that the blocks of one kind hold each row's own tokens from `first` [B] on and below `seq_lens` [B]."""
+        rows = torch.from_numpy(slots).to(seq_lens.device)
+        tables = self.block_tables[kind, rows, : -(-int(seq_lens.max()) // self.block_size)].long()
+        held = self.shadow.hashes[tables].flatten(1) - kind * FACTORS[2]  # [B, positions]
+        position = torch.arange(held.shape[1], device=held.device)
+        wrong = held != self.hashes[rows, 1 : held.shape[1] + 1]
+        wrong &= (position < seq_lens[:, None]) & (position >= first[:, None])
         if wrong.any():
             row, place = wrong.nonzero()[0].tolist()
+            owners, positions, slot_mapping = tokens
             block = int(tables[row, place // self.block_size])
             mapped = slot_mapping[(owners == int(slots[row])) & (positions == place)].tolist()
-            self._report_read(plan.step, int(slots[row]), block, place, int(held[row, place]), mapped)
+            self._report_read(step, int(slots[row]), block, place, int(held[row, place]), mapped)
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.
@@ -209,12 +230,12 @@ class KVSanitizer:
                 "right: attention has read a freed block or an unwritten slot, or the model itself makes NaN"
             )
 
-    def _check_generations(self, step: int, slots: np.ndarray, read: np.ndarray) -> None:
-        """Check that no block that is read, [B, columns] bool, has been freed since it came into the table.
+    def _check_generations(self, step: int, kind: int, slots: np.ndarray, read: np.ndarray) -> None:
+        """Check that no block of a kind that is read, [B, columns] bool, has been freed since it came into the table.
 
         An entry of -1 has no generation, so it is wrong wherever it is read.
         """
-        tables, tags = self.tables[slots, : read.shape[1]], self.tags[slots, : read.shape[1]]
+        tables, tags = (entries[kind, slots, : read.shape[1]] for entries in (self.tables, self.tags))
         wrong = read & ((tags != self.generations[tables]) | (tables < 0))
         if not wrong.any():
             return
@@ -224,7 +245,7 @@ class KVSanitizer:
         after = ""
         others = np.argwhere((self.tables == block) & (self.tags == self.generations[block]))
         if block >= 0 and len(others):
-            after = f", and request {self.names[others[0, 0]]!r} has it now"
+            after = f", and request {self.names[others[0, 1]]!r} has it now"
         raise SanitizerError(
             f"KV sanitizer: step {step}, request {self.names[slots[row]]!r}: block {block} (positions {first} to "
             f"{first + self.block_size - 1}) is in its table with generation {tag}, but was freed in step "
@@ -233,8 +254,9 @@ class KVSanitizer:
 
     def _shared(self, blocks: np.ndarray) -> np.ndarray:
         """Those of `blocks` that stand in several tables, in places that the tables' sequences can still read."""
-        seen = np.maximum(self.computed - self.window + 1, 0) // self.block_size if self.window else 0 * self.computed
-        valid = (self.tags == self.generations[self.tables]) & (np.arange(self.tables.shape[1]) >= seen[:, None])
+        windows = np.array(self.windows)[:, None]
+        seen = np.where(windows > 0, np.maximum(self.computed - windows + 1, 0), 0) // self.block_size
+        valid = (self.tags == self.generations[self.tables]) & (np.arange(self.tables.shape[2]) >= seen[:, :, None])
         references = np.bincount(self.tables[valid & (self.tables >= 0)], minlength=len(self.generations))
         return blocks[references[blocks] > 1]
 
@@ -257,7 +279,7 @@ class KVSanitizer:
             token = int(wrong.nonzero()[0])
             slot, place = int(owners[token]), int(slot_mapping[token])
             block, offset = divmod(place, self.block_size)
-            others = [self.names[other] for other in np.argwhere(self.tables == block)[:, 0] if other != slot]
+            others = [self.names[other] for other in np.argwhere(self.tables == block)[:, 1] if other != slot]
             raise SanitizerError(
                 f"KV sanitizer: step {step}, request {self.names[slot]!r}: block {block}, offset {offset} (position "
                 f"{int(positions[token])}) is written, but request {others[0]!r} shares the block (generation "
@@ -266,9 +288,9 @@ class KVSanitizer:
 
     def _report_read(self, step: int, slot: int, block: int, place: int, held: int, mapped: list[int]) -> None:
         """Raise an error that says what a sequence would have read as its token at position `place`."""
-        found = (self.hashes == held).nonzero().tolist() if held != POISON else []
+        found = (self.hashes == held).nonzero().tolist()
         writer, written = self.shadow.writers[block], self.shadow.steps[block]
-        if held == POISON:
+        if self.shadow.hashes[block, place % self.block_size] == POISON:
             what = "holds nothing that was written since it was freed"
         elif found:
             whose = self.names[found[0][0]]

@@ -95,7 +95,7 @@ class Scheduler:
         vocab_size: token ids of a prompt must be below it.
         eos_token_ids: tokens that end a request which does not `ignore_eos`.
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
-        window: where attention sees no more than this many tokens in every layer, blocks behind them are given back.
+        windows: of each kind of layers, see `KVLayout`: blocks are given back behind the tokens that its layers see.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
@@ -111,7 +111,7 @@ class Scheduler:
         vocab_size: int,
         eos_token_ids: Ints[int],
         num_host_blocks: int = 0,
-        window: int = 0,
+        windows: Ints[int] = (0,),
         swap_cost: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -123,12 +123,12 @@ class Scheduler:
         self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
         self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, window)
+        self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, windows)
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
         self.running: list[SequenceGroup] = []  # in order of `key`: those whose sequence is one of the decodes,
-        self.decodes = DecodeBatch(config.max_num_seqs, config.block_size, config.num_lookahead_slots, window)
+        self.decodes = DecodeBatch(config.max_num_seqs, config.block_size, config.num_lookahead_slots)
         self.others: list[SequenceGroup] = []  # and those at whom each step must look, in any order
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
@@ -194,10 +194,9 @@ class Scheduler:
             raise ValueError(
                 f"beam_width is {width}; it must be at most {most}, the lower of max_num_seqs and the vocabulary's size"
             )
+        spread, shared = (limit - request.num_prompt, request.num_prompt) if width > 1 else (0, 0)
         # The last token of a sequence is never computed, so it needs no place in the cache.
-        each = self.blocks.blocks_for(limit - 1)
-        shared = request.num_prompt // self.config.block_size if width > 1 else 0
-        needed = shared + width * (each - shared)
+        needed = self.space.most(limit - 1, spread, width, shared)
         if self.blocks.can_allocate(needed) is AllocStatus.NEVER:
             beams = f" in each of {width} beams" if width > 1 else ""
             raise ValueError(
@@ -387,16 +386,17 @@ class Scheduler:
         seq = group.seqs[0]
         if seq.num_known >= group.limit:  # its last token is on its way
             return True
-        if self.space.window:
-            self.space.pass_window(seq)
+        if self.space.windowed:
+            self.space.pass_windows(seq)
         count = seq.num_known - seq.num_computed
         if count > 1:
             count = min(count, most)
-        missing = self.blocks.blocks_for(seq.num_computed + count) - len(seq.blocks)
+        reach = seq.num_computed + count
+        missing = self.space.lacks(seq, reach, reach)
         if missing > self.blocks.num_free and not self._make_room(missing, group, flight.plan):
             return False
-        if missing > 0:
-            self._grow(seq, missing, flight.plan)
+        if missing:
+            flight.plan.new_blocks.append((seq.slot, self.space.grow(seq, reach, reach)))
             if seq.batch is not None:
                 flight.grown.append(seq)
         if seq.batch is not None:
@@ -417,8 +417,11 @@ class Scheduler:
         # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
         if just_entered or not all(parent.num_computed >= shared for _, parent, shared in births):
             births = []
+        if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
+            for seq in group.seqs:
+                self.space.pass_windows(seq)
         missing = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in births)
-        missing += sum(max(0, self.blocks.blocks_for(length) - len(seq.blocks)) for seq in group.seqs)
+        missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
         if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
             return False
         for child, parent, shared in births:
@@ -432,23 +435,14 @@ class Scheduler:
         together = together and most >= len(group.seqs)
         goal = length if together or len(group.seqs) + len(group.births) == 1 else length - 1
         for seq in group.seqs:
-            # Who is to branch off still shares what the window would pass, and what this plan moves must stay.
-            if self.space.window and not (just_entered or births or group.births):
-                self.space.pass_window(seq)
             if seq.stale:
                 self.admission.enter(seq, plan)
-            if (short := self.blocks.blocks_for(length) - len(seq.blocks)) > 0:
-                self._grow(seq, short, plan)
+            if self.space.lacks(seq, length, seq.num_computed + most):
+                plan.new_blocks.append((seq.slot, self.space.grow(seq, length, seq.num_computed + most)))
             if (count := min(goal - seq.num_computed, most)) > 0:
                 most -= count
                 flight.take(seq, count)
         return True
-
-    def _grow(self, seq: Sequence, count: int, plan: StepPlan) -> None:
-        """Give a sequence `count` more blocks, which are free."""
-        grown = self.blocks.allocate(count)
-        seq.blocks += grown
-        plan.new_blocks.append((seq.slot, grown))
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -678,9 +672,10 @@ class Scheduler:
         """Assert that queues, slots and blocks agree with each other."""
         requests = self.requests.values()
         groups = [group for request in requests for group in request.groups]
-        tables = [seq.blocks for group in groups for seq in group.seqs]
-        tables += [request.prompt_blocks for request in self.admission.prompt_holders]
-        self.space.check_integrity(tables, [seq.host_blocks for group in groups for seq in group.seqs])
+        tables = [table for group in groups for seq in group.seqs for table in seq.tables]
+        tables += [table for request in self.admission.prompt_holders for table in request.prompt_tables]
+        host_tables = [table for group in groups for seq in group.seqs for table in seq.host_tables]
+        self.space.check_integrity(tables, host_tables)
         self.admission.check_integrity(requests, self.running)
         keys = [group.key for group in self.running]
         assert keys == sorted(keys)
@@ -688,8 +683,9 @@ class Scheduler:
             assert group.status is Status.RUNNING
             assert len(group.seqs) + len(group.births) <= group.width
             for seq in group.seqs:
-                assert not seq.host_blocks and seq.num_computed < seq.num_known <= group.limit
-                assert len(seq.blocks) * self.config.block_size >= seq.num_computed
+                assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
+                assert len(seq.tables) == len(self.space.windows)
+                assert all(len(table) * self.config.block_size >= seq.num_computed for table in seq.tables)
                 assert (group in self.others) == (seq.batch is None)
         seqs, rows = self.decodes.current.seqs, self.decodes.current.rows
         assert [seq.place for seq in seqs] == list(range(len(seqs)))

@@ -49,7 +49,7 @@ class Status(enum.Enum):
 
 
 class Sequence:
-    """Tokens; `num_computed` of them have their keys and values in `blocks`, or will have when the latest plan has run.
+    """Tokens; `num_computed` of them have their keys and values in `tables`, or will have when the latest plan has run.
 
     Args:
         group: the group that it is part of.
@@ -57,8 +57,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "batch", "blocks", "computed_before", "delivered", "due", "group", "hashes", "host_blocks", "logprob", "lost",
-        "next_delivery", "num_published", "place", "slot", "stale",
+        "batch", "computed_before", "delivered", "due", "group", "hashes", "host_tables", "logprob", "lost",
+        "next_delivery", "num_published", "place", "slot", "stale", "tables",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
@@ -67,10 +67,10 @@ class Sequence:
         self.batch: DecodeBatch | None = None  # that it decodes in, which fills in the three that follow
         self.place = self.due = self.next_delivery = 0
         self.computed_before = 0  # `num_computed`, but for the steps of `batch`
-        self.num_published = 0  # blocks offered to the prefix cache
+        self.num_published = 0  # columns of `tables` offered to the prefix cache
         self.hashes: list[bytes] = []
-        self.blocks: list[int] = []  # -1 for those that a sliding window has passed
-        self.host_blocks: list[int] = []  # of what was computed, while swapped
+        self.tables: list[list[int]] = []  # for each kind of layers its blocks; -1 for those that a window has passed
+        self.host_tables: list[list[int]] = []  # of what was computed, while swapped
         self.slot = -1  # a row of the workers' batch state while running
         self.lost = 0  # tokens that had been computed when it was preempted, to be computed again
         self.stale = False  # the workers' last token of it is not the one that it goes on with
@@ -189,9 +189,8 @@ class Request:
 
     __slots__ = (
         "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_blocks", "request_id", "salt",
-        "stop_ids",
-        "stops",
+        "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables", "request_id", "salt",
+        "stop_ids", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -219,7 +218,7 @@ class Request:
         self.groups: list[SequenceGroup] = []  # that have not finished
         self.held: list[SequenceGroup] = []  # of these, the ones that wait for the leader
         self.leader: SequenceGroup | None = None  # computes the prompt for all
-        self.prompt_blocks: list[int] = []  # referred to as long as samples have yet to branch off the prompt
+        self.prompt_tables: list[list[int]] = []  # referred to as long as samples have yet to branch off the prompt
         self.finished_reports: list[dict[str, Any]] = []  # of groups that have finished
 
     def limit(self, max_model_len: int) -> int:
@@ -519,11 +518,10 @@ class DecodeBatch:
         width: sequences that it has at most.
         block_size: tokens of a KV block.
         num_lookahead_slots: slots that a sequence owns ahead of its tokens.
-        window: where a sequence needs a look whenever a window of so many tokens has passed a block; 0: there is none.
     """
 
-    def __init__(self, width: int, block_size: int, num_lookahead_slots: int, window: int):
-        self.width, self.block_size, self.ahead, self.window = width, block_size, num_lookahead_slots, window
+    def __init__(self, width: int, block_size: int, num_lookahead_slots: int):
+        self.width, self.block_size, self.ahead = width, block_size, num_lookahead_slots
         self.steps = 0  # that it has run
         self.current, self.shared = DecodeRows(), False  # whether they were handed out
         self.calendar: defaultdict[int, dict[Sequence, None]] = defaultdict(dict)  # by step: who needs a look
@@ -571,9 +569,8 @@ class DecodeBatch:
         """Put `seq` down for the step in which it needs its next block, or samples the last token that it may have."""
         self.deliver(seq)  # before `kept` comes round
         computed = seq.num_computed
-        steps = min(len(seq.blocks) * self.block_size - self.ahead - computed, seq.group.limit - 2 - computed)
-        if self.window:
-            steps = min(steps, (self.window - computed - 1) % self.block_size + 1)
+        slots = min(map(len, seq.tables)) * self.block_size - self.ahead
+        steps = min(slots, seq.group.limit - 2) - computed
         seq.due = self.steps + 1 + steps
         self.calendar[seq.due][seq] = None
 

@@ -37,6 +37,7 @@ from memory import (
     largest_step,
     plan_memory,
     report,
+    table_columns,
 )
 from model import Transformer
 from model_config import ModelConfig
@@ -105,7 +106,7 @@ class Startup:
         if config.sanitize_kv:
             state = self.worker.state
             self.worker.sanitizer = KVSanitizer(
-                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.window
+                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.model.layout.windows
             )
 
     @contextlib.contextmanager
@@ -115,18 +116,10 @@ class Startup:
         yield
         self.seconds[name] = round(time.perf_counter() - begun, 3)
 
-    @property
-    def window(self) -> int:
-        """How many of the latest tokens are seen by the layer that sees the most; 0 for all.
-
-        A block is a page over all layers, so it can be given back once no layer sees it any more.
-        """
-        windows = self.model_config.windows
-        return max(windows) if all(windows) else 0
-
     def facts(self, token_seconds: float, swap_seconds: float, compile_seconds: float) -> dict[str, Any]:
         """What the engine and the start log want to know.
 
+        `windows` are of each kind of layers. `blocks_per_request` is how many a request holds at its full length.
         `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
         It is 0 where nobody has to choose between the two. `step_seconds` is what the largest step takes, by the speed
         of a prompt. `startup` has the seconds of each phase: `kernels` is compiling for a GPU, and `KV pool` includes
@@ -145,7 +138,8 @@ class Startup:
             "parameters": self.num_parameters,
             "kv_bytes": worker.pool.nbytes * self.group.size,
             "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
-            "window": self.window,
+            "windows": list(self.model.layout.windows),
+            "blocks_per_request": self.blocks_per_seq(),
             "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
             "compile_seconds": compile_seconds,
             "step_seconds": token_seconds
@@ -216,7 +210,7 @@ class Startup:
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
         parts, heads, size = self.model_config.page(self.group.size)
-        return (self.model_config.num_layers, parts, heads, self.config.block_size, size)
+        return (self.model.layout.layers, parts, heads, self.config.block_size, size)
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
@@ -260,13 +254,12 @@ class Startup:
     def new_state(self, slots: int, device: str = "") -> BatchState:
         """The batch state of `slots` sequences, on this worker's device or on another one."""
         c, vocab_size = self.config, 0 if self.config.pools else self.model_config.vocab_size
-        return BatchState(
-            slots, self.max_model_len, self.blocks_per_seq(), c.block_size, vocab_size, device or self.device
-        )
+        columns, kinds = table_columns(c, self.max_model_len), len(self.model.layout.windows)
+        return BatchState(slots, self.max_model_len, columns, c.block_size, vocab_size, device or self.device, kinds)
 
     def blocks_per_seq(self) -> int:
         """Blocks of a sequence at full length; see memory.py."""
-        return blocks_per_seq(self.config, self.max_model_len)
+        return blocks_per_seq(self.config, self.model.layout.windows, self.max_model_len)
 
     def count_blocks(self) -> int:
         """How many blocks the KV pool has: as many as fit on every rank, but no more than all sequences can use.
@@ -276,7 +269,7 @@ class Startup:
         """
         asked = self.config.num_gpu_blocks_override
         fits = asked or self.group.min(self.free_bytes() // self.memory.block)
-        count, self.max_model_len = fit_pool(self.config, fits, self.max_model_len)
+        count, self.max_model_len = fit_pool(self.config, self.model.layout.windows, fits, self.max_model_len)
         return count
 
     def free_bytes(self) -> int:
@@ -299,11 +292,10 @@ class Startup:
         count = min(tokens // length, config.max_num_seqs)
         pool = self.new_pool(1)
         worker = self.new_worker(pool, pool[:0], self.new_state(count))
-        blocks = [0] * -(-length // config.block_size)
+        blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
-        model.step = None  # it would keep the pool alive
         if config.pools:
             return torch.cuda.max_memory_allocated() - held
         logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
@@ -345,7 +337,7 @@ class Startup:
         worker, (count, length) = self.worker, self.warm_up_prompts()
         if self.config.pools:
             return self.run_pooled(count, length)
-        blocks = list(range(-(-(length + 1) // self.config.block_size)))
+        blocks = self.some_blocks(length + 1)
         asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
         for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
             new = prompts(count, length, blocks, **fields)
@@ -361,11 +353,15 @@ class Startup:
     def run_pooled(self, count: int, length: int) -> float:
         """Run prompts that are pooled, `count` of `length` tokens and one of one; returns seconds per prompt token."""
         for n, tokens in ((1, 1), (count, length), (count, length)):
-            new = prompts(n, tokens, list(range(-(-tokens // self.config.block_size))), pooling=PoolingParams())
+            new = prompts(n, tokens, self.some_blocks(tokens), pooling=PoolingParams())
             begun = time.perf_counter()
             self.worker.execute(StepPlan(0, rows=[(row.slot, tokens) for row in new], new=new)).result()
             seconds = time.perf_counter() - begun
         return seconds / (count * length)
+
+    def some_blocks(self, tokens: int) -> list[list[int]]:
+        """Tables for `tokens` tokens: the first blocks for each kind of layers, because what they hold is not used."""
+        return [list(range(-(-tokens // self.config.block_size)))] * len(self.model.layout.windows)
 
     def warm_up_prompts(self) -> tuple[int, int]:
         """How many prompts warm-up runs, and how many tokens each of them has."""
@@ -544,7 +540,7 @@ def graph_sizes(most: int) -> list[int]:
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
 
 
-def prompts(count: int, length: int, blocks: list[int], **fields: Any) -> list[NewRow]:
+def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> list[NewRow]:
     """New rows for `count` slots. Each is a prompt of `length` times token 0."""
     return [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, **fields) for slot in range(count)]
 
@@ -676,14 +672,15 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     config, model_config = settle(config, model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
-    blocks = blocks_per_seq(config, max_model_len)
+    columns = table_columns(config, max_model_len)
     import reference  # its shapes are every backend's
 
     with torch.device("meta"):  # for tensors that are made without a device
         group = Group(0, config.tensor_parallel_size)  # this group never meets
         model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
     vocab_size = 0 if config.pools else model_config.vocab_size
-    state = BatchState(config.max_num_seqs, max_model_len, blocks, config.block_size, vocab_size, "meta")
+    sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size
+    state = BatchState(*sizes, "meta", len(model.layout.windows))
     plan = plan_memory(config, model, state, device == "cuda")
     if total:
         budget = int(total * config.gpu_memory_utilization)

@@ -1,7 +1,8 @@
 """Text to token ids and back: tokenization, conversations as prompts, incremental detokenization, stop strings.
 
-Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), and
-`templates.py` runs the chat template. Nothing here knows of tensors, requests or HTTP.
+Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
+another kind that `vocabularies.py` makes into the same; and `templates.py` runs the chat template. Nothing here knows
+of tensors, requests or HTTP.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import tokenizers
 
 from messages import text_of
 from templates import ChatTemplate, TemplateEnvironment, read_template, run_template
+from vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, read_object, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
-SPACE = "\u2581"  # how they spell a space
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
 CALLERS_TEMPLATES = 16  # compiled ones that are kept; each may take a few MB
 LONG_TEXT = 4096  # characters; encoding more than that leaves Python's lock to other threads
@@ -64,6 +65,8 @@ class Tokenizer:
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
+        A file that `vocabularies.py` reads can stand in for the first.
+
         Args:
             folder: of the model.
             max_template_chars: that a chat template may write.
@@ -72,15 +75,7 @@ class Tokenizer:
         Raises:
             ValueError: a file is missing or broken.
         """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} has no tokenizer.json; --model takes a folder in Hugging Face layout")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except BaseException as error:  # the library raises bare Exception, and its panics are not even that
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-            raise ValueError(f"{path} is not a tokenizer: {' '.join(str(error).split())}") from None
+        self._tokenizer, names = _load(Path(folder))
         self._tokenizer.no_truncation()  # an export may carry these from training; a server must see every token
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
@@ -88,12 +83,16 @@ class Tokenizer:
         decoder = self._tokenizer.decoder
         self._joins_with_spaces = decoder is None
         self._byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
-        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them.
-        self.joins_bytes = self._byte_level and json.loads(decoder.__getstate__())["type"] == "ByteLevel"
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        self._spells_spaces, self.strips = _sentencepiece(state)
+        # Where this is true, a text is the bytes of its tokens, one after the other, whatever is beside them. But up
+        # to `strips` spaces at its beginning are left out.
+        self.joins_bytes = state.get("type") == "ByteLevel" or self._spells_spaces
         self.token_bytes = functools.cache(self._token_bytes)
         self.token_text = functools.cache(self._token_text)
-        config = _read_object(Path(folder) / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(_read_object(Path(folder) / "special_tokens_map.json") | config)
+        config = read_object(Path(folder) / "tokenizer_config.json")
+        named = read_object(Path(folder) / "special_tokens_map.json") | config
+        self.special_tokens = names | special_tokens(named)
         environment = TemplateEnvironment(max_template_chars, max_template_seconds)
         self._templates = _compile_templates(Path(folder), config, environment)
         self._compile = functools.lru_cache(CALLERS_TEMPLATES)(functools.partial(read_template, environment))
@@ -171,7 +170,7 @@ class Tokenizer:
             return bytes(BYTE_OF_CHAR[char] for char in token)
         if match := BYTE_TOKEN.fullmatch(token):
             return bytes([int(match[1], 16)])
-        return token.encode(errors="replace")
+        return (token.replace(SPACE, " ") if self._spells_spaces else token).encode(errors="replace")
 
     def _token_text(self, id: int) -> str:
         """What a token adds to a text, in which bytes that are no character by themselves are U+FFFD."""
@@ -278,7 +277,7 @@ class NoTokenizer(Tokenizer):
     def __init__(self) -> None:
         self.vocab_size, self.special_ids, self.special_tokens = 0, frozenset(), {}
         self._templates, self._byte_level = {}, False
-        self.joins_bytes = True
+        self.joins_bytes, self.strips = True, 0
         self.token_bytes, self.token_text = functools.cache(self._token_bytes), functools.cache(self._token_text)
 
     def _token_bytes(self, id: int) -> bytes:
@@ -325,10 +324,12 @@ def open_tokenizer(folder: str, skip: bool = False, max_template_chars: int = 16
 class Detokenizer:
     """The text of one request as its tokens arrive, cut at the first stop string.
 
-    A token's text depends on its neighbours (spaces at the start, characters of several tokens), so the latest tokens
-    are decoded together with a few before them and only the difference is new: vLLM's method of two offsets. vLLM
-    takes a U+FFFD at the end of that text for an unfinished character; here the tokens' bytes are asked, so that a
-    genuine U+FFFD goes out at once. Where a text is nothing but its tokens' bytes, only they are asked: it is faster.
+    Where a text is nothing but its tokens' bytes, as with nearly all models, an incremental UTF-8 decoder makes it.
+    Elsewhere a token's text depends on its neighbours (spaces, clean-ups), so the latest tokens are decoded together
+    with a few before them and only the difference is new: vLLM's method of two offsets. vLLM takes a U+FFFD at the end
+    of that text for an unfinished character; here the tokens' bytes are asked, so that a genuine U+FFFD goes out at
+    once. The library's `DecodeStream` is not used, because it holds that back, never lets out what is unfinished at the
+    end, and raises an error where bytes of a row turn out not to be UTF-8.
 
     Attributes:
         text: all text that `push` has returned.
@@ -345,8 +346,9 @@ class Detokenizer:
         self._held = ""  # decoded, but it may be the beginning of a stop string
         # Tokens without text stay out: else a row of them could fill the window, and no token with text be left in it.
         context = [i for i in prompt_token_ids[-4 * PROMPT_WINDOW :] if not self._is_silent(i)][-PROMPT_WINDOW:]
+        self._strips = tokenizer.strips
         if tokenizer.joins_bytes:
-            self._utf8.decode(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character
+            self._joined(b"".join(map(tokenizer.token_bytes, context)))  # it may end within a character
             return
         self._window = context  # decoded together: what has gone out, then what has not
         self._sent = len(self._window)  # tokens of the window whose text has gone out, or lies in `_held`
@@ -364,7 +366,7 @@ class Detokenizer:
                 if self.stop_reason is not None:
                     return self.text[start:]
         if finished:
-            self._send(self._utf8.decode(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
+            self._send(self._joined(b"", True) if self._tokenizer.joins_bytes else self._unsent(self._decode()))
             if self.stop_reason is None:
                 self.text, self._held = self.text + self._held, ""
         return self.text[start:]
@@ -383,10 +385,11 @@ class Detokenizer:
         return self._tokenizer.decode(self._window, params.skip_special_tokens, params.spaces_between_special_tokens)
 
     def _take(self, token_id: int) -> None:
-        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        new = self._tokenizer.token_bytes(token_id)
         if self._tokenizer.joins_bytes:
-            self._send(text)
+            self._send(self._joined(new))
             return
+        self._utf8.decode(new)
         self._window.append(token_id)
         if self.within_character:
             return
@@ -394,6 +397,15 @@ class Detokenizer:
             self._send(text)
             self._window = self._window[self._sent :]
             self._sent, self._window_text = len(self._window), self._decode()
+
+    def _joined(self, new: bytes, final: bool = False) -> str:
+        """The text that more bytes complete, without the spaces that are left out at a text's beginning."""
+        text = self._utf8.decode(new, final)
+        if self._strips and text:
+            spaces = min(self._strips, len(text) - len(text.lstrip(" ")))
+            self._strips = self._strips - spaces if spaces == len(text) else 0
+            return text[spaces:]
+        return text
 
     def _unsent(self, text: str) -> str:
         """What `text`, that of the window, has beyond the text sent before."""
@@ -424,14 +436,36 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters, which every byte-level BPE vocabulary uses."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _sentencepiece(decoder: dict[str, Any]) -> tuple[bool, int]:
+    """Whether a decoder does what SentencePiece's does, and how many spaces it leaves out at a text's beginning.
+
+    It shows `SPACE` as a space, and rows of byte tokens that are not UTF-8 as several U+FFFD (their number differs).
+    """
+    steps = decoder.get("decoders") or []
+    replace = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    strip = [{"type": "Strip", "content": " ", "start": step.get("start"), "stop": 0} for step in steps[3:4]]
+    if steps != [replace, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]:
+        return False, 0
+    return True, int(strip[0]["start"]) if strip else 0
 
 
-BYTE_OF_CHAR = _byte_of_char()
+def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """The tokenizer of a folder, and the names that its file has for special tokens ("bos_token" and the like)."""
+    names = ("tokenizer.json", *READERS)
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(
+            f"{folder} has no tokenizer.json (nor {', '.join(READERS)}); --model takes a folder in Hugging Face layout"
+        )
+    plain = path.name == "tokenizer.json"
+    try:
+        return (tokenizers.Tokenizer.from_file(str(path)), {}) if plain else convert(path)
+    except BaseException as error:  # the library raises bare Exception, and its panics are not even that
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        why = f"no {error}" if isinstance(error, KeyError) else str(error)
+        what = "is not a tokenizer" if plain else "cannot be made into a tokenizer"
+        raise ValueError(f"{path} {what}: {' '.join(why.split())}") from None
 
 
 def _compile_templates(
@@ -449,29 +483,6 @@ def _compile_templates(
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"the chat template of {folder} does not compile: {error}") from None
     return compiled if "default" in compiled else compiled | {"default": next(iter(compiled.values()))}
-
-
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """`bos_token` and the like, as template variables; those that are null are left out and so render as nothing."""
-    found = {}
-    for name, token in config.items():
-        text = token.get("content") if isinstance(token, dict) else token
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, empty where there is no file."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
-    return content
 
 
 def _expected(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Worker:
     Args:
         config: the engine's options.
         model: the model, filled with weights.
-        pool: the KV pool [num_blocks, num_layers, 2, KV, block_size, D] on the device, or one of latents.
+        pool: the KV pool [num_blocks, L, 2, KV, block_size, D] on the device, or one of latents, for L layers in a page
+            (see `KVLayout`).
         host_pool: blocks of the same shape in the host's memory.
         state: what the device knows of the sequences that run.
         greedy_head: finds greedy tokens on a CPU without computing all logits, where that pays.
@@ -77,7 +78,7 @@ class Worker:
         return self.info
 
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, on this rank."""
+        """Bytes of one block over the layers of a page, on this rank."""
         return self.pool[0].nbytes
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -272,7 +273,7 @@ class Worker:
         longer = starts[n:] - n if 0 < n < shape.rows else starts[n:]
         held = [(shape.max_query_len, -(-shape.max_query_len // state.block_size))] * (shape.rows - n)
         if plan:
-            held = [(count, state.num_blocks[slot]) for slot, count in plan.rows[n:]]
+            held = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
         batch = Batch(
             input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len,
             held,

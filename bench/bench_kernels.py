@@ -24,7 +24,7 @@ Run = Callable[[], Any]
 
 BLOCK = 64  # tokens
 LAYERS = 2  # layers of the pool; with more than one, a layer is strided as in the engine
-COUNTED = {"op": 18, "model": 11, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
+COUNTED = {"op": 18, "model": 13, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
 MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
 CACHE = 200 << 20  # bytes that pass between two uses of one input; more than any L2 cache holds
 REPLAYS = 20
@@ -47,6 +47,27 @@ SHAPES = (
     Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, True),
     Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256, False),
     Shape("qwen3-32b/4", 5120, 16, 2, 128, 6400, 151936, True),  # one of four ranks
+)
+
+
+class Experts(NamedTuple):
+    """The sizes of a layer of experts."""
+
+    name: str
+    experts: int
+    k: int  # experts of a token
+    hidden: int
+    size: int
+    activation: str
+
+    def hit(self, tokens: int) -> float:
+        """The expected number of distinct experts that `tokens` tokens meet, if all experts are as likely."""
+        return self.experts * (1 - (1 - self.k / self.experts) ** tokens)
+
+
+EXPERTS = (
+    Experts("qwen3-30b-a3b", 128, 8, 2048, 768, "silu"),
+    Experts("gpt-oss-20b", 32, 4, 2880, 2880, "swigluoai"),
 )
 
 
@@ -158,6 +179,37 @@ def linear_cases(s: Shape, tokens: tuple[int, ...] = (1, 8, 32, 64)) -> Iterator
 
             read, flops = 2 * (t * inputs + outputs * inputs), 2 * t * outputs * inputs
             yield Case("linear", f"{name}, {t} x {inputs} -> {outputs}", read + 2 * t * outputs, flops, plain)
+
+
+def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> Iterator[Case]:
+    """The router and the two products of a layer of experts; each product plans its tiles beforehand."""
+    for t in tokens:
+        pairs, hit = t * s.k, s.hit(t)
+
+        def choices(device: str, t: int = t) -> Inputs:
+            logits = draw(device, t, s.experts)
+            return Inputs(lambda ops: ops.route(logits, s.k, "softmax"))
+
+        def planned(device: str, t: int) -> Callable[[ModuleType], Any]:
+            ids = torch.rand(t, s.experts, device=device).topk(s.k).indices.to(torch.int32)
+            weights = torch.rand(t, s.k, device=device)
+            return functools.cache(lambda ops: ops.plan_experts(weights, ids, s.experts))
+
+        def gate_up(device: str, t: int = t) -> Inputs:
+            x, plan = draw(device, t, s.hidden), planned(device, t)
+            weight = draw(device, s.experts, 2 * s.size, s.hidden, scale=s.hidden**-0.5)
+            return Inputs(lambda ops: ops.expert_gate_up(x, weight, None, plan(ops), s.activation))
+
+        def down(device: str, t: int = t) -> Inputs:
+            h, plan = draw(device, t * s.k, s.size), planned(device, t)
+            weight = draw(device, s.experts, s.hidden, s.size, scale=s.size**-0.5)
+            return Inputs(lambda ops: ops.expert_down(h, weight, None, plan(ops)))
+
+        name, matrix = f"{t} x {s.k} of {s.experts}", 2 * s.hidden * s.size
+        yield Case("route", name, 2 * t * s.experts + 8 * pairs, 0, choices)
+        read, flops = t * s.hidden + pairs * s.size, pairs * matrix
+        yield Case("expert_gate_up", name, int(2 * read + 2 * hit * matrix), 2 * flops, gate_up)
+        yield Case("expert_down", name, int(2 * read + hit * matrix), flops, down)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -373,7 +425,7 @@ def state_cases(s: Shape, rows: int = 256, max_model_len: int = 4096) -> Iterato
     def prepare(device: str) -> Inputs:
         ids, tables = (torch.ones(rows, n, dtype=torch.int32, device=device) for n in (max_model_len + 1, 64))
         computed, slots, starts = ints([500] * rows, device), ints(range(rows), device), ints(range(rows + 1), device)
-        return Inputs(lambda ops: ops.prepare_inputs(ids, computed, tables, slots, starts, rows, BLOCK))
+        return Inputs(lambda ops: ops.prepare_inputs(ids, computed, tables[None], slots, starts, rows, BLOCK))
 
     def update(device: str) -> Inputs:
         ids = torch.ones(rows, max_model_len + 1, dtype=torch.int32, device=device)
@@ -512,8 +564,10 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    for shape in SHAPES:
-        for case in (case for group in GROUPS for case in group(shape)):
+    for shape in (*SHAPES, *EXPERTS):
+        for case in (
+            expert_cases(shape) if isinstance(shape, Experts) else (c for group in GROUPS for c in group(shape))
+        ):
             if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
                 continue
             floor = limits.floor(case)

@@ -72,9 +72,9 @@ def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n
 class FakeWorker:
     """Follows plans over a pool of integers."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
-        self.size, self.window = config.block_size, window
-        self.pool, self.host = ([[-1] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: tuple[int, ...]):
+        self.size, self.windows = config.block_size, windows
+        self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -85,11 +85,12 @@ class FakeWorker:
             self.slots[row.slot] = {
                 "tokens": list(row.token_ids),
                 "computed": row.num_computed,
-                "table": list(row.blocks),
+                "tables": [list(table) for table in row.blocks],
                 "row": row,
             }
-        for slot, blocks in plan.new_blocks:
-            self.slots[slot]["table"] += blocks
+        for slot, grown in plan.new_blocks:
+            for table, blocks in zip(self.slots[slot]["tables"], grown, strict=True):
+                table += blocks
         for pairs, origin, goal in (
             (plan.swap_out, self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
@@ -104,20 +105,23 @@ class FakeWorker:
         written: set[tuple[int, int]] = set()
         for slot, count in plan.rows:  # everybody writes before anybody reads, as on a device
             row = self.slots[slot]
-            for i in range(row["computed"], row["computed"] + count):
-                block, offset = row["table"][i // self.size], i % self.size
-                assert (block, offset) not in written and block >= 0
-                written.add((block, offset))
-                self.pool[block][offset] = row["tokens"][i]
+            assert len(row["tables"]) == len(self.windows)
+            for kind, table in enumerate(row["tables"]):
+                for i in range(row["computed"], row["computed"] + count):
+                    block, offset = table[i // self.size], i % self.size
+                    assert (block, offset) not in written and block >= 0
+                    written.add((block, offset))
+                    self.pool[block][offset] = kind, row["tokens"][i]
             row["computed"] += count
         sampled, stopped, logprobs, scores = [], [], {}, {}
         for i, (slot, count) in enumerate(plan.rows):
             row = self.slots[slot]
             sampled.append(-1)
-            first = row["computed"] - count - self.window + 1 if self.window else 0  # the oldest that a query sees
-            for place in range(max(0, first), row["computed"]):
-                held = self.pool[row["table"][place // self.size]][place % self.size]
-                assert held == row["tokens"][place], "a block holds somebody else's tokens"
+            for kind, (window, table) in enumerate(zip(self.windows, row["tables"], strict=True)):
+                first = row["computed"] - count - window + 1 if window else 0  # the oldest that a query sees
+                for place in range(max(0, first), row["computed"]):
+                    held = self.pool[table[place // self.size]][place % self.size]
+                    assert held == (kind, row["tokens"][place]), "a block holds somebody else's tokens"
             k, low, high = row["row"].score or (0, 0, 0)
             places = range(max(low, row["computed"] - count + 1), min(high, row["computed"] + 1))
             if places:
@@ -142,7 +146,7 @@ class Engine:
         num_blocks: int = 64,
         max_model_len: int = 64,
         num_host_blocks: int = 0,
-        window: int = 0,
+        windows: tuple[int, ...] = (0,),
         swap_cost: float = 0.0,
         depth: int = 1,
         **fields,
@@ -153,9 +157,9 @@ class Engine:
         self.config = EngineConfig(**fields)
         self.max_model_len = max_model_len
         self.scheduler = Scheduler(
-            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, window, swap_cost,
+            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost,
             clock=lambda: self.now)  # fmt: skip
-        self.worker_args = self.config, num_blocks, num_host_blocks, window
+        self.worker_args = self.config, num_blocks, num_host_blocks, windows
         self.worker = FakeWorker(*self.worker_args)
         self.depth, self.flying = depth, deque()
         self.answers: dict[str, dict[int, list[int]]] = {}

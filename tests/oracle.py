@@ -6,8 +6,9 @@ It runs in a process that cannot see this project, because transformers looks fo
 find ours.
 
 For each case, `FOLDER/<name>` gets the checkpoint, and `oracle.safetensors` beside it. That file has the logits
-`logits{i}` and the greedy tokens `tokens{i}` of prompt i. Entry j of the case's `beams` is a dict of arguments of
-`generate`: its answers to prompt i are `beams{j}.{i}`, one a row, filled up with -1, and their scores `scores{j}.{i}`.
+`logits{i}` and the greedy tokens `tokens{i}` of prompt i, or of the prompts that the case's `generated` names.
+Entry j of the case's `beams` is a dict of arguments of `generate`: its answers to prompt i are `beams{j}.{i}`, one a
+row, filled up with -1, and their scores `scores{j}.{i}`.
 A case with a `head` is saved without one for logits: `AutoModel`, or `AutoModelForSequenceClassification`. Of it there
 are the hidden states `hidden{i}` of each prompt, or what the classification head says of it, `labels{i}`.
 For each length of the case's `tables`, `table{length}` has cos | sin of that many positions.
@@ -25,6 +26,7 @@ from safetensors.torch import save_file
 def make(name: str, case: dict, folder: Path) -> None:
     torch.manual_seed(len(name))
     config = getattr(transformers, case["config"])(**case["shape"])
+    config.eos_token_id = None  # some classes replace it by their own, which is beyond a tiny vocabulary
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     model = kind.from_config(config, attn_implementation="eager").float()
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
@@ -47,6 +49,8 @@ def make(name: str, case: dict, folder: Path) -> None:
         ids = torch.tensor([prompt])
         with torch.no_grad():
             found[f"logits{i}"] = model(ids).logits[0].contiguous()
+            if i not in case.get("generated", range(i + 1)):
+                continue
             mask = torch.ones_like(ids)  # without it a token 0 in the prompt passes for padding
             greedy = model.generate(
                 ids, attention_mask=mask, max_new_tokens=case["new"], do_sample=False, pad_token_id=0
@@ -68,6 +72,7 @@ def make(name: str, case: dict, folder: Path) -> None:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # more would wait for each other
     cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     transformers.logging.set_verbosity_error()
     for name, case in cases.items():

@@ -152,6 +152,11 @@ def linear(
     return y if bias is None else y + bias.to(compute)
 
 
+def first_key(position: int, window: int, chunked: bool = False) -> int:
+    """The first key that the token at `position` sees."""
+    return (position // window * window if chunked else max(0, position + 1 - window)) if window else 0
+
+
 def attention(
     q: torch.Tensor,
     context: torch.Tensor,
@@ -159,6 +164,8 @@ def attention(
     window: int,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    chunked: bool = False,
     naive: bool = False,
 ) -> torch.Tensor:
     """Attention of q [n, H, D], the last n tokens of context [length, 2, KV, D]."""
@@ -168,7 +175,11 @@ def attention(
     k, v = context.to(compute).repeat_interleave(heads // kv_heads, dim=2).unbind(1)
     scores = torch.einsum("thd,lhd->htl", q.to(compute), k) * scale
     position, key = torch.arange(length - n, length)[:, None], torch.arange(length)
-    hidden = (key > position) | ((key <= position - window) if window else False)
+    hidden = (key > position) | (
+        key < torch.tensor([[first_key(p, window, chunked)] for p in range(length - n, length)])
+    )
+    if slopes is not None:
+        scores = scores + slopes.to(compute)[:, None, None] * (key - position)
     if soft_cap:
         scores = soft_cap * (scores / soft_cap).tanh()
     scores = scores.masked_fill(hidden, -torch.inf)
@@ -188,10 +199,12 @@ def decode(
     window: int,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    slopes: torch.Tensor | None = None,
+    chunked: bool = False,
 ) -> torch.Tensor:
     """attention_decode of the module `ops` with a plan of its own. q tells how many tokens a row has."""
-    plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots))
-    return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks)
+    plan = ops.plan_decode(kv, tables, slots, lens, q.shape[1], window, len(q) // len(slots), chunked)
+    return ops.attention_decode(q, kv, plan, scale, soft_cap, sinks, slopes)
 
 
 def product(

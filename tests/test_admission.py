@@ -214,7 +214,7 @@ def test_samples_share_the_prompt_and_copy_the_block_they_go_on_in(caching):
     entered = engine.step()
     assert len(entered.new) == 3 and len(entered.rows) == 4
     assert [count for _, count in entered.rows] == [1] * 4  # the prompt is computed once, but for its last token
-    tables = [row.blocks for row in entered.new]
+    tables = [row.blocks[0] for row in entered.new]
     assert all(table[:3] == tables[0][:3] for table in tables) and len({table[3] for table in tables}) == 3
     assert len(entered.copies) == 3 and len({source for source, _ in entered.copies}) == 1
     assert not engine.scheduler.admission.prompt_holders  # all have branched off

@@ -21,6 +21,7 @@ CASES = [
     *bench_kernels.norm_cases(TINY, (3,)),
     *bench_kernels.rope_cases(TINY, (70,)),
     *bench_kernels.linear_cases(TINY, (3,)),
+    *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
     *bench_kernels.decode_cases(TINY, (("two", [70, 5]),)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
     *bench_kernels.sample_cases(TINY, 3),
@@ -48,6 +49,9 @@ def test_bytes_and_operations_are_counted():
     assert counted["rms_norm"] == (2 * (2 * 3 * 32 + 2 * 3 * 32 + 32), 0)  # x, y; the residual twice; the weight
     assert counted["act_mul"] == (2 * 3 * (48 + 48 + 48), 0)
     assert counted["attention_decode"] == (2 * (75 * 2 * 2 * 16 + 2 * 2 * 4 * 16), 2 * 2 * 75 * 4 * 16)
+    weights, moved = 6 * (1 - (4 / 6) ** 3) * 32 * 24 * 2, 2 * (3 * 32 + 6 * 24)  # of the experts that are hit; x and h
+    assert counted["expert_gate_up"] == (int(moved + 2 * weights), 2 * 6 * 2 * 32 * 24)
+    assert counted["expert_down"] == (int(moved + weights), 2 * 6 * 32 * 24)
     pairs = 67 + 68 + 69 + 1 + 2 + 3 + 4 + 5
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
     assert counted["logprobs"] == (3 * 100 * 2, 0)

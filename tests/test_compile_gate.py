@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     window: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
+    slopes: bool = False
+    chunked: bool = False
     tokens: int = 1  # that a decoding row computes in a step
     rank: int = 0  # of latents, whose keys have 64 numbers more; 0: the model has none
 
@@ -52,6 +54,7 @@ QWEN = Shape("qwen3-0.6b", 1024, 16, 8, 128, 3072, 151936, norm=True)
 LLAMA = Shape("llama3-8b", 4096, 32, 8, 128, 14336, 128256)
 DEMO = Shape("demo", 192, 6, 2, 32, 512, 1024, norm=True)
 WHOLE = (QWEN, DEMO, LLAMA)
+EVERY: dict[str, Any] = {"window": 1024, "soft_cap": 30.0, "sinks": True, "slopes": True}
 ATTENTION = (
     DEMO._replace(name="demo-fp32", dtype=torch.float32),
     QWEN._replace(name="qwen3-0.6b-fp16-16", block_size=16, dtype=torch.float16),
@@ -61,6 +64,11 @@ ATTENTION = (
     LLAMA._replace(name="qwen3-32b-tp4", heads=16, kv_heads=2),
     LLAMA._replace(name="d64-window-sinks", heads=64, kv_heads=8, head_dim=64, window=128, sinks=True),  # gpt-oss
     LLAMA._replace(name="d256-cap", heads=16, kv_heads=8, head_dim=256, soft_cap=50.0),  # Gemma 2 9B
+    LLAMA._replace(name="d128-chunks", heads=40, window=8192, chunked=True),  # Llama 4
+    LLAMA._replace(name="d64-slopes", heads=32, kv_heads=32, head_dim=64, slopes=True),  # Falcon-RW
+    LLAMA._replace(name="d512-every", heads=16, kv_heads=2, head_dim=512, **EVERY),
+    LLAMA._replace(name="d512", heads=32, kv_heads=4, head_dim=512),  # Gemma 4
+    *(LLAMA._replace(name=f"d{d}-every", heads=16, kv_heads=8, head_dim=d, **EVERY) for d in (80, 96, 112, 192, 256)),
     LLAMA._replace(name="llama3-8b-4-tokens", tokens=4),
     LLAMA._replace(name="g16-8-tokens", heads=32, kv_heads=2, tokens=8),
 )
@@ -100,8 +108,11 @@ EXPERTS = (
     Experts("experts-fp32", 8, 96, 80, 2, activation="gelu_tanh", dtype=torch.float32),
 )
 BRIEF = (QWEN.name, DEMO.name, "qwen3-30b-a3b")
-WHOLE_ONLY = (LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens", "mixtral-8x7b", "deepseek-v2")
-WHOLE_ONLY += ("deepseek-v3-tp8-2-tokens", "latent-fp32")
+WHOLE_ONLY = (
+    LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens", "d512", "d80-every", "d96-every",
+    "d112-every", "d256-every", "deepseek-v3-tp8-2-tokens", "latent-fp32",
+    *(shape.name for shape in EXPERTS if shape.name not in ("qwen3-30b-a3b", "gpt-oss-20b")),
+)  # fmt: skip
 
 
 def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callable[[Any], object]]:
@@ -114,7 +125,8 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     if s.rank:
         yield from latents(s, tables, ints)
         return
-    more = s.window, s.soft_cap, torch.zeros(s.heads) if s.sinks else None
+    sinks, slopes = (torch.zeros(s.heads) if has else None for has in (s.sinks, s.slopes))
+    more = s.window, s.soft_cap, sinks, slopes, s.chunked
     guesses = q.repeat_interleave(s.tokens, 0)
     yield lambda ops: oracles.decode(ops, guesses, kv, tables, ints[:2], ints[:2], scale, *more)
     if s.tokens > 1:
@@ -160,7 +172,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     yield lambda ops: ops.pool(x, ints[:2], "last")
     yield lambda ops: ops.pool(x, ints[:2], "mean")
     yield lambda ops: ops.apply_writes(ints, ints.new_zeros(20), 2)
-    yield lambda ops: ops.prepare_inputs(tables, ints, tables, ints[:2], ints[:3], 5, s.block_size)
+    yield lambda ops: ops.prepare_inputs(tables, ints, tables[None], ints[:2], ints[:3], 5, s.block_size)
     update = (tables, ints, ints, ints[:2], ints[:3], ints[:2], long[:2], words)
     yield lambda ops: ops.post_update(*update)
     yield lambda ops: ops.post_update(*update, ops.Adjust(*state))
@@ -240,7 +252,7 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
 
     yield lambda ops: layer(ops, 1, False)
     yield lambda ops: layer(ops, 8192, False)
-    if whole or s.name in BRIEF:
+    if whole:
         yield lambda ops: layer(ops, 1, True)
 
 
@@ -371,13 +383,21 @@ def test_shared_memory_fits(gate: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("name", ["attention_prefill", "linear"])
 def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: str) -> None:
-    found = [r for r in gate if r["arch"] == 90 and r["kernel"].startswith(name) and "fp32" not in r["kernel"]]
+    found = [r for r in gate if r["arch"] == 90 and r["kernel"].startswith(name)]
+    found = [r for r in found if "fp32" not in r["kernel"] and "d512" not in r["kernel"]]  # see _prefill_tile
     assert found and all(r["hgmma"] for r in found), found
 
 
-def test_linear_streams_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
-    found = [r for r in gate if r["kernel"].startswith("linear")]
-    assert found and all(r["wide"] and not r["narrow"] for r in found), found
+def test_products_stream_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
+    for name in ("linear", "expert_gate_up", "expert_down"):
+        found = [r for r in gate if r["kernel"].startswith(name)]
+        assert found and all(r["wide"] and not r["narrow"] for r in found), found
+
+
+def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[str, Any]]) -> None:
+    for name in ("expert_gate_up", "expert_down"):
+        found = [r for r in gate if r["kernel"].startswith(name) and r["arch"] == 90 and r["threads"] == 256]
+        assert found and all(r["hgmma"] for r in found), found
 
 
 def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:

@@ -48,7 +48,7 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
     ("shape", "fields"),
     [
         ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
-        (WINDOWS, {"enforce_eager": True}),
+        (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
         ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
     ],
     ids=["swap", "windows", "batch invariant"],

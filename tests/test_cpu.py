@@ -148,7 +148,7 @@ def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, fo
 
 def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
     state, head = BatchState(4, 64, 4, 16, 1000, "cpu"), cpu.GreedyHead(torch.eye(32).bfloat16())
-    row = NewRow(slot=0, token_ids=[5, 6], blocks=[0])
+    row = NewRow(slot=0, token_ids=[5, 6], blocks=[[0]])
     changed = {"num_logprobs": 0}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}
     others = [dataclasses.replace(row, slot=slot, **fields) for slot, fields in enumerate(changed, 1)]
     state.enter(StepPlan(0, new=[row, *others]))

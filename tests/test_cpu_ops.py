@@ -17,8 +17,14 @@ def test_attention_decode_in_several_spans(monkeypatch: pytest.MonkeyPatch) -> N
     lengths = [60, 3, 41, 17, 9]
     paged = oracles.paged(cpu_ops, lengths, 2, 16, 16, torch.float32)
     q, slots = torch.randn(5, 4, 16), ints(*range(5))
-    for window in (0, 26):  # with 26, the third row needs more blocks than the first has left in its table
-        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window)
+    options = (0.0, torch.randn(4), torch.rand(4))
+    for window, *more in (
+        (0,),
+        (26,),
+        (26, *options),
+        (26, *options, True),
+    ):  # with 26, the third row needs more blocks
+        args = (q, paged.kv, paged.tables, slots, ints(*lengths), 0.25, window, *more)  # than the first one has left
         want = oracles.decode(cpu_ops, *args)
         with monkeypatch.context() as patch:
             patch.setattr(cpu_ops, "SPAN_TOKENS", 45)
@@ -44,14 +50,20 @@ def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     return request.param
 
 
-@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (9, 0.0), (0, 5.0), (9, 5.0)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "more"),
+    [
+        (0, 0.0, ()), (9, 0.0, ()), (0, 5.0, ()), (9, 5.0, ()), (9, 0.0, (None, True)), (26, 5.0, (None, True)),
+        (9, 0.0, (torch.tensor([0.5, 0.2, 0.0, 0.1]),)),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("limit", [("QUERIES", 7), ("MAX_SCORES", 4 * 90 * 5)])
 def test_attention_prefill_in_several_parts(
-    monkeypatch: pytest.MonkeyPatch, fused: bool, window: int, soft_cap: float, limit: tuple
+    monkeypatch: pytest.MonkeyPatch, fused: bool, window: int, soft_cap: float, more: tuple, limit: tuple
 ) -> None:
     paged = oracles.paged(cpu_ops, [60, 90, 31], 2, 16, 16, torch.float32)
     q, starts = torch.randn(114, 4, 16), ints(0, 23, 83, 114)  # the last row is a whole prompt
-    options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None)
+    options = (0.25, window, soft_cap, torch.randn(4) if soft_cap else None, *more)
     args = (q, paged.kv, paged.tables, ints(0, 1, 2), ints(60, 90, 31), starts, 60, *options)
     wholes = [
         oracles.attention(q[a:b], c, *options) for a, b, c in zip(starts, starts[1:], paged.context, strict=False)

@@ -347,7 +347,7 @@ def logprob(llm):
 
     def total(prompt: str, answer: list[int]) -> float:
         ids = llm.tokenizer.encode(prompt) + answer
-        row = NewRow(slot=0, token_ids=ids, blocks=list(range(-(-len(ids) // 64))))
+        row = NewRow(slot=0, token_ids=ids, blocks=[list(range(-(-len(ids) // 64)))])
         worker.step(StepPlan(0, rows=[(0, len(ids))], new=[row]))
         logprobs = worker.model.logits(seen.pop()).double().log_softmax(-1)[-len(answer) - 1 : -1]
         return float(logprobs[torch.arange(len(answer)), answer].sum())

@@ -24,7 +24,7 @@ from test_kernels import dtypes, few
 F32, BF16 = torch.float32, torch.bfloat16
 
 
-@settings(parent=few, max_examples=40)
+@settings(parent=few, max_examples=20)
 @given(st.integers(1, 4), ROUTERS, st.sampled_from(["softmax", "sigmoid"]), st.booleans(), st.booleans(), st.booleans())
 def test_route(
     device: str, tokens: int, shape: tuple, scoring: str, biased: bool, renormalize: bool, ties: bool
@@ -62,10 +62,10 @@ def test_plan_experts_sorts_the_pairs(device: str, shape: tuple[int, int, int], 
     assert starts[0] == 0 and plan.tiles() >= sum(-(-len(mine) // plan.rows) for mine in want)
 
 
-@settings(parent=few, max_examples=30)
+@settings(parent=few, max_examples=15)
 @given(
     st.sampled_from([1, 2, 20, 70]),
-    st.sampled_from([(1, 1, 0, 1), (4, 4, 0, 4), (8, 3, 2, 4), (40, 1, 0, 40), (5, 2, 0, 5)]),
+    st.sampled_from([(1, 1, 0, 1), (4, 4, 0, 4), (8, 3, 2, 4), (12, 1, 0, 12), (5, 2, 0, 5)]),
     st.sampled_from([(32, 16), (7, 5), (150, 33), (20, 140)]),
     dtypes,
     st.booleans(),

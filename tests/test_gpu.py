@@ -85,7 +85,7 @@ def test_cuda_gives_the_cpus_logprobs():
     for device in ("cpu", "cuda"):
         config = EngineConfig(dtype="float32", device=device, num_gpu_blocks_override=64, swap_space=0.1)
         worker = start_worker(config, ModelConfig.from_folder(DEMO))
-        new = [NewRow(slot=i, token_ids=[5 + i, 80, 300], blocks=[i], num_logprobs=k)
+        new = [NewRow(slot=i, token_ids=[5 + i, 80, 300], blocks=[[i]], num_logprobs=k)
                for i, k in enumerate((0, -1, 7, 2))]  # fmt: skip
         found.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(4)], new=new)))
     (cpu, cuda), facts = found, worker.facts()

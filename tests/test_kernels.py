@@ -201,7 +201,19 @@ def test_qk_norm_rope_store(
 
 
 SHAPES = st.sampled_from(
-    [(1, 1, 32), (6, 2, 32), (3, 1, 80), (16, 1, 64), (4, 4, 96), (8, 4, 128), (2, 1, 16), (5, 1, 24)]
+    [
+        (1, 1, 32),
+        (6, 2, 32),
+        (3, 1, 80),
+        (16, 1, 64),
+        (4, 4, 96),
+        (8, 4, 128),
+        (2, 1, 16),
+        (5, 1, 24),
+        (2, 1, 192),
+        (4, 2, 112),
+        (2, 1, 80),
+    ]
 )
 
 
@@ -218,6 +230,8 @@ SOFT_CAPS = st.sampled_from([0.0, 0.0, 2.5])
     st.sampled_from([1, 1, 2, 5, 8]),
     SOFT_CAPS,
     st.booleans(),
+    st.sampled_from([False, False, True]),
+    st.booleans(),
     st.sampled_from([1, 2, 5, 9]),
 )
 def test_attention_decode(
@@ -230,16 +244,19 @@ def test_attention_decode(
     tokens: int,
     soft_cap: float,
     with_sinks: bool,
+    with_slopes: bool,
+    chunked: bool,
     programs: int,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths = [tokens + int(torch.randint(*((0, 2), (1, 33), (33, 300), (300, 420))[kind], ())) for kind in kinds]
-    passed = [max(0, n - (tokens - 1) - window) for n in lengths] if window else None
+    chunked = chunked and window > 0
+    passed = [oracles.first_key(n - tokens, window, chunked) for n in lengths]
     paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, dtype, width=640 // block_size, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1])))[torch.randperm(len(lengths) + 1)]
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
-    q, options = torch.randn(len(slots) * tokens, heads, d).to(dtype), (soft_cap, torch.randn(heads) * 2)
-    options = options if with_sinks else (soft_cap, None)
+    q, sinks = torch.randn(len(slots) * tokens, heads, d).to(dtype), torch.randn(heads) * 2 if with_sinks else None
+    options = (soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     args = (q, paged.kv, paged.tables, slots.to(torch.int32), lens, scale, window, *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_decode_programs", lambda device, kv_heads: programs)
@@ -263,6 +280,8 @@ def test_attention_decode(
     st.sampled_from([16, 64]),
     SOFT_CAPS,
     st.booleans(),
+    st.sampled_from([False, False, True]),
+    st.booleans(),
 )
 def test_attention_prefill(
     device: str,
@@ -273,16 +292,20 @@ def test_attention_prefill(
     block_size: int,
     soft_cap: float,
     with_sinks: bool,
+    with_slopes: bool,
+    chunked: bool,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     rows = [*rows, (30, 5)]
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    passed = [max(0, before + 1 - window) for before, _ in rows] if window else None
+    chunked = chunked and window > 0
+    passed = [oracles.first_key(before, window, chunked) for before, _ in rows]
     paged = oracles.paged(kernels, lengths, kv_heads, d, block_size, dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
-    most, options = max(*counts, 2), (window, soft_cap, torch.randn(heads) * 2 if with_sinks else None)
+    most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
+    options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     got = run("attention_prefill", device, q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
@@ -292,23 +315,23 @@ def test_attention_prefill(
             oracles.check_error(got[tokens], oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
-@pytest.mark.parametrize("tokens, window", [(1, 0), (1, 100), (4, 0), (4, 100)])
-def test_plan_decode_counts_the_tiles_that_hold_a_key(device: str, tokens: int, window: int) -> None:
+@pytest.mark.parametrize("tokens, window, chunked", [(1, 0, 0), (1, 100, 0), (4, 0, 0), (4, 100, 0), (4, 150, 1)])
+def test_plan_decode_counts_the_tiles_that_hold_a_key(device: str, tokens: int, window: int, chunked: int) -> None:
     lengths, kv = [4, 16, 128, 129, 0, 227, 228, 229, 231, 500], torch.zeros(1, 2, 1, 16, 32, dtype=torch.bfloat16)
     slots, tables = ints(*range(4), -1, *range(5, 10)), torch.zeros(10, 32, dtype=torch.int32)
     args = [x.to(device) for x in (kv, tables, slots, ints(*lengths))]
-    plan = kernels.plan_decode(*args, 2, window, tokens)
-    begins = [max(0, n - tokens + 1 - window) if window else 0 for n in lengths]
+    plan = kernels.plan_decode(*args, 2, window, tokens, bool(chunked))
+    begins = [oracles.first_key(max(0, n - tokens), window, bool(chunked)) for n in lengths]
     counts = [max(1, -(-n // 128) - begin // 128) for n, begin in zip(lengths, begins, strict=True)]
     assert plan.items.tolist() == [0, *np.cumsum(counts)] and not plan.arrived.any()
 
 
-EVERY_OPTION = (150, 2.5, torch.tensor([0.5, -1.0, 2.0, 0.0]))
+EVERY_OPTION = (150, 2.5, torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.5, 0.1, 0.02, 0.0]))
 
 
 @pytest.mark.usefixtures("products_by_rows")
-@pytest.mark.parametrize("options", [(0, 0.0, None), EVERY_OPTION], ids=["plain", "every option"])
-def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple[int, float, torch.Tensor | None]) -> None:
+@pytest.mark.parametrize("options", [(0,), EVERY_OPTION, (*EVERY_OPTION, True)], ids=["plain", "every", "chunked"])
+def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple) -> None:
     """The batch does not matter either, nor whether a tile of keys is masked, as it is for some chunks only."""
     paged = oracles.paged(kernels, [300, 77], 2, 32, 16, torch.bfloat16)
     q = torch.randn(160, 4, 32).to(torch.bfloat16)  # the last tokens of slot 0
@@ -336,6 +359,17 @@ def test_pieces_of_rows_are_added_up_when_all_are_stored() -> None:
         oracles.check_error(first[b : b + 1].cpu(), oracles.attention(*args), oracles.attention(*args, naive=True))
     for _ in range(100):
         assert torch.equal(kernels.attention_decode(q, kv, plan, 0.2), first)
+
+
+@pytest.mark.parametrize("op", ["attention_decode", "attention_prefill"])
+@pytest.mark.parametrize("d", [256, 512])
+def test_attention_of_large_heads(device: str, op: str, d: int) -> None:
+    paged, n = oracles.paged(kernels, [45], 1, d, 16, torch.bfloat16), 1 if op == "attention_decode" else 9
+    q, more = torch.randn(n, 3, d).to(torch.bfloat16), () if op == "attention_decode" else (ints(0, n), n)
+    options = (d**-0.5, 20, 2.5, torch.randn(3), torch.rand(3))
+    got = run(op, device, q, paged.kv, paged.tables, ints(0), ints(45), *more, *options)
+    args = (q, paged.context[0], *options)
+    oracles.check_error(got, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
 @pytest.mark.parametrize("window", [33, 64, 65])
@@ -417,14 +451,14 @@ def test_prepare_inputs_and_post_update(device: str, rows: list[tuple[bool, int]
     count, width = len(rows), 1200
     token_ids, tables = (
         torch.randint(0, 9999, (8, width)).to(torch.int32),
-        torch.randperm(8 * 75).view(8, 75).to(torch.int32),
+        torch.randperm(2 * 8 * 75).view(2, 8, 75).to(torch.int32),
     )
     computed = torch.randint(0, 90, (8,)).to(torch.int32)
     slots = torch.where(torch.tensor([live for live, _ in rows]), torch.randperm(8)[:count], -1).to(torch.int32)
     starts = ints(0, *np.cumsum([n for _, n in rows]).tolist())
     total = max(1, int(starts[-1]) + unowned)
     for slot, n in enumerate(computed.tolist()):  # a window may have passed all computed tokens
-        tables[slot, : n // 16] = -1
+        tables[:, slot, : n // 16] = -1
     args = (token_ids, computed, tables, slots, starts, total, 16)
     for got, want in zip(run("prepare_inputs", device, *args), reference.prepare_inputs(*args), strict=True):
         assert got.dtype == want.dtype and torch.equal(got, want)
@@ -513,7 +547,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
-        kernels.prepare_inputs(tables, lens * 0, tables, slots, starts, rows, 16)
+        kernels.prepare_inputs(tables, lens * 0, tables[None], slots, starts, rows, 16)
         kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
         blocks = torch.randn(8, 2, 2, 64).cuda()
         kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import random
+from itertools import takewhile
 
 import pytest
 
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from kv_cache import AllocStatus, BlockManager, chain
 from sequence import Status
+
+
+def lookup(manager: BlockManager, hashes: list[bytes]) -> list[int]:
+    """The blocks of the longest beginning that can be found."""
+    return [*takewhile(lambda block: block is not None, map(manager.block_of.get, hashes))]
 
 
 def test_blocks_for_rounds_up():
@@ -50,10 +56,10 @@ def test_freed_blocks_are_found_until_they_are_reused():
     for block, digest in zip(blocks, hashes, strict=True):
         manager.publish(block, digest)
     manager.free(blocks)
-    assert manager.lookup(hashes) == blocks and manager.num_free == 3
+    assert lookup(manager, hashes) == blocks and manager.num_free == 3
     taken = manager.allocate(2)  # the unhashed block first, then the tail of the prefix
     assert blocks[0] not in taken and blocks[1] in taken
-    assert manager.lookup(hashes) == blocks[:1]
+    assert lookup(manager, hashes) == blocks[:1]
     manager.check_integrity([taken])
 
 
@@ -75,14 +81,14 @@ def test_an_equal_block_is_published_once():
     manager.publish(first, b"same")
     manager.publish(second, b"same")
     manager.free([second])
-    assert manager.lookup([b"same"]) == [first]
+    assert lookup(manager, [b"same"]) == [first]
     manager.check_integrity([[first]])
 
 
 def test_without_prefix_caching_nothing_is_found():
     manager = BlockManager(2, 1, enable_prefix_caching=False)
     manager.publish(manager.allocate(1)[0], b"x")
-    assert manager.lookup([b"x"]) == []
+    assert lookup(manager, [b"x"]) == []
 
 
 def test_reset_prefix_cache_keeps_blocks_in_use():
@@ -90,7 +96,7 @@ def test_reset_prefix_cache_keeps_blocks_in_use():
     blocks = manager.allocate(1)
     manager.publish(blocks[0], b"x")
     manager.reset_prefix_cache()
-    assert manager.lookup([b"x"]) == []
+    assert lookup(manager, [b"x"]) == []
     manager.check_integrity([blocks])
 
 
@@ -120,7 +126,7 @@ def test_random_traffic_keeps_the_books():
             manager.share(shared)
             tables.append(shared)
         elif (count := rng.randint(1, 5)) <= manager.num_free:
-            table = manager.lookup(digests[-2:])
+            table = lookup(manager, digests[-2:])
             manager.share(table)
             if count <= manager.num_free:
                 fresh = manager.allocate(count)
@@ -235,13 +241,13 @@ def test_swapped_blocks_can_be_found_by_others():
 
 @pytest.mark.parametrize("fields", [{}, {"preemption_mode": "swap"}, {"max_num_batched_tokens": 8}], ids=str)
 def test_blocks_that_a_window_has_passed_are_given_back(fields):
-    engine = Engine(num_blocks=22, max_model_len=80, num_host_blocks=30, window=9, **fields)
+    engine = Engine(num_blocks=22, max_model_len=80, num_host_blocks=30, windows=(9,), **fields)
     groups = [engine.add(str(i), prompt(20, i), n=1 + i % 2, max_tokens=50, ignore_eos=True) for i in range(8)]
     for _ in range(12):
         engine.step()
     for group in engine.scheduler.running:
         seq = group.seqs[0]
-        assert sum(block >= 0 for block in seq.blocks) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
+        assert sum(block >= 0 for block in seq.tables[0]) <= (9 + 4) // 4 + 1 or seq.num_computed < 20
     engine.run()
     assert any(group.num_preemptions for group in groups)
     for i in range(8):
@@ -258,7 +264,7 @@ def test_blocks_that_a_window_has_passed_are_given_back(fields):
 def test_a_window_passes_no_block_that_the_same_plan_moves(mode, window, steps):
     """Two searches come back together: else what one gives back at once is where the other's blocks are moved to."""
     engine = Engine(
-        15, 30, 30, window, max_num_seqs=4, max_num_batched_tokens=40, enable_prefix_caching=False,
+        15, 30, 30, (window,), max_num_seqs=4, max_num_batched_tokens=40, enable_prefix_caching=False,
         preemption_mode=mode, scheduling_policy="priority",
     )  # fmt: skip
     for name in "ab":
@@ -280,7 +286,7 @@ def test_lookahead_slots_are_owned_ahead_of_the_tokens():
         engine.step()
         for group in engine.scheduler.running:
             seq = group.seqs[0]
-            assert len(seq.blocks) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
+            assert len(seq.tables[0]) * 4 >= min(seq.num_computed, seq.num_tokens) + 5
     for i in range(4):
         assert engine.outputs[str(i)] == expected(prompt(6, i), 20, 40, ignore_eos=True)
     with pytest.raises(ValueError, match="17 KV blocks of 4; the whole pool has 16"):

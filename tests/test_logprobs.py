@@ -37,7 +37,7 @@ FIELDS = {
     "ahead, recompute": {"depth": 2, "preemption_mode": "recompute", "num_blocks": 18},
     "classic": {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
     "fair": {"scheduling_policy": "fair", "num_blocks": 20},
-    "window": {"window": 6, "num_blocks": 18},
+    "window": {"windows": (6,), "num_blocks": 10},
 }
 
 
@@ -254,7 +254,7 @@ def forced(llm: LLM, ids: list[int]) -> torch.Tensor:
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     blocks = list(range(-(-len(ids) // llm.config.block_size)))
     try:
-        worker.step(StepPlan(0, rows=[(0, len(ids))], new=[NewRow(slot=0, token_ids=ids, blocks=blocks)]))
+        worker.step(StepPlan(0, rows=[(0, len(ids))], new=[NewRow(slot=0, token_ids=ids, blocks=[blocks])]))
     finally:
         worker.model.forward = forward
     with torch.inference_mode():

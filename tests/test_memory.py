@@ -27,7 +27,7 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from engine import EngineCore
 from families import FAMILIES
-from memory import MIB, MemoryPlan, blocks_per_seq, count_bytes, fit_pool, gpu_bytes, plan_memory
+from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -137,7 +137,7 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
             model = Transformer(shape, reference, device, torch.bfloat16, 70, Group(size - 1, size))
         weights = live.now
         with LiveBytes(collect=False) as live:
-            state = BatchState(5, 70, blocks_per_seq(config, 70), 64, 99, device)
+            state = BatchState(5, 70, table_columns(config, 70), 64, 99, device)
         plans.append(plan_memory(config, model, state, cuda=False))
         if device == "cpu":
             assert (plans[0].weights, plans[0].state) == (weights, live.now)
@@ -170,8 +170,9 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
     per_seq, plan, worker = made.blocks_per_seq(), made.memory, made.worker
+    kinds = len(made.model.layout.windows)
     new = [
-        NewRow(slot=i, token_ids=[1] * count, blocks=list(range(i * per_seq, (i + 1) * per_seq)))
+        NewRow(slot=i, token_ids=[1] * count, blocks=[list(range(i * per_seq, (i + 1) * per_seq))] * kinds)
         for i, count in enumerate(rows)
     ]
     before = tensors(worker, worker.state, *worker.model.owners())
@@ -188,7 +189,7 @@ def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
     worker = made.worker
     with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
-        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(slot=0, token_ids=[1] * 48, blocks=[0, 1, 2])]))
+        worker.step(StepPlan(0, rows=[(0, 48)], new=[NewRow(slot=0, token_ids=[1] * 48, blocks=[[0, 1, 2]])]))
     assert live.peak <= made.memory.activations
 
 
@@ -225,7 +226,7 @@ def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
     monkeypatch.setattr(cpu_ops, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
-    new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[0, 1, 2, 3], score=(20, 1, 50))]
+    new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[[0, 1, 2, 3]], score=(20, 1, 50))]
     with LiveBytes(*tensors(made.worker, made.worker.state, *made.worker.model.owners())) as live:
         result = made.worker.step(StepPlan(0, rows=[(0, 50)], new=new))
     assert len(result.scores[0]) == 49 and live.peak <= made.memory.step
@@ -284,11 +285,11 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
 
 def test_blocks_of_a_pool():
     config = EngineConfig(block_size=16, max_num_seqs=8)
-    assert fit_pool(config, 1000, 100) == (56, 100) and fit_pool(config, 40, 100) == (40, 100)
-    assert fit_pool(config, 5, 100) == (5, 80)
+    assert fit_pool(config, (0,), 1000, 100) == (56, 100) and fit_pool(config, (0,), 40, 100) == (40, 100)
+    assert fit_pool(config, (0,), 5, 100) == (5, 80)
     for held, fits, fields in ((0, 0, {}), (80, 5, {"max_model_len": 100})):
         with pytest.raises(ValueError, match=rf"max_model_len is 100; the KV pool of {fits} .* holds {held} tokens"):
-            fit_pool(EngineConfig(block_size=16, **fields), fits, 100)
+            fit_pool(EngineConfig(block_size=16, **fields), (0,), fits, 100)
 
 
 @pytest.mark.parametrize("measured", [0, 105, 106])

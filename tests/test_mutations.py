@@ -68,13 +68,22 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
         test_expert_kernels.test_experts, (20, (8, 3, 2, 4), (32, 16), F32, False, "silu", False, False)),
     "plan_decode": (
         "tl.cdiv(b_len, ITEM)", "(b_len // ITEM)",
-        test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0)),
+        test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (1, 0, 0)),
+    "plan_decode, of chunks": (
+        "WINDOW, CHUNKED)", "WINDOW, False)",
+        test_kernels.test_plan_decode_counts_the_tiles_that_hold_a_key, (4, 150, 1)),
     "attention_decode": (
         "* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)",
-        test_kernels.test_attention_decode, ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, 2)),
+        test_kernels.test_attention_decode, ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, False, False, 2)),
+    "attention_decode, of slopes": (
+        "slopes + i_kv * G + o_q % G", "slopes + i_kv + o_q % G",
+        test_kernels.test_attention_decode, ([2], (6, 2, 32), F32, 0, 16, 1, 0.0, False, True, False, 2)),
     "attention_prefill": (
         "i_len - i_count + o_token", "i_len - i_count + o_token - 1",
-        test_kernels.test_attention_prefill, ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False)),
+        test_kernels.test_attention_prefill, ([(20, 17)], (6, 2, 32), F32, 0, 16, 0.0, False, False, False)),
+    "attention_prefill, of chunks": (
+        "tl.maximum(i_end - 1, 0), WINDOW", "tl.maximum(i_low, 0), WINDOW",
+        test_kernels.test_attention_prefill, ([(95, 70)], (6, 2, 32), F32, 100, 16, 0.0, False, False, True)),
     "mask_words": (
         "o_at < i_known", "o_at < i_known - 1", test_kernels_sampling.test_one_word_that_matches_bars_its_end, (1,)),
     "sample_chunks": (

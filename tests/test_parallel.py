@@ -81,7 +81,7 @@ def answers(worker: Worker) -> dict:
     worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
     vocab = worker.model.config.vocab_size
     new = [NewRow(slot=slot, token_ids=[(3 * i * i + slot) % vocab for i in range(n)],
-                  blocks=list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ)), temperature=float(slot == 1), seed=7)
+                  blocks=[list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ))], temperature=float(slot == 1), seed=7)
            for slot, n in enumerate(LENGTHS)]  # fmt: skip
     results = [worker.step(StepPlan(0, rows=[(0, 1), (1, 7), (2, 25)], new=new))]
     logits = worker.model.logits(seen[0])
@@ -146,7 +146,7 @@ def test_facts_are_of_the_whole(checkpoints, ranks, name):
     for size in SIZES:
         copies = max(1, size // one.model.config.num_kv_heads)
         for rank in ranks[size]:
-            facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "window")
+            facts, same = rank[name]["facts"], ("max_model_len", "vocab_size", "num_blocks", "parameters", "windows")
             assert [facts[key] for key in same] == [one.facts()[key] for key in same]
             assert facts["kv_bytes"] == one.facts()["kv_bytes"] * copies
             assert rank[name]["threads"] == max(1, len(os.sched_getaffinity(0)) // size)
@@ -176,7 +176,7 @@ def test_shares_make_up_the_whole(checkpoints, name, size, dummy):
         whole = torch.full(shape, torch.nan)
         for part in (share[key] for share in shares):
             assert part.shape == shape
-            whole[part.pieces[0].index] = part.pieces[0].target
+            whole[part.pieces[0].at] = part.pieces[0].target
         assert torch.equal(whole, target)
         if not dummy:
             saved = key if key.startswith("lm_head") else f"model.{key}"

@@ -513,8 +513,8 @@ def test_a_plan_has_no_room_for_what_is_not_done(checkpoints, capsys):
     assert memory["logits"] == memory["sampling"] == memory["logprobs"] == memory["graphs"] == 0
     assert not worker.state.token_counts.numel() and facts["num_host_blocks"] == 0
     # Two of the largest steps are 2 * 128 blocks; 8 prompts at full length are no more.
-    assert facts["num_blocks"] == 8 * 16 == fit_pool(config, 10**6, 256)[0]
-    assert fit_pool(dataclasses.replace(config, max_num_batched_tokens=256), 10**6, 4096)[0] == 2 * 256 + 8
+    assert facts["num_blocks"] == 8 * 16 == fit_pool(config, (0,), 10**6, 256)[0]
+    assert fit_pool(dataclasses.replace(config, max_num_batched_tokens=256), (0,), 10**6, 4096)[0] == 2 * 256 + 8
     print_plan(plain, ModelConfig.from_folder(plain.model))
     told = capsys.readouterr().out
     assert "logits" not in told and "sampling" not in told and f"{facts['num_blocks']:,} blocks of 16" in told

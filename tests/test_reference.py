@@ -157,7 +157,7 @@ def test_qk_norm_rope_store(
         assert int((stored != 7).any(-1).any(1).sum()) == int((places >= 0).sum())
 
 
-@some
+@settings(parent=some, max_examples=45)
 @given(
     st.lists(st.integers(0, 150), min_size=1, max_size=5),
     SHAPES,
@@ -166,6 +166,8 @@ def test_qk_norm_rope_store(
     BLOCK_SIZES,
     st.sampled_from([1, 1, 2, 8]),
     SOFT_CAPS,
+    st.booleans(),
+    st.sampled_from([False, False, True]),
     st.booleans(),
 )
 def test_attention_decode(
@@ -178,14 +180,17 @@ def test_attention_decode(
     tokens: int,
     soft_cap: float,
     with_sinks: bool,
+    with_slopes: bool,
+    chunked: bool,
 ) -> None:
     (heads, kv_heads, d), scale, lengths = shape, shape[2] ** -0.5, [n + tokens for n in lengths]
-    passed = [max(0, n - (tokens - 1) - window) for n in lengths] if window else None
+    chunked = chunked and window > 0
+    passed = [oracles.first_key(n - tokens, window, chunked) for n in lengths]
     paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
     slots = torch.cat((torch.randperm(len(lengths)), torch.tensor([-1]))).to(torch.int32)
     lens = ints(*[lengths[s] if s >= 0 else 0 for s in slots.tolist()])
-    q, options = torch.randn(len(slots) * tokens, heads, d).to(dtype), (window, soft_cap, torch.randn(heads) * 2)
-    options = options if with_sinks else (window, soft_cap, None)
+    q, sinks = torch.randn(len(slots) * tokens, heads, d).to(dtype), torch.randn(heads) * 2 if with_sinks else None
+    options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     got = oracles.decode(ops, q, paged.kv, paged.tables, slots, lens, scale, *options)
     rows = got.unflatten(0, (-1, tokens))
     assert not rows[-1].any()
@@ -194,7 +199,7 @@ def test_attention_decode(
         oracles.check_error(mine, oracles.attention(*args), oracles.attention(*args, naive=True))
 
 
-@some
+@settings(parent=some, max_examples=45)
 @given(
     st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 1, 2, 17, 70])), min_size=1, max_size=3),
     SHAPES,
@@ -202,6 +207,8 @@ def test_attention_decode(
     WINDOWS,
     BLOCK_SIZES,
     SOFT_CAPS,
+    st.booleans(),
+    st.sampled_from([False, False, True]),
     st.booleans(),
 )
 def test_attention_prefill(
@@ -213,15 +220,19 @@ def test_attention_prefill(
     block_size: int,
     soft_cap: float,
     with_sinks: bool,
+    with_slopes: bool,
+    chunked: bool,
 ) -> None:
     (heads, kv_heads, d), scale = shape, shape[2] ** -0.5
     lengths, counts = [before + n for before, n in rows], [n for _, n in rows]
-    passed = [max(0, before + 1 - window) for before, _ in rows] if window else None
+    chunked = chunked and window > 0
+    passed = [oracles.first_key(before, window, chunked) for before, _ in rows]
     paged = oracles.paged(ops, lengths, kv_heads, d, block_size, dtype, passed=passed)
     starts = ints(0, *np.cumsum([*counts, 2]).tolist())
     slots, lens = ints(*range(len(rows)), -1), ints(*lengths, 0)
     q = torch.randn(int(starts[-1]), heads, d).to(dtype)
-    most, options = max(*counts, 2), (window, soft_cap, torch.randn(heads) * 2 if with_sinks else None)
+    most, sinks = max(*counts, 2), torch.randn(heads) * 2 if with_sinks else None
+    options = (window, soft_cap, sinks, torch.rand(heads) if with_slopes else None, chunked)
     got = ops.attention_prefill(q, paged.kv, paged.tables, slots, lens, starts, most, scale, *options)
     assert torch.equal(got[-2:], torch.zeros(2, heads, d, dtype=dtype))
     for b, n in enumerate(counts):
@@ -325,10 +336,13 @@ def test_prepare_inputs_and_post_update(ops: ModuleType) -> None:
     tables, computed, known = ints(*range(50, 70)).view(4, 5), ints(3, 0, 9, 5), ints(4, 7, 10, 6)
     tables[2, :2] = -1  # given back: a window has passed them
     slots, starts = ints(2, -1, 0, 1), ints(0, 1, 2, 3, 9)
-    ids, positions, places, lens = ops.prepare_inputs(token_ids, computed, tables, slots, starts, 11, 4)
+    ids, positions, places, lens = ops.prepare_inputs(
+        token_ids, computed, torch.stack((tables, tables + 30)), slots, starts, 11, 4
+    )
     assert ids.tolist() == [209, 0, 3, 100, 101, 102, 103, 104, 105, 0, 0] and ids.dtype == torch.int64
     assert positions.tolist() == [9, 0, 3, 0, 1, 2, 3, 4, 5, 0, 0] and positions.dtype == torch.int32
-    assert places.tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
+    assert places[0].tolist() == [249, -1, 203, 220, 221, 222, 223, 224, 225, -1, -1] and places.dtype == torch.int64
+    assert places[1].tolist() == [place + 120 if place >= 0 else -1 for place in places[0].tolist()]
     assert lens.tolist() == [10, 0, 4, 6] and lens.dtype == torch.int32
 
     bits = torch.zeros(4, 3, dtype=torch.int32)

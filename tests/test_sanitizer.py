@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -58,7 +58,7 @@ def test_a_block_freed_too_early(make_core, monkeypatch, caching):
 
     def free_too_early(self, plan, result):
         if plan.step == 5:
-            self.blocks.free(self.running[0].seqs[0].blocks[:1])
+            self.blocks.free(self.running[0].seqs[0].tables[0][:1])
         return update(self, plan, result)
 
     monkeypatch.setattr(Scheduler, "update", free_too_early)
@@ -77,7 +77,7 @@ def test_a_block_handed_to_somebody_else_too_early(make_core, monkeypatch, notic
 
     def admit_into_the_first_block(self, *args):
         for group in core.scheduler.running:
-            block = group.seqs[0].blocks[0]
+            block = group.seqs[0].tables[0][0]
             if noticed:
                 self.device.free([block])
             self.device.idle[block] = None
@@ -153,9 +153,9 @@ def test_a_beam_that_missed_its_copy_on_write(make_core, monkeypatch):
         if shared % self.block_size:
             plan.copies.pop()
             place = shared // self.block_size
-            self.device.free([child.blocks[place]])
-            self.device.share([parent.blocks[place]])
-            child.blocks[place] = parent.blocks[place]
+            self.device.free([child.tables[0][place]])
+            self.device.share([parent.tables[0][place]])
+            child.tables[0][place] = parent.tables[0][place]
 
     monkeypatch.setattr(BlockSpaceManager, "fork", fork_without_copy)
     core.add(EngineCoreRequest("a", prompt(10), SamplingParams(use_beam_search=True, n=2, max_tokens=20)))
@@ -178,7 +178,7 @@ def test_a_sample_that_missed_its_copy_on_write(make_core, monkeypatch, shared):
             if shared:
                 self.device.free([own])
                 self.device.share([source])
-                seq.blocks[seq.blocks.index(own)] = source
+                seq.tables[0][seq.tables[0].index(own)] = source
         return admitted
 
     monkeypatch.setattr(BlockSpaceManager, "admit", admit_without_copy)
@@ -213,13 +213,13 @@ def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
 class CheckedWorker(FakeWorker):
     """The worker made of integers, with a sanitizer that follows it. Its pool holds the tokens themselves."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, window: int):
-        super().__init__(config, num_blocks, num_host_blocks, window)
+    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: tuple[int, ...]):
+        super().__init__(config, num_blocks, num_host_blocks, windows)
         columns = -(-64 // self.size)
-        self.state = BatchState(config.max_num_seqs, 64, columns, self.size, VOCAB, "cpu")
+        self.state = BatchState(config.max_num_seqs, 64, columns, self.size, VOCAB, "cpu", len(windows))
         self.kv, self.host_kv = (torch.zeros(n, self.size) for n in (num_blocks, num_host_blocks))
         self.sanitizer = KVSanitizer(
-            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, window
+            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, windows
         )
 
     def step(self, plan: StepPlan) -> StepResult:
@@ -242,11 +242,13 @@ class CheckedWorker(FakeWorker):
         )
         sanitizer.check(plan, *inputs)
         input_ids, _, slot_mapping, seq_lens = inputs
-        self.kv.view(-1)[slot_mapping] = input_ids.float()
-        for slot, count, end in zip(slots.tolist(), counts.tolist(), seq_lens.tolist(), strict=True):
-            begin = max(0, end - count - self.window + 1) if self.window else 0
+        for places in slot_mapping:
+            self.kv.view(-1)[places] = input_ids.float()
+        rows = [*zip(slots.tolist(), counts.tolist(), seq_lens.tolist(), strict=True)]
+        for (kind, window), (slot, count, end) in product(enumerate(self.windows), rows):
+            begin = max(0, end - count - window + 1) if window else 0
             place = torch.arange(begin, end)
-            held = self.kv[state.block_tables[slot, place // self.size].long(), place % self.size]
+            held = self.kv[state.block_tables[kind, slot, place // self.size].long(), place % self.size]
             assert torch.equal(held, state.token_ids[slot, place].float()), "poison came where it must not"
         result = super().step(plan)
         samples = np.array(result.token_ids) >= 0

@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from kv_layout import most_blocks
 from scheduler import Scheduler
 from sequence import Request
+
+KINDS = ((0,), (0,), (7,), (0, 7), (0, 3), (9, 4), (0, 5, 5))  # windows of the kinds of layers
 
 
 class Scenario:
@@ -27,11 +30,16 @@ class Scenario:
                {"use_beam_search": True, "n": 1, "beam_width": 2},
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
-    def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, window, ahead, depth,
+    def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
                  poison=None):  # fmt: skip
-        self.limit, self.fair = min(blocks * size - ahead, 40), policy == "fair"
+        blocks += 4 * len(windows) - 4  # so that each kind can have some
+
+        def needed(length):
+            return sum(most_blocks(windows, length, tokens if chunked else length, size, ahead))
+
+        self.limit, self.fair = max(n for n in range(2, 41) if needed(n) <= blocks), policy == "fair"
         self.engine = Engine(
-            blocks, self.limit, host, window, 1.5, depth, block_size=size, max_num_seqs=seqs,
+            blocks, self.limit, host, windows, 1.5, depth, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead,
@@ -134,7 +142,7 @@ def run_scenario(seed: int) -> Scheduler:
     scenario = Scenario(
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
-        rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice((0, 0, 7)),
+        rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
@@ -167,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
         blocks=st.integers(8, 24), host=st.integers(0, 24), size=st.sampled_from((1, 3, 4)), seqs=st.integers(1, 6),
         tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
-        reserve=st.sampled_from((0.0, 1.0)), window=st.sampled_from((0, 7)), ahead=st.integers(0, 3),
+        reserve=st.sampled_from((0.0, 1.0)), windows=st.sampled_from(KINDS), ahead=st.integers(0, 3),
         depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)

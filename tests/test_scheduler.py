@@ -329,7 +329,7 @@ def test_long_lists_of_tokens_travel_as_bits():
     rows = [row for plan in engine.plans for row in plan.new]
     assert len(rows) >= 8
     assert all(row.allowed == {0: 2**32 - 1, 1: 2**18 - 1} and row.stops == {0: 1 << 3, 1: 1 << 8} for row in rows)
-    row = NewRow(slot=0, token_ids=[1], blocks=[0], allowed=bit_words(range(152_000)))
+    row = NewRow(slot=0, token_ids=[1], blocks=[[0]], allowed=bit_words(range(152_000)))
     assert len(Codec().encode(StepPlan(0, new=[row] * 256))) < 256 * 40_000
 
 

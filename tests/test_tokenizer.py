@@ -37,7 +37,7 @@ def byte_level(folder: Path, config: dict[str, Any] | None = None) -> Tokenizer:
     return written(folder, tokenizer, config)
 
 
-def sentencepiece(folder: Path) -> Tokenizer:
+def sentencepiece(folder: Path, *more: decoders.Decoder) -> Tokenizer:
     """A BPE as Llama 2 and Mistral have it: spaces are a character, unknown characters fall back to bytes."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdehlorw", "he", "ll", "▁w"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
@@ -47,7 +47,7 @@ def sentencepiece(folder: Path) -> Tokenizer:
     )
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0), *more]
     )
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -75,9 +75,13 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return byte_level(tmp_path_factory.mktemp("bpe"))
 
 
-@pytest.fixture(scope="module")
-def llama2(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return sentencepiece(tmp_path_factory.mktemp("llama2"))
+@pytest.fixture(scope="module", params=["bytes", "window"])
+def llama2(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """The second one has a step that does nothing, but shows only when tokens are decoded together."""
+    more = [decoders.Strip("|", 0, 0)] if request.param == "window" else []
+    found = sentencepiece(tmp_path_factory.mktemp("llama2"), *more)
+    assert found.joins_bytes == (not more)
+    return found
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None, **params: Any) -> list[str]:
@@ -226,6 +230,33 @@ def test_sentencepiece_stream_equals_the_text(llama2: Tokenizer, text: str) -> N
     assert "".join(stream(llama2, llama2.encode(text))) == text
 
 
+@given(data=st.data())
+def test_sentencepiece_stream_of_any_ids_equals_decoding_them_at_once(llama2: Tokenizer, data: st.DataObject) -> None:
+    """Where their bytes are UTF-8: else the library shows a U+FFFD for each byte of the whole row."""
+    ids = data.draw(st.lists(st.integers(0, llama2.vocab_size + 1), max_size=20))
+    skip = data.draw(st.booleans())
+    text = llama2.decode(ids, skip)
+    if "\ufffd" not in text:
+        assert "".join(stream(llama2, ids, skip_special_tokens=skip)) == text
+
+
+def test_spaces_at_the_beginning_are_left_out_once(llama2: Tokenizer) -> None:
+    space, byte, h = llama2.encode("  h", add_special_tokens=False)[0], 3 + ord(" "), llama2.encode("h")[-1]
+    assert "".join(stream(llama2, [space, space, h, space, h])) == " h h"
+    assert "".join(stream(llama2, [byte, h])) == "h"
+    assert "".join(stream(llama2, [space, h], prompt=[1])) == "h"
+    assert "".join(stream(llama2, [space, h], prompt=[1, space])) == " h"
+    assert "".join(stream(llama2, [space, h], prompt=[h])) == " h"
+
+
+def test_bytes_that_are_no_characters_are_shown_at_once(llama2: Tokenizer) -> None:
+    """A row of bytes goes out as far as it is known; the next token does not change what has gone out."""
+    h = llama2.encode("h")[-1]
+    first = stream(llama2, [h, 3 + 0xE2, 3 + 0x82, h])
+    assert first[1:3] == ["", ""] and first[3].endswith("h") and "\ufffd" in first[3]
+    assert "\ufffd" in stream(llama2, [h, 3 + 0xFF])[-2]
+
+
 def test_output_goes_on_after_the_prompt(llama2: Tokenizer) -> None:
     prompt, output = llama2.encode("hello"), llama2.encode(" world")[2:]  # without <s> and the prefix space
     assert "".join(stream(llama2, output, prompt)) == " world"
@@ -261,7 +292,7 @@ def test_a_long_row_of_skipped_tokens_costs_nothing(bpe: Tokenizer) -> None:
 def test_a_long_row_of_skipped_tokens_leaves_the_window_short(llama2: Tokenizer) -> None:
     detokenizer = Detokenizer(llama2, [], SamplingParams())
     detokenizer.push([1] * 10_000 + llama2.encode("hello"), False)
-    assert detokenizer.text == "hello" and len(detokenizer._window) < 10
+    assert detokenizer.text == "hello" and (llama2.joins_bytes or len(detokenizer._window) < 10)
 
 
 def test_a_character_that_the_prompt_began_is_finished(bpe: Tokenizer) -> None:

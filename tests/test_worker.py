@@ -45,7 +45,7 @@ def make(tmp_path: Path):
 
 def row(slot: int, tokens: list[int], num_computed: int = 0, num_logprobs: int = -1, temperature: float = 0.0, **more):
     blocks = more.get("blocks", list(range(slot * 8, slot * 8 + 8)))
-    return NewRow(slot=slot, token_ids=tokens, blocks=blocks, num_computed=num_computed, temperature=temperature,
+    return NewRow(slot=slot, token_ids=tokens, blocks=[blocks], num_computed=num_computed, temperature=temperature,
                   seed=7, num_logprobs=num_logprobs)  # fmt: skip
 
 
@@ -159,26 +159,28 @@ def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("shape", "window"),
+    ("shape", "windows"),
     [
-        ({"sliding_window": 24}, 24),
-        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, 0),
-        ({}, 0),
+        ({"sliding_window": 24}, [24]),
+        ({"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, [0, 24]),
+        ({}, [0]),
     ],
 )
-def test_window_is_told_where_every_layer_has_one(make, shape, window):
-    assert make(shape).facts()["window"] == window
+def test_the_windows_of_the_kinds_of_layers_are_told(make, shape, windows):
+    worker = make(shape)
+    assert worker.facts()["windows"] == windows and worker.pool.shape[1] * len(windows) == 2
+    assert worker.state.block_tables.shape[:2] == (len(windows), 8)
 
 
 def test_lookahead_slots_have_room_in_the_tables(make):
     plain, ahead = make(max_model_len=64), make(max_model_len=64, num_lookahead_slots=17)
-    assert plain.state.block_tables.shape == (8, 4) and ahead.state.block_tables.shape == (8, 6)
+    assert plain.state.block_tables.shape == (1, 8, 4) and ahead.state.block_tables.shape == (1, 8, 6)
     assert (len(plain.pool), len(ahead.pool)) == (32, 48)
     assert make(max_model_len=64, num_lookahead_slots=17, num_gpu_blocks_override=6).facts()["max_model_len"] == 64
     with pytest.raises(ValueError, match="the KV pool of 5 blocks of 16 holds 63 tokens and num_lookahead_slots, 17"):
         make(max_model_len=64, num_lookahead_slots=17, num_gpu_blocks_override=5)
     shrunk = make(num_lookahead_slots=17, num_gpu_blocks_override=5)
-    assert shrunk.facts()["max_model_len"] == 63 and shrunk.state.block_tables.shape == (8, 5)
+    assert shrunk.facts()["max_model_len"] == 63 and shrunk.state.block_tables.shape == (1, 8, 5)
 
 
 @pytest.mark.parametrize("count", [1, 40], ids=["decode", "prefill"])

@@ -1,0 +1,341 @@
+"""Weights that are stored in fewer bits: the numbers are those of the formula, and each rank reads its own alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import loader
+import reference
+from dequantize import Packed, minifloat, power_of_two, unpack_fp8, unpack_mxfp4
+from loader import load_weights
+from model import Transformer
+from model_config import ModelConfig
+from parallel import Group
+from quantization import Quantization, read_quantization
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def fp8_formula(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The product, with the scales spread over all elements."""
+    spread = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return codes.float() * spread[: codes.shape[0], : codes.shape[1]]
+
+
+def mxfp4_formula(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[..., N, K], every byte by itself."""
+    table = torch.tensor(E2M1 + tuple(-value for value in E2M1))
+    numbers = torch.stack((table[blocks.int() % 16], table[blocks.int() // 16]), -1).flatten(-2)
+    return (numbers * torch.pow(2.0, scales[..., None].double() - 127)).float().flatten(-2)
+
+
+def random_fp8(*shape: int) -> torch.Tensor:
+    return (torch.randn(shape) * 100).to(torch.float8_e4m3fn)
+
+
+def random_mxfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    *outer, columns = shape
+    blocks = torch.randint(0, 256, (*outer, columns // 32, 16), dtype=torch.uint8)
+    return blocks, torch.randint(110, 140, (*outer, columns // 32), dtype=torch.uint8)
+
+
+def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether they are equal to the bit."""
+    return ours.shape == theirs.shape and torch.equal(ours.view(torch.int32), theirs.contiguous().view(torch.int32))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_small_float_is_what_the_formats_say():
+    codes = torch.arange(256, dtype=torch.uint8)
+    eight = codes.view(torch.float8_e4m3fn).float()
+    known = ~eight.isnan()
+    assert same(minifloat(codes.view(torch.int8), 4, 3)[known], eight[known])
+    nibbles = (codes[:16] << 4).view(torch.int8) >> 4
+    assert same(minifloat(nibbles, 2, 1), torch.tensor((*E2M1, *(-value for value in E2M1))))
+    powers = power_of_two(codes)
+    assert same(powers[:255], codes[:255].view(torch.float8_e8m0fnu).float()) and not powers[255].isfinite()
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_part_of_8_bit_floats_is_that_of_the_whole(data: st.DataObject):
+    """Of blocks that divide nothing, of rows, and of all; also with every other row, or transposed."""
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    rows, columns = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
+    kind = data.draw(st.sampled_from(["blocks", "rows", "all"]))
+    block = {"rows": (1, columns), "all": (rows, columns)}.get(kind) or (
+        data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20)))  # fmt: skip
+    codes = random_fp8(rows, columns)
+    scales = torch.rand(-(-rows // block[0]), -(-columns // block[1])).to(data.draw(st.sampled_from(
+        [torch.float32, torch.bfloat16])))  # fmt: skip
+    given_block = block if kind == "blocks" else (7, 7)
+    packed, whole = unpack_fp8(codes, scales, given_block), fp8_formula(codes, scales, block)
+    if data.draw(st.booleans()):
+        packed, whole = packed.mT, whole.mT
+    check_parts(packed, whole, data)
+
+
+def check_parts(packed: Packed, whole: torch.Tensor, data: st.DataObject) -> None:
+    """Check the whole, a random part, and that in pieces."""
+    assert same(packed.read(), whole)
+    index = []
+    for size in whole.shape:
+        start = data.draw(st.integers(0, size - 1))
+        index.append(slice(start, data.draw(st.integers(start, size)), data.draw(st.sampled_from([1, 1, 2, 3]))))
+    part, expected = packed[tuple(index)], whole[tuple(index)]
+    assert part.shape == expected.shape and same(part.read(), expected)
+    if len(expected):
+        rows = data.draw(st.integers(1, len(expected)))
+        assert same(torch.cat([piece.read() for piece in part.split(rows)]), expected)
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_any_part_of_4_bit_floats_is_that_of_the_whole(data: st.DataObject):
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    shape = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9)), 32 * data.draw(st.integers(1, 3))
+    blocks, scales = random_mxfp4(*shape)
+    packed, whole = unpack_mxfp4(blocks, scales), mxfp4_formula(blocks, scales)
+    assert packed.shape == (shape[0], shape[2], shape[1])
+    if data.draw(st.booleans()):
+        return check_parts(packed, whole.mT, data)
+    check_parts(packed.mT, whole, data)
+    check_parts(packed.mT[0], whole[0], data)  # an expert
+
+
+def test_4_bit_floats_by_hand():
+    """The lower half of a byte comes first, and the scale is a power of two with a bias of 127."""
+    blocks, scales = torch.zeros(1, 1, 16, dtype=torch.uint8), torch.tensor([[129]], dtype=torch.uint8)
+    blocks[0, 0, 0], blocks[0, 0, 15] = 0x91, 0x7F
+    numbers = unpack_mxfp4(blocks, scales).mT.read()
+    assert numbers[0, :3].tolist() == [2.0, -2.0, 0.0] and numbers[0, -2:].tolist() == [-24.0, 24.0]
+
+
+def test_numbers_that_are_none_stay_so():
+    """So that the loader finds them."""
+    codes = torch.zeros(2, 2).to(torch.float8_e4m3fn)
+    codes[1, 0] = torch.nan
+    assert unpack_fp8(codes, torch.ones(1, 1), (2, 2)).read().isnan().tolist() == [[False, False], [True, False]]
+    blocks, scales = random_mxfp4(1, 1, 32)
+    assert not unpack_mxfp4(blocks, torch.full_like(scales, 255)).read().isfinite().any()
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 97, "hidden_size": 64, "intermediate_size": 88,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": 96, "tie_word_embeddings": False,
+}  # fmt: skip
+GPT_OSS = QWEN3 | {
+    "architectures": ["GptOssForCausalLM"], "intermediate_size": 64, "num_local_experts": 3, "num_experts_per_tok": 2,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 24]}
+WEIGHTS = {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True, "dynamic": False}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "float-quantized",
+              "config_groups": {"group_0": {"weights": WEIGHTS}}, "ignore": ["lm_head"]}  # fmt: skip
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+
+
+def build(folder: Path, rank: int = 0, size: int = 1, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "cpu", dtype, 8, Group(rank, size))
+    for part in model.parameters().values():
+        for target, _ in part.pieces:
+            target.fill_(torch.nan)
+    return model
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], files: int = 1) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {name: f"model-{i % files}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(names.values()):
+        save_file({k: v.contiguous() for k, v in tensors.items() if names[k] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return folder
+
+
+def fp8_checkpoints(tmp_path: Path, kind: str) -> tuple[Path, Path]:
+    """A checkpoint with projections in 8 bits, and one of the numbers that it stands for."""
+    torch.manual_seed(0)
+    plain = write(tmp_path / "plain", QWEN3, {"x": torch.ones(1)})
+    packed, numbers = {}, {}
+    for name, part in build(plain).parameters().items():
+        saved = name if name.startswith("lm_head") else f"model.{name}"
+        if "proj" not in name:
+            packed[saved] = numbers[saved] = torch.randn(part.shape)
+            continue
+        codes, (rows, columns) = random_fp8(*part.shape), part.shape
+        block = {"blocks": (16, 24), "channel": (1, columns), "tensor": (rows, columns)}[kind]
+        scales = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
+        packed[saved], numbers[saved] = codes, fp8_formula(codes, scales, block)
+        packed[saved + ("_scale_inv" if kind == "blocks" else "_scale")] = scales[0, 0] if kind == "tensor" else scales
+        packed[saved.replace("weight", "input_scale")] = torch.ones(())
+    config = QWEN3 | {"quantization_config": FP8 if kind == "blocks" else COMPRESSED}
+    return write(tmp_path / "packed", config, packed, files=3), write(tmp_path / "plain", QWEN3, numbers)
+
+
+def check_equal(ours: Transformer, theirs: Transformer) -> None:
+    theirs_by_name = theirs.parameters()
+    for name, part in ours.parameters().items():
+        for (target, _), (expected, _) in zip(part.pieces, theirs_by_name[name].pieces, strict=True):
+            assert torch.equal(target, expected) and not target.isnan().any(), name
+
+
+@pytest.mark.parametrize("kind", ["blocks", "channel", "tensor"])
+def test_8_bit_checkpoints_are_loaded_as_their_numbers(tmp_path: Path, kind: str):
+    """On one rank and on several, also through buffers; the scales are in other files than what they scale."""
+    packed, plain = fp8_checkpoints(tmp_path, kind)
+    for rank, size in ((0, 1), (0, 2), (1, 2), (3, 4)):
+        for staged in (False, True):
+            ours, theirs = build(packed, rank, size), build(plain, rank, size)
+            load_weights(ours, str(packed), staged=staged)
+            load_weights(theirs, str(plain))
+            check_equal(ours, theirs)
+
+
+def mxfp4_checkpoints(tmp_path: Path) -> tuple[Path, Path]:
+    torch.manual_seed(0)
+    plain = write(tmp_path / "plain", GPT_OSS, {"x": torch.ones(1)})
+    packed, numbers = {}, {}
+    for name, part in build(plain).parameters().items():
+        saved = name if name.startswith("lm_head") else f"model.{name}"
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = part.shape
+            blocks, scales = random_mxfp4(experts, rows, columns)
+            packed |= {f"{saved}_blocks": blocks, f"{saved}_scales": scales}
+            numbers[saved] = mxfp4_formula(blocks, scales).mT
+        elif ".experts." not in name or name.endswith("_bias"):
+            packed[saved] = numbers[saved] = torch.randn(part.shape)
+    config = GPT_OSS | {"quantization_config": MXFP4}
+    return write(tmp_path / "packed", config, packed, files=3), write(tmp_path / "plain", GPT_OSS, numbers)
+
+
+def test_4_bit_experts_are_loaded_as_their_numbers(tmp_path: Path):
+    packed, plain = mxfp4_checkpoints(tmp_path)
+    for rank, size in ((0, 1), (0, 2), (1, 2)):
+        ours, theirs = build(packed, rank, size), build(plain, rank, size)
+        load_weights(ours, str(packed), staged=size == 2)
+        load_weights(theirs, str(plain))
+        check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_numbers_are_made_piece_by_piece_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staged: bool):
+    """No more than a piece at a time is in memory, and a rank makes none that it does not hold."""
+    made, read = [], Packed.read
+    monkeypatch.setattr(Packed, "read", lambda self: made.append(self.shape.numel()) or read(self))
+    monkeypatch.setattr(loader, "PIECE_BYTES", 1024)
+    packed, _ = fp8_checkpoints(tmp_path, "blocks")
+    model = build(packed, 1, 2)
+    load_weights(model, str(packed), staged=staged)
+    parts = {name: part for name, part in model.parameters().items() if "proj" in name}
+    assert sum(made) == sum(target.numel() for part in parts.values() for target, _ in part.pieces)
+    assert max(made) * 2 <= 1024  # bytes of the target
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({Q + "_scale_inv": None}, rf"tensor {Q} is F8_E4M3, and the checkpoint has no scales for it"),
+        ({Q: torch.ones(96, 64)}, rf"tensor {Q} is F32; with scales beside it Manta reads F8_E4M3"),
+        ({Q: torch.ones(96, 64).to(torch.float8_e5m2)}, rf"tensor {Q} is F8_E5M2"),
+        ({Q: torch.ones(96, 62).to(torch.float8_e4m3fn)}, rf"tensor {Q} has shape \[96, 62\]; config.json asks"),
+        ({Q + "_scale_inv": torch.ones(6, 2)}, rf"tensor {Q} has scales of shape \[6, 2\], not \[6, 3\]"),
+        ({Q + "_scale_inv": torch.ones(6, 3).int()}, rf"tensor {Q}_scale_inv is I32; Manta reads BF16"),
+        ({Q + "_scale_inv": torch.full((6, 3), torch.inf)}, rf"tensor {Q} has NaN or infinite elements"),
+        ({Q: None}, rf"tensor '{Q}_scale_inv' that Qwen3ForCausalLM has not"),
+        ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, r"tensor model.norm.weight is F8_E4M3"),
+    ],
+)
+def test_what_is_wrong_with_a_packed_tensor_is_said(tmp_path: Path, change: dict[str, Any], message: str):
+    packed, _ = fp8_checkpoints(tmp_path, "blocks")
+    tensors = {}
+    for path in packed.glob("*.safetensors"):
+        tensors |= load_file(path)
+    tensors = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+    write(packed, json.loads((packed / "config.json").read_text()), tensors)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_weights(build(packed), str(packed))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tensor_in_two_files_and_a_damaged_file(tmp_path: Path):
+    packed, _ = fp8_checkpoints(tmp_path, "blocks")
+    first, second = (packed / f"model-{i}.safetensors" for i in (0, 1))
+    tensors = load_file(first)
+    save_file(load_file(second) | {Q: random_fp8(96, 64)}, second)
+    save_file(tensors | {Q: random_fp8(96, 64)}, first)
+    with pytest.raises(ValueError, match=rf"has a tensor '{Q}'; the checkpoint has it as {Q}, too"):
+        load_weights(build(packed), str(packed))
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"model-0\.safetensors is damaged"):
+        load_weights(build(packed), str(packed))
+
+
+def test_blocks_and_scales_of_different_shapes(tmp_path: Path):
+    blocks, scales = random_mxfp4(2, 4, 64)
+    for wrong in ((blocks, scales[:1]), (blocks[..., :8], scales), (blocks[0, 0], scales[0, 0])):
+        with pytest.raises(ValueError, match="has blocks of shape"):
+            unpack_mxfp4(*wrong)
+
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+def compressed(**weights: Any) -> dict[str, Any]:
+    return COMPRESSED | {"config_groups": {"group_0": {"weights": WEIGHTS | weights}}}
+
+
+@pytest.mark.parametrize(
+    ("raw", "found"),
+    [
+        (None, None),
+        ({}, None),
+        ({"quant_method": "fp8"}, Quantization("fp8")),
+        (FP8 | {"fmt": "e4m3", "scale_fmt": "ue8m0"}, Quantization("fp8", (16, 24))),
+        (MXFP4, Quantization("mxfp4")),
+        (COMPRESSED, Quantization("fp8")),
+        (compressed(strategy="block", block_structure=[64, 32]), Quantization("fp8", (64, 32))),
+    ],
+)
+def test_what_config_json_says_of_the_weights(raw: Any, found: Quantization | None):
+    assert read_quantization(raw) == found
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ("fp8", "is 'fp8'; it must be an object"),
+        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq'; Manta reads fp8, compressed-tensors, mxfp4"),
+        ({"bits": 4}, "quant_method None"),
+        (FP8 | {"weight_block_size": [128]}, "weight_block_size is"),
+        (FP8 | {"weight_block_size": [128, True]}, "weight_block_size is"),
+        (FP8 | {"fmt": "e5m2"}, "the fmt 'e5m2'; Manta reads e4m3"),
+        (FP8 | {"expert_dtype": "fp4"}, "expert_dtype 'fp4', not fp8"),
+        (FP8 | {"twist": 3}, "quantization_config has 'twist', 3, and Manta does not know that field"),
+        (MXFP4 | {"weight_block_size": [1, 2]}, "has 'weight_block_size'"),
+        (compressed(num_bits=4), "of 'group_0' as type, num_bits, strategy and symmetric .'float', 4"),
+        (compressed(symmetric=False), "Manta reads float, 8"),
+        (COMPRESSED | {"format": "pack-quantized"}, "has the format 'pack-quantized'"),
+        (COMPRESSED | {"config_groups": {}}, "has the format"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24"}}, "has a sparsity_config, which Manta has not"),
+    ],
+)
+def test_weights_that_manta_does_not_read_are_refused(raw: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        read_quantization(raw)

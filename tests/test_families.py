@@ -1,0 +1,166 @@
+"""Every family of `FAMILIES` against transformers, on random tiny checkpoints: logits, greedy tokens, and every way
+through the engine that must not change them."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from families import FAMILIES
+from model_config import ModelConfig
+from test_model import check, make_worker
+
+NEW = 64
+
+
+ABSENT = object()
+
+
+def shape(**more: Any) -> dict[str, Any]:
+    """A shape that suits most families: 4 heads of 16, two of which share a key. What is ABSENT is left out."""
+    found = {
+        "vocab_size": 99, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_hidden_layers": 2, "intermediate_size": 80, "max_position_embeddings": 256, "bos_token_id": None,
+        "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False, **more}  # fmt: skip
+    return {name: value for name, value in found.items() if value is not ABSENT}
+
+
+OWN_HEADS = {"num_key_value_heads": ABSENT}  # each head has keys of its own, and no field says so
+
+
+def case(config: str, **more: Any) -> dict[str, Any]:
+    return {"config": config, "shape": shape(**more)}
+
+
+HEAD16 = {"head_dim": 16}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24}
+ROUTED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LATENT = {
+    "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+
+FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
+
+CASES: dict[str, dict[str, Any]] = {
+    "apertus": case("ApertusConfig", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "arcee-biases": case("ArceeConfig", mlp_bias=True, attention_bias=True),
+    "cohere": case("CohereConfig", tie_word_embeddings=True, logit_scale=0.3),
+    "cohere-qk-norm": case("CohereConfig", tie_word_embeddings=True, use_qk_norm=True),
+    "cohere2": case(
+        "Cohere2Config", tie_word_embeddings=True, sliding_window=9, num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "deepseek-v2": case("DeepseekV2Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
+                        topk_method="group_limited_greedy", norm_topk_prob=False),
+    "deepseek-v2-lite": case("DeepseekV2Config", **ROUTED | LATENT | {"q_lora_rank": None}, topk_method="greedy"),
+    "deepseek-v3": case("DeepseekV3Config", **ROUTED | LATENT | {"n_group": 4, "topk_group": 2},
+                        rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
+    "ernie": case("Ernie4_5Config", head_dim=32, use_bias=False),
+    "exaone4": case(
+        "Exaone4Config", sliding_window=9, num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"]),
+    "exaone4-full": case("Exaone4Config", sliding_window=None, layer_types=["full_attention"] * 2),
+    "falcon-new": case(
+        "FalconConfig", **FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=False, tie_word_embeddings=True),
+    "falcon-one-norm": case(
+        "FalconConfig", **FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True,
+        ffn_hidden_size=96, tie_word_embeddings=True),
+    "falcon-7b": case("FalconConfig", **FALCON, multi_query=True, parallel_attn=True, tie_word_embeddings=True),
+    "falcon-serial": case(
+        "FalconConfig", **FALCON, multi_query=False, parallel_attn=False, bias=True, tie_word_embeddings=True),
+    "gemma": case("GemmaConfig", **HEAD16, tie_word_embeddings=True),
+    "gemma2": case(
+        "Gemma2Config", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
+        attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": case(
+        "Gemma3TextConfig", **HEAD16, tie_word_embeddings=True, query_pre_attn_scalar=24, sliding_window=9,
+        num_hidden_layers=6, rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "glm": case("GlmConfig", **HEAD16, attention_bias=True),
+    "glm4": case("Glm4Config", **HEAD16, attention_bias=True),
+    "glm4-moe": case("Glm4MoeConfig", **HEAD16, **ROUTED, use_qk_norm=True, attention_bias=True),
+    "gpt2": case("GPT2Config", **OWN_HEADS, intermediate_size=ABSENT, tie_word_embeddings=True),
+    "gpt-neox": case("GPTNeoXConfig", **OWN_HEADS),
+    "gpt-neox-serial": case("GPTNeoXConfig", **OWN_HEADS, use_parallel_residual=False, attention_bias=False),
+    "gpt-oss": case("GptOssConfig", **HEAD16, **LOCAL_EXPERTS, sliding_window=9, rope_parameters=YARN | {
+        "truncate": False}),
+    "granite": case(
+        "GraniteConfig", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+        logits_scaling=0.7),
+    "granite-moe": case(
+        "GraniteMoeConfig", **LOCAL_EXPERTS, embedding_multiplier=3.0, attention_multiplier=0.2,
+        residual_multiplier=0.4, logits_scaling=0.7),
+    "hunyuan": case("HunYuanDenseV1Config", **HEAD16),
+    "llama-biases": case("LlamaConfig", attention_bias=True, mlp_bias=True),
+    "llama4": case(
+        "Llama4TextConfig", **HEAD16, **LOCAL_EXPERTS | {"num_experts_per_tok": 1}, intermediate_size_mlp=80,
+        num_hidden_layers=4, attention_chunk_size=16, floor_scale=8, interleave_moe_layer_step=2),
+    "minimax-m2": case("MiniMaxM2Config", **HEAD16, **LOCAL_EXPERTS, rope_parameters={
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}),
+    "ministral": case(
+        "MinistralConfig", **HEAD16, sliding_window=9, layer_types=["sliding_attention", "full_attention"]),
+    "ministral3": case("Ministral3Config", **HEAD16, rope_parameters=YARN | {
+        "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16}),
+    "mistral": case("MistralConfig", sliding_window=9),
+    "mixtral": case("MixtralConfig", **LOCAL_EXPERTS),
+    "nemotron": case("NemotronConfig", attention_bias=True, mlp_bias=True),
+    "olmo2": case("Olmo2Config"),
+    "olmo3": case(
+        "Olmo3Config", sliding_window=9, num_hidden_layers=4, rope_parameters={
+            "full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "olmoe": case("OlmoeConfig", num_experts=8, num_experts_per_tok=3, intermediate_size=24),
+    "opt": case("OPTConfig", **OWN_HEADS, intermediate_size=ABSENT, ffn_dim=96, tie_word_embeddings=True),
+    "phi": case("PhiConfig"),
+    "phi3": case("Phi3Config", sliding_window=9),
+    "phi4-partial-longrope": case(
+        "Phi3Config", rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 4.0],
+            "long_factor": [2.0 + i for i in range(6)], "partial_rotary_factor": 0.75},
+        original_max_position_embeddings=256),
+    "qwen2": case("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1, num_hidden_layers=3),
+    "qwen2-moe": case(
+        "Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=40, num_hidden_layers=4, mlp_only_layers=[1]),
+    "qwen3": case("Qwen3Config", head_dim=32),
+    "qwen3-moe": case("Qwen3MoeConfig", **HEAD16, **EXPERTS, norm_topk_prob=True, decoder_sparse_step=2),
+    "seed-oss": case("SeedOssConfig", **HEAD16, attention_bias=True, attention_out_bias=False),
+    "smollm3": case("SmolLM3Config", num_hidden_layers=4),
+    "stablelm": case("StableLmConfig", use_qkv_bias=True),
+    "stablelm-parallel-qk-norm": case("StableLmConfig", use_parallel_residual=True, qk_layernorm=True),
+    "starcoder2": case("Starcoder2Config", tie_word_embeddings=True, sliding_window=9),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random checkpoints and transformers' answers. One process makes all, because importing takes long."""
+    folder = tmp_path_factory.mktemp("families")
+    rng = random.Random(0)
+    for each in CASES.values():
+        each |= {"new": NEW, "prompts": [[rng.randrange(1, 99) for _ in range(n)] for n in (7, 41)], "generated": [1]}
+    (folder / "cases.json").write_text(json.dumps(CASES))
+    oracle = Path(__file__).with_name("oracle.py")
+    subprocess.run([sys.executable, "-I", oracle, folder / "cases.json", folder], check=True, cwd=folder)
+    return folder
+
+
+def test_every_family_has_a_case(checkpoints: Path) -> None:
+    named = {ModelConfig.from_folder(str(checkpoints / name)).architecture for name in CASES}
+    assert named == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_family_equals_transformers(checkpoints: Path, name: str) -> None:
+    check(make_worker(checkpoints / name), CASES[name], load_file(checkpoints / name / "oracle.safetensors"))

@@ -1,0 +1,406 @@
+"""Vocabularies in other files than `tokenizer.json`, made into the same `tokenizers.Tokenizer` when they are loaded.
+
+`tokenizer.model` is SentencePiece's (Llama 2, Mistral 7B, Gemma), `tekken.json` is Mistral's list of byte strings that
+tiktoken ranks, and `vocab.json` with `merges.txt` is GPT-2's byte-level BPE. The JSON files beside them say which of
+the tokens are special. A vocabulary that would not give the ids of its own library is refused, and the error says why.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+SPACE = "\u2581"  # how SentencePiece vocabularies spell a space
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePiece's types of pieces
+MODEL_TYPES = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
+NEVER = -1e4  # a log-probability for pieces that no text may give; all others are far above it
+
+
+# The special tokens of the first tekken.json files, which do not list them, in the order of their ids.
+TEKKEN_SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]",
+    "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+
+QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# How the classes of tokenizers that are saved as vocab.json and merges.txt split a text; None is GPT-2's own way.
+SPLITS = {"GPT2Tokenizer": None, "CodeGenTokenizer": None, "Qwen2Tokenizer": QWEN2}
+
+
+class Piece(NamedTuple):
+    """A token of a SentencePiece model."""
+
+    text: str
+    score: float
+    kind: int
+
+
+@dataclass
+class Settings:
+    """What the JSON files beside a vocabulary say of its tokens."""
+
+    config: dict[str, Any]  # tokenizer_config.json
+    names: dict[str, str]  # "bos_token" and the like
+    special: set[str]
+    added: dict[int, AddedToken]  # by id
+
+
+def convert(path: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """The tokenizer of a file with one of the names in `READERS`, and its tokens by name ("bos_token" and the like).
+
+    Raises:
+        Exception: of any type, also the library's own: the file is broken, or it asks for what cannot be converted.
+    """
+    return READERS[path.name](path, read_settings(path.parent))
+
+
+def read_settings(folder: Path) -> Settings:
+    """Read tokenizer_config.json, special_tokens_map.json and added_tokens.json, each where it is there.
+
+    Raises:
+        ValueError: one of them is broken.
+    """
+    config = read_object(folder / "tokenizer_config.json")
+    named = read_object(folder / "special_tokens_map.json") | config
+    names = special_tokens(named)
+    special = set(names.values())
+    for each in ("additional_special_tokens", "extra_special_tokens"):
+        special |= {token["content"] if isinstance(token, dict) else token for token in named.get(each) or ()}
+    added = {}
+    for text, id in read_object(folder / "added_tokens.json").items():
+        added[int(id)] = AddedToken(text, special=text in special, normalized=text not in special)
+    flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+    for id, token in (config.get("added_tokens_decoder") or {}).items():
+        added[int(id)] = AddedToken(token["content"], **{flag: token[flag] for flag in flags if flag in token})
+    return Settings(config, names, special, added)
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """`bos_token` and the like, by name; those that are null are left out, so that templates show nothing for them."""
+    found = {}
+    for name, token in config.items():
+        text = token.get("content") if isinstance(token, dict) else token
+        if name.endswith("_token") and isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, empty where there is no file.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
+    return content
+
+
+# --- SentencePiece ----------------------------------------------------------------------------------------------------
+
+
+def read_sentencepiece(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `tokenizer.model`: see sentencepiece_model.proto for the numbers of the fields."""
+    model = list(fields(path.read_bytes()))
+    pieces = [read_piece(value) for number, value in model if number == 1]
+    trainer, rule = (dict(fields(last(model, number))) for number in (2, 3))
+    kind, byte_fallback = trainer.get(3, 1), bool(trainer.get(35, 0))
+    check_sentencepiece(pieces, trainer, rule, bool(last(model, 5)))
+    for id, token in settings.added.items():  # a fine-tuned model may have given a spare piece a name
+        if id < len(pieces) and pieces[id].text != token.content:
+            pieces[id] = Piece(token.content, 0.0, CONTROL if token.special else USER_DEFINED)
+    vocab = {piece.text: id for id, piece in enumerate(pieces)}
+    if len(vocab) < len(pieces):
+        raise ValueError("two of its pieces are spelled alike")
+
+    unknown = next(id for id, piece in enumerate(pieces) if piece.kind == UNKNOWN)
+    inner: models.Model
+    if kind == 1:
+        scores = [(piece.text, log_probability(piece)) for piece in pieces]
+        inner = models.Unigram(scores, unk_id=unknown, byte_fallback=byte_fallback)
+    else:
+        ranks = {piece.text: -piece.score for piece in pieces if piece.kind == NORMAL}
+        inner = models.BPE(
+            vocab, merges_of(ranks), unk_token=pieces[unknown].text, fuse_unk=True, byte_fallback=byte_fallback
+        )
+    tokenizer = Tokenizer(inner)
+
+    charsmap, squeeze = rule.get(2, b""), bool(rule.get(4, 1))
+    prefix = settings.config.get("add_prefix_space")
+    prefix = bool(rule.get(3, 1)) if prefix is None else bool(prefix)
+    tokenizer.normalizer = normalizer(charsmap, squeeze, prefix)
+    if prefix:
+        # A Metaspace puts its character in front only where the text does not begin with it. With spaces squeezed that
+        # is right. Without, it must be there in addition: so the first of two puts a plain space in front, because the
+        # normalizer has replaced all others, and the second spells it as the vocabulary does.
+        scheme = "always" if settings.config.get("legacy") else "first"
+        steps = [(SPACE, scheme)] if squeeze else [(" ", scheme), (SPACE, "never")]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(char, where, split=False) for char, where in steps]
+        )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            *([decoders.ByteFallback()] if byte_fallback else []),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 2**31 if squeeze else 1, 0)] if prefix or squeeze else []),
+        ]
+    )
+
+    added = {}
+    for id, (text, _, kind) in enumerate(pieces):
+        if kind in (CONTROL, UNKNOWN) or (kind == USER_DEFINED and isinstance(inner, models.BPE)):
+            said = settings.added.get(id) or AddedToken(text, special=kind != USER_DEFINED)
+            # Those of users are found in the text as pieces spell it ("▁▁"), unless the normalizer changes more of it.
+            spelled_alike = kind == USER_DEFINED and not (charsmap or squeeze)
+            flags = {flag: getattr(said, flag) for flag in ("special", "lstrip", "rstrip", "single_word")}
+            added[id] = AddedToken(text, normalized=spelled_alike, **flags)
+    names = {}
+    for name, number, default in (("unk", 40, 0), ("bos", 41, 1), ("eos", 42, 2)):
+        id = trainer.get(number, default)
+        id -= 2**64 if id >= 2**63 else 0  # -1 says that there is none
+        if 0 <= id < len(pieces) and pieces[id].kind in (UNKNOWN, CONTROL):
+            names[f"{name}_token"] = pieces[id].text
+    return finish(tokenizer, settings, added, names, adds_bos=True)
+
+
+def check_sentencepiece(pieces: list[Piece], trainer: dict, rule: dict, rewrites: bool) -> None:
+    """Check that the model can be converted.
+
+    Raises:
+        ValueError: says why it cannot.
+    """
+    kind = trainer.get(3, 1)
+    if not pieces:
+        raise ValueError("it has no pieces, as SentencePiece's models have")
+    if kind not in (1, 2):
+        raise ValueError(f"it is a {MODEL_TYPES.get(kind, kind)} model; Manta converts unigram and BPE models")
+    if trainer.get(24, 0):
+        raise ValueError("it has treat_whitespace_as_suffix, which Manta has not")
+    if not rule.get(5, 1):
+        raise ValueError("it has escape_whitespaces off, which Manta has not")
+    if rewrites:
+        raise ValueError("it has a denormalizer_spec, which Manta has not")
+    if any(piece.kind == UNUSED for piece in pieces):
+        raise ValueError("it has unused pieces, which Manta has not")
+    if not any(piece.kind == UNKNOWN for piece in pieces):
+        raise ValueError("it has no piece for what is unknown")
+    if trainer.get(35, 0) and sum(piece.kind == BYTE for piece in pieces) != 256:
+        raise ValueError("it has byte_fallback, but not 256 pieces for bytes")
+
+
+def normalizer(charsmap: bytes, squeeze: bool, prefix: bool) -> normalizers.Normalizer:
+    """What SentencePiece does to a text first; `squeeze` is remove_extra_whitespaces, `prefix` add_dummy_prefix."""
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(charsmap)] if charsmap else []
+    if squeeze:
+        first = " " if prefix else ""  # it is the prefix
+        steps += [normalizers.Replace(Regex(r"\A +"), first), normalizers.Replace(Regex(" +"), " ")]
+    steps.append(normalizers.Replace(" ", SPACE))
+    if squeeze:
+        steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
+    return normalizers.Sequence(steps)
+
+
+def read_piece(message: Any) -> Piece:
+    """A message SentencePiece of a model."""
+    found = dict(fields(message))
+    return Piece(found[1].decode(), struct.unpack("<f", found.get(2, bytes(4)))[0], found.get(3, NORMAL))
+
+
+def log_probability(piece: Piece) -> float:
+    """What a piece counts in a unigram model. Those that users defined have no score, and win over all others."""
+    return {NORMAL: piece.score, USER_DEFINED: 0.1 * (len(piece.text.encode()) - 1)}.get(piece.kind, NEVER)
+
+
+def last(message: list[tuple[int, Any]], number: int) -> Any:
+    """The last value of a field, which is the one that counts."""
+    return next((value for found, value in reversed(message) if found == number), b"")
+
+
+def fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of each field of a protobuf message: an int, or the bytes of anything else.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    at, end = 0, len(message)
+    while at < end:
+        tag, at = varint(message, at)
+        wire = tag & 7
+        if wire == 0:
+            value, at = varint(message, at)
+            yield tag >> 3, value
+            continue
+        if wire not in (1, 2, 5):
+            raise ValueError(f"it is no protobuf message: wire type {wire}")
+        size, at = varint(message, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
+        if at + size > end:
+            raise ValueError("it is no protobuf message, or ends early")
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def varint(message: bytes, at: int) -> tuple[int, int]:
+    """The number that begins at a place, seven bits to a byte, the lowest first; and the place after it."""
+    value = 0
+    for i, byte in enumerate(message[at : at + 10]):
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return value, at + i + 1
+    raise ValueError("it is no protobuf message, or ends early")
+
+
+# --- byte-level BPE ---------------------------------------------------------------------------------------------------
+
+
+def read_tekken(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `tekken.json`: the special tokens have the first ids, the byte strings in the order of their ranks the next."""
+    content = read_object(path)
+    config = content["config"]
+    listed = content.get("special_tokens")
+    special = dict(enumerate(TEKKEN_SPECIAL)) if listed is None else {int(t["rank"]): t["token_str"] for t in listed}
+    num_special = config.get("default_num_special_tokens", len(special))
+    if not set(special) <= set(range(num_special)):
+        raise ValueError(f"a special token has the rank {max(special)}; there are {num_special} special tokens")
+    for id in range(num_special):
+        special.setdefault(id, f"<SPECIAL_{id}>")
+    vocab_size = config.get("default_vocab_size", len(content["vocab"]) + num_special)
+    tokens = [base64.b64decode(entry["token_bytes"]) for entry in content["vocab"][: vocab_size - num_special]]
+    if len(tokens) + num_special != vocab_size:
+        raise ValueError(f"it has {len(tokens)} tokens and {num_special} special tokens; it says {vocab_size} in all")
+    for i, entry in enumerate(content["vocab"][: len(tokens)]):
+        if entry.get("rank", i) != i:
+            raise ValueError(f"token {i} has the rank {entry['rank']}; tokens must be in the order of their ranks")
+    texts = set(special.values())
+    ranks = {text: rank for rank, text in enumerate(map(spelled, tokens)) if text not in texts}
+    vocab = {text: rank + num_special for text, rank in ranks.items()} | {text: id for id, text in special.items()}
+    tokenizer = byte_level(vocab, merges_of(ranks), config["pattern"], prefix=False, ignore_merges=True)
+    added = {id: AddedToken(text, special=True, normalized=False) for id, text in special.items()}
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return finish(tokenizer, settings, added, {k: v for k, v in names.items() if v in texts}, adds_bos=True)
+
+
+def read_merges(path: Path, settings: Settings) -> tuple[Tokenizer, dict[str, str]]:
+    """A `vocab.json` and the `merges.txt` beside it."""
+    kind = str(settings.config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
+    if kind not in SPLITS:
+        raise ValueError(f"its tokenizer_class is {kind!r:.80}; Manta converts {', '.join(SPLITS)}")
+    if not (merges_path := path.parent / "merges.txt").is_file():
+        raise ValueError("there is no merges.txt beside it")
+    lines = merges_path.read_text(encoding="utf-8").split("\n")
+    lines = lines[1:] if lines[0].startswith("#version") else lines
+    merges = [tuple(line.split(" ")) for line in lines if line]
+    if wrong := next((merge for merge in merges if len(merge) != 2), None):
+        raise ValueError(f"merges.txt has the line {' '.join(wrong)!r:.80}; a line must have two tokens")
+    vocab = read_object(path)
+    prefix = bool(settings.config.get("add_prefix_space"))
+    tokenizer = byte_level(vocab, merges, SPLITS[kind], prefix)
+    names, added = {}, {}
+    if kind != "Qwen2Tokenizer" and not settings.names and "<|endoftext|>" in vocab:  # GPT-2 has no file that says so
+        names = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+        added = {vocab["<|endoftext|>"]: AddedToken("<|endoftext|>", special=True, normalized=False)}
+    return finish(tokenizer, settings, added, names, adds_bos=False)
+
+
+def byte_level(
+    vocab: dict[str, int], merges: list, pattern: str | None, prefix: bool, ignore_merges: bool = False
+) -> Tokenizer:
+    """BPE over bytes, of a text that is first split by a pattern, or in GPT-2's way.
+
+    With `ignore_merges` a part of the text that is a token is that token, however its bytes would merge.
+    """
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=ignore_merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    if pattern is not None:
+        parts = pre_tokenizers.Split(Regex(pattern), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([parts, pre_tokenizers.ByteLevel(prefix, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters, which every byte-level BPE vocabulary uses."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHAR = byte_of_char()
+SPELLING = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+
+
+def spelled(token: bytes) -> str:
+    """A byte string as byte-level BPE vocabularies spell it."""
+    return "".join(map(SPELLING.__getitem__, token))
+
+
+# --- what all have in common ------------------------------------------------------------------------------------------
+
+
+def merges_of(ranks: dict[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE that ranks tokens (SentencePiece, tiktoken): every pair that makes one, in their order."""
+    found = []
+    for text, rank in ranks.items():
+        for cut in range(1, len(text)):
+            pair = text[:cut], text[cut:]
+            if pair[0] in ranks and pair[1] in ranks:
+                found.append((rank, pair))
+    found.sort(key=lambda entry: entry[0])
+    return [pair for _, pair in found]
+
+
+def finish(
+    tokenizer: Tokenizer, settings: Settings, added: dict[int, AddedToken], names: dict[str, str], adds_bos: bool
+) -> tuple[Tokenizer, dict[str, str]]:
+    """Add the tokens that the vocabulary and the files beside it name, and what goes around a text.
+
+    Args:
+        added: of the vocabulary itself, by id.
+        names: of the vocabulary itself; the files' names count more.
+        adds_bos: whether a text gets a BOS where the files do not say so.
+
+    Raises:
+        ValueError: a token has another id in the vocabulary, or its id leaves a gap after the vocabulary.
+    """
+    added, names = settings.added | added, names | settings.names
+    for text in sorted(settings.special | set(names.values())):
+        id = tokenizer.token_to_id(text)
+        if id is not None and id not in added:
+            added[id] = AddedToken(text, special=True, normalized=False)
+    tokens = [added[id] for id in sorted(added)]
+    tokenizer.add_tokens(tokens)
+    for id, token in added.items():
+        if (found := tokenizer.token_to_id(token.content)) != id:
+            raise ValueError(f"token {token.content!r:.80} has the id {id} beside it, and {found} in the vocabulary")
+    adds = {"bos_token": settings.config.get("add_bos_token"), "eos_token": settings.config.get("add_eos_token")}
+    adds["bos_token"] = adds_bos if adds["bos_token"] is None else adds["bos_token"]
+    bos, eos = ([names[name]] if adds[name] and name in names else [] for name in ("bos_token", "eos_token"))
+    around = {text: tokenizer.token_to_id(text) for text in bos + eos}
+    if missing := [text for text, id in around.items() if id is None]:
+        raise ValueError(f"token {missing[0]!r:.80} goes around each text and is not in the vocabulary")
+    if around:
+        single = [*bos, "$A", *eos]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=single, pair=single + [part.replace("$A", "$B") + ":1" for part in single],
+            special_tokens=list(around.items()),
+        )  # fmt: skip
+    return tokenizer, names
+
+
+READERS = {"tekken.json": read_tekken, "tokenizer.model": read_sentencepiece, "vocab.json": read_merges}
