@@ -86,7 +86,7 @@ def prompt(name: str = "deepseek-v3") -> list[int]:
 def run(worker: Worker, chunks: list[tuple[int, range, int]], step: int = 0) -> list[int]:
     """Sample the token after the prompt of 41."""
     for i, (count, blocks, computed) in enumerate(chunks):
-        new = [NewRow(slot=0, token_ids=prompt(), blocks=list(blocks), num_computed=computed)] if i == 0 else []
+        new = [NewRow(slot=0, token_ids=prompt(), blocks=[list(blocks)], num_computed=computed)] if i == 0 else []
         result = worker.step(StepPlan(step + i, rows=[(0, count)], new=new))
     return result.token_ids
 
@@ -102,19 +102,19 @@ def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Path) 
     want = oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()
     assert more(worker, 9, run(worker, [(17, range(16), 0), (1, range(16), 0), (23, range(16), 0)]), 11) == want[:12]
     # A prefix of two blocks is found, and the rest goes elsewhere.
-    row = NewRow(slot=0, token_ids=prompt(), blocks=[0, 1, *range(20, 30)], num_computed=32)
+    row = NewRow(slot=0, token_ids=prompt(), blocks=[[0, 1, *range(20, 30)]], num_computed=32)
     found = worker.step(StepPlan(30, rows=[(0, 9)], new=[row], released=[0])).token_ids
     assert more(worker, 31, found, 5) == want[:6]
     # Preempted, and computed again with what it had said.
     worker.pool[:30] = torch.nan
-    row = NewRow(slot=0, token_ids=prompt() + want[:6], blocks=[*range(3, 19)])
+    row = NewRow(slot=0, token_ids=prompt() + want[:6], blocks=[[*range(3, 19)]])
     found = worker.step(StepPlan(40, rows=[(0, 47)], new=[row], released=[0])).token_ids
     assert more(worker, 41, found, 5) == want[6:12]
     # Swapped out and, to other blocks, in again. The last token's latent is not there yet.
     out = [(3 + i, i) for i in range(4)]
     worker.step(StepPlan(50, swap_out=out, released=[0]))
     worker.pool[:] = torch.nan
-    row = NewRow(slot=0, token_ids=prompt() + want[:12], blocks=[*range(10, 24)], num_computed=52)
+    row = NewRow(slot=0, token_ids=prompt() + want[:12], blocks=[[*range(10, 24)]], num_computed=52)
     found = worker.step(StepPlan(51, rows=[(0, 1)], new=[row], swap_in=[(i, 10 + i) for i in range(4)])).token_ids
     assert more(worker, 52, found, 20) == want[12:33]
 
@@ -130,8 +130,8 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
     starts = torch.tensor([0, *accumulate(counts[decodes:])], **ints)
     batch = Batch(
         torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
-        tables[owners, positions // 16].long() * 16 + positions % 16, lens, torch.arange(len(rows), **ints), tables,
-        decodes, starts, max(counts), [(len(tokens), held) for _, tokens, held in rows[decodes:]],
+        (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
+        torch.arange(len(rows), **ints), tables[None], decodes, starts, max(counts), [(len(tokens), held) for _, tokens, held in rows[decodes:]],
     )  # fmt: skip
     return model.forward(batch, pool)
 
