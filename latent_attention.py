@@ -71,7 +71,8 @@ def workspace(
     Args:
         c: the model's shape. heads: of this rank.
         tokens: of the step. decodes: the most rows of one token.
-        context: the most tokens whose keys and values are made together; 0 where the absorbed form serves all.
+        context: the most tokens whose keys and values are made together; 0 where the absorbed form serves all rows, and
+            -1 where all rows have one token.
         itemsize: bytes of a number. at_once: see `heads_at_once`. processors: of the device.
     """
     latent = c.latent
@@ -84,12 +85,13 @@ def workspace(
     tiles = next(n for n in range(-(-heads // most), heads + 1) if heads % n == 0)
     programs = max(tiles, (2 if heads // tiles <= 16 else 1) * processors)
     decode = itemsize * decodes * heads * (width + rank) + 4 * programs * 2 * (heads // tiles) * (rank + 1)
-    if context:  # gathered latents, the product, its pages, and the queries and results of some heads
+    longer = 0
+    if context > 0:  # gathered latents, the product, its pages, and the queries and results of some heads
         longer = context * (width + at_once * head_numbers(c)) + 2 * tokens * at_once * c.head_dim
-    else:  # of some heads the queries, a part of them, the absorbed queries and how these came about, or the results
+    elif (
+        context == 0
+    ):  # of some heads the queries, a part of them, the absorbed queries and how these came about, or the results
         longer = tokens * absorbed_heads(heads) * (c.head_dim + latent.nope_dim + width + rank)
-    if tokens == decodes == 1:
-        longer = 0
     return max(
         itemsize * begun, itemsize * tokens * heads * (c.head_dim + latent.v_dim) + max(decode, itemsize * longer)
     )

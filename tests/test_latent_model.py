@@ -131,7 +131,8 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
     batch = Batch(
         torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
         (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
-        torch.arange(len(rows), **ints), tables[None], decodes, starts, max(counts), [(len(tokens), held) for _, tokens, held in rows[decodes:]],
+        torch.arange(len(rows), **ints), tables[None], decodes, starts, max(counts),
+        [(len(tokens), held) for _, tokens, held in rows[decodes:]],
     )  # fmt: skip
     return model.forward(batch, pool)
 
