@@ -98,7 +98,7 @@ class Transformer:
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
         self.layout = layout_of(config.windows)
         # Rounded as a weight, because that is how the models were trained.
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
