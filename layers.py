@@ -176,8 +176,8 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        qkv = linear(x, self.qkv, self.qkv_bias)
-        return linear(self.attend(self.store(qkv, step), step), self.o, self.o_bias)
+        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
+        return linear(self.attend(q, step), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""

@@ -132,14 +132,16 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     # is there twice.
     kinds, rotation = len(model.layout.windows), sum(table.nbytes // len(table) for table in model.rotations)
     inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + model.num_kv_heads))
-    # The residual and one more tensor of its size are always alive. Beside them
-    # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
-    #   are joined, the decodes have their pieces in float32, two for each program;
+    # The residual and one more tensor of its size are always alive, and what attention gave, until a parallel MLP has
+    # been added to it. Beside them
+    # - attention has qkv and the rotated q, then q, the results of decodes and of other rows, and both joined; before
+    #   they are joined, the decodes have their pieces in float32, two for each program;
     # - the MLP has gate, up and their product;
     # - the matrix product after each of the two has its input and its output.
     group_rows = model.num_heads // model.num_kv_heads
     pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
-    attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
+    stored = item * t * ((3 if any(rope.growth for rope in c.ropes) else 2) * q + 2 * kv)
+    attention = max(stored, item * t * q + max(2 * item * t * q, item * r * q + pieces))
     if c.latent:
         length = -(-model.max_model_len // config.block_size) * config.block_size
         context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
@@ -151,7 +153,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
-    layers = inputs + item * t * 2 * h + layer
+    layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
     # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size

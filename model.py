@@ -271,18 +271,18 @@ class Transformer:
         residual = self.embed(batch.input_ids, batch.positions)
         x = self.enter(residual)
         for i, layer in enumerate(self.layers):
-            y = layer.attention(x, step)
-            if self.row.parallel:
-                beside = layer.mlp_in(residual) if layer.mlp_in else x
-                y = add_up(y + layer.mlp(beside))
-            else:
-                y = add_up(y)
-                y = layer.attn_out(y) if layer.attn_out else y
-                x = self.add(y, residual, layer.mlp_in)
-                y = add_up(layer.mlp(x))
-                y = layer.mlp_out(y) if layer.mlp_out else y
             following = self.layers[i + 1].attn_in if i + 1 < c.num_layers else self.norm
-            x = self.add(y, residual, following)
+            if self.row.parallel:
+                y = layer.attention(x, step)
+                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
+                x = self.add(add_up(x.add_(y)), residual, following)
+                continue
+            x = add_up(layer.attention(x, step))
+            x = layer.attn_out(x) if layer.attn_out else x
+            x = self.add(x, residual, layer.mlp_in)
+            x = add_up(layer.mlp(x))
+            x = layer.mlp_out(x) if layer.mlp_out else x
+            x = self.add(x, residual, following)
         return x
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
