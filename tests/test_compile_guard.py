@@ -117,7 +117,7 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
         ({}, {}),
         (WINDOWS, {}),
         ({}, {"batch_invariant": True}),
-        (LATENT, {}),
+        (LATENT, {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2}),
         pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
     ],
     ids=["plain", "windows", "batch invariant", "latents", "latents, batch invariant"],

@@ -156,7 +156,12 @@ def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Trans
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("name", "invariant"), [("deepseek-v3", False), ("deepseek-v3", True), ("deepseek-v2-lite", False)]
+    ("name", "invariant"),
+    [
+        ("deepseek-v3", False),
+        pytest.param("deepseek-v3", True, marks=pytest.mark.long),
+        pytest.param("deepseek-v2-lite", False, marks=pytest.mark.long),
+    ],
 )
 def test_kernels_equal_the_specification(checkpoints: Path, kernels: ModuleType, name: str, invariant: bool) -> None:
     """Prompts, then a decode beside a chunk and another prompt. Blocks that a row holds ahead change nothing."""
