@@ -195,7 +195,10 @@ def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) 
     """Parameters of RoPE, for each kind of layers where the class wants that."""
     if config == "Gemma3TextConfig" or (config == "Olmo3Config" and rng.random() < 0.8):
         kinds = ("full_attention", "sliding_attention")
-        return {kind: draw_rope(rng, "", shape, dim) for kind in kinds}
+        ropes = {kind: draw_rope(rng, "", shape, dim) for kind in kinds}
+        for rope in ropes.values():  # transformers reads it where there is but one kind of layers
+            rope.pop("truncate", None)
+        return ropes
     dim = shape.get("qk_rope_head_dim", dim)
     rope: dict[str, Any] = {"rope_theta": rng.choice((100.0, 10000.0, 500000.0))}
     if config in PARTLY_ROTATED:
@@ -210,6 +213,8 @@ def draw_rope(rng: random.Random, config: str, shape: dict[str, Any], dim: int) 
         kinds = ["default", "yarn"]
     if config == "Phi3Config":
         kinds = ["default", "longrope"]
+    if config == "Llama4TextConfig":  # its norm undoes what other kinds multiply q and k by, but for its epsilon
+        kinds = ["default", "linear", "llama3"]
     rope["rope_type"] = kind = rng.choice(kinds)
     most = shape["max_position_embeddings"]
     if kind != "default":
@@ -333,7 +338,7 @@ def main() -> None:
                 case["shape"] = json.loads(args.shape)
             vocab = case["shape"]["vocab_size"]
             case["prompts"] = [[rng.randrange(vocab) for _ in range(rng.randint(*n))] for n in ((5, 8), (9, 48))]
-            family, error = run(oracle, case, folder / "model", rng)
+            _, error = run(oracle, case, folder / "model", rng)
             drawn, passed = drawn + 1, passed + (not error)
             if error:
                 print(f"{config} {i}: {error}\n    {json.dumps(case['shape'])}", flush=True)

@@ -34,14 +34,15 @@ def make(name: str, case: dict, folder: Path) -> None:
     torch.manual_seed(len(name))
     config = getattr(transformers, case["config"])(**case["shape"])
     config.eos_token_id = None  # some classes replace it by their own, which is beyond a tiny vocabulary
+    more = {"experts_implementation": "eager"} if case.get("exact") else {}  # the others lack float64
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
-    model = kind.from_config(config, attn_implementation="eager").float()
+    model = kind.from_config(config, attn_implementation="eager", **more).float()
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
-    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)
     if "head" in case:
         with torch.no_grad():
             outputs = [model(torch.tensor([prompt])) for prompt in case["prompts"]]

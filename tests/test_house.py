@@ -58,7 +58,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # deciding
     "config": set(),
     "families": set(),
-    "model_config": {"config", "families", "quantization"},
+    "config_fields": {"families"},
+    "model_config": {"config", "config_fields", "families", "quantization"},
     "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
@@ -88,7 +89,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model", "model_config", "parallel"},
+    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel"},
     "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
@@ -105,8 +106,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "families", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
-    "quantization", "sampling_params", "scheduler", "sequence",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
+    "pooling", "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "batch_state", "model", "layers", "latent_attention", "rope", "loader", "dequantize", "memory",
@@ -118,7 +119,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 62, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 63, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
