@@ -95,9 +95,14 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
-        context=CONTEXT + NCCL * (model.group.size > 1) if cuda else 0,
+        context=CONTEXT + NCCL * (model.group.size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
     )
+
+
+def shares_experts(group: Group) -> bool:
+    """Whether the model's experts are divided among several engines."""
+    return group.experts is not None and group.experts.engines > 1
 
 
 def captures_graphs(config: EngineConfig) -> bool:
@@ -179,7 +184,7 @@ def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
     met = engines * t  # tokens
     choices = met * e.top_k * (12 + item * e.size // parts)
     shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0
-    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if engines > 1 else 0
+    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if shares_experts(group) else 0
     found = max(4 * met * e.top_k * c.hidden_size, shared)
     return item * (t * e.count + met * c.hidden_size) + choices + sent + found
 

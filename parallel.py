@@ -234,7 +234,7 @@ class ExpertGroup:
         (tokens, k), bound = ids.shape, self.bound if self.live else ids.shape[0]
         assert tokens <= bound, "more tokens than the engines have agreed on"
         parts = [part.contiguous().view(torch.uint8) for part in (x, weights, ids)]
-        mine = torch.cat(parts, 1).new_zeros(bound, sum(part.shape[1] for part in parts))
+        mine = parts[0].new_zeros(bound, sum(part.shape[1] for part in parts))
         torch.cat(parts, 1, out=mine[:tokens])
         mine[tokens:, -4 * k :] = 255  # all bits of -1
         everyone = mine.new_zeros(self.engines * bound, mine.shape[1])

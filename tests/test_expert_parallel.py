@@ -109,19 +109,15 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     for name in (*NAMES, "uneven"):
         fields: dict[str, Any] = {"tensor_parallel_size": size} | EP
         worker = make_worker(folder / name, rank, f"file://{folder}/{name}-{size}", **fields)
-        found[name] = answers_of(worker)
+        found[name] = answers(worker)
         worker.group.close()
     torch.save(found, folder / f"{size}.{rank}.pt")
-
-
-def answers_of(worker: Any) -> dict[str, Any]:
-    return answers(worker)
 
 
 @pytest.fixture(scope="module")
 def alone(checkpoints: Path) -> dict[str, dict[str, Any]]:
     """What one rank of one engine answers."""
-    return {name: answers_of(make_worker(checkpoints / name)) for name in (*NAMES, "uneven")}
+    return {name: answers(make_worker(checkpoints / name)) for name in (*NAMES, "uneven")}
 
 
 def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Path, alone: dict[str, dict[str, Any]]) -> None:
@@ -179,7 +175,7 @@ def tokens_of(worker: Worker, lengths: list[int], before: list[StepPlan]) -> lis
     return results
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_engines_that_share_experts_give_what_one_gives(checkpoints: Path, ranks: int) -> None:
     torch.multiprocessing.spawn(run_engine, (ranks, checkpoints), nprocs=2 * ranks)
     for place in range(2 * ranks):
@@ -269,23 +265,34 @@ def workers(of: int) -> list[int]:
     return [int(pid) for pid in children if "spawn_main" in command(int(pid))]
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe"])
-def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str) -> None:
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "deaths"),
+    [
+        ("qwen3-moe", 1, ["engine SIGKILL"]),
+        pytest.param("qwen3-moe", 1, ["worker SIGKILL", "worker SIGSTOP", "engine SIGSTOP"], marks=LONG),
+        *[pytest.param(name, 2, ["worker SIGKILL", "engine SIGKILL"], marks=LONG) for name in NAMES],
+    ],
+)
+def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str, ranks: int, deaths: list[str]) -> None:
     """Whether one engine is idle, a long prompt comes beside decodes, or an engine or a worker dies or stands still."""
     folder, prompts = checkpoints / name, [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90, 17))]
     llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True)
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
-    engines = Engines(folder, step_timeout=3.0)
+    engines = Engines(folder, step_timeout=3.0, tensor_parallel_size=ranks)
     try:
         assert read(engines.add(0, prompts[0], 60)) == expected[0]  # the other engine has nothing
         streams = [engines.add(i % 2, prompt, 60) for i, prompt in enumerate(prompts)]
         assert [read(stream) for stream in streams] == expected
-        for victim, with_signal in (("worker", signal.SIGKILL), ("worker", signal.SIGSTOP), ("engine", signal.SIGKILL)):
+        for death in deaths:
+            victim, name = death.split()
             stream = engines.add(0, prompts[1], 60)
             begun = stream.get(timeout=60).token_ids
             pid = engines.engines[1].process.pid
-            os.kill(workers(pid)[0] if victim == "worker" else pid, with_signal)
+            os.kill(workers(pid)[0] if victim == "worker" else pid, signal.Signals[name])
             assert begun + read(stream) == expected[1]
             again = [engines.add(i % 2, prompt, 60) for i, prompt in enumerate(prompts[:2])]
             assert [read(stream) for stream in again] == expected[:2]
