@@ -35,7 +35,8 @@ from test_survival import command
 from worker import Worker
 
 NAMES = ("deepseek-v3", "gpt-oss", "llama4", "qwen3-moe")
-EP = {"enable_expert_parallel": True}
+ONE: dict[str, Any] = {"threads": 1}  # more would wait for each other
+EP = ONE | {"enable_expert_parallel": True}
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def alone(checkpoints: Path) -> dict[str, dict[str, Any]]:
     """What one rank of one engine answers."""
-    return {name: answers(make_worker(checkpoints / name)) for name in (*NAMES, "uneven")}
+    return {name: answers(make_worker(checkpoints / name, **ONE)) for name in (*NAMES, "uneven")}
 
 
 def test_ranks_of_an_engine_give_what_one_gives(checkpoints: Path, alone: dict[str, dict[str, Any]]) -> None:
@@ -181,7 +182,7 @@ def test_engines_that_share_experts_give_what_one_gives(checkpoints: Path, ranks
     for place in range(2 * ranks):
         found = torch.load(checkpoints / f"2x{ranks}.{place}.pt")
         for name, turns in found.items():
-            worker = make_worker(checkpoints / name)
+            worker = make_worker(checkpoints / name, **ONE)
             assert turns == [tokens_of(worker, prompts, []) for prompts in LOADS[place // ranks]]
 
 
@@ -218,7 +219,7 @@ class Engines:
     """The engine processes of a server that share experts, without the server."""
 
     def __init__(self, folder: Path, **fields: Any):
-        options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8, "threads": 1}
+        options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8}
         options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
         self.children: list[Any] = []
         self.engines, coordinator = launch(EngineConfig(str(folder), **options | EP | fields), self.children)
@@ -279,7 +280,7 @@ LONG = pytest.mark.long
 def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str, ranks: int, deaths: list[str]) -> None:
     """Whether one engine is idle, a long prompt comes beside decodes, or an engine or a worker dies or stands still."""
     folder, prompts = checkpoints / name, [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90, 17))]
-    llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True)
+    llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True, **ONE)
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
     engines = Engines(folder, step_timeout=3.0, tensor_parallel_size=ranks)
