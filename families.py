@@ -260,9 +260,12 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         fixed=DEEPSEEK.fixed | {"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
-        defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
+        defaults={
+            "kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536,
+            "n_shared_experts": 2, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
-        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),
+        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "n_shared_experts": 1}),
     "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}),
     "Exaone4ForCausalLM": Family(
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",

@@ -58,7 +58,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # deciding
     "config": set(),
     "families": set(),
-    "model_config": {"config", "families", "quantization"},
+    "config_fields": {"families"},
+    "model_config": {"config", "config_fields", "families", "quantization"},
     "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
@@ -104,7 +105,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "families", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
     "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
