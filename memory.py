@@ -21,7 +21,10 @@ import torch
 
 from config import EngineConfig
 from kv_layout import most_blocks
+from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
+from model_config import ModelConfig
+from parallel import Group
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -83,7 +86,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
     if config.pools:  # nothing is sampled
         sampling = one = 0
-    decode = step_bytes(config, model, rows)
+    decode = step_bytes(config, model, rows, True)
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
@@ -117,10 +120,10 @@ def largest_step(config: EngineConfig, max_model_len: int) -> int:
     return min(most, config.max_num_seqs * max_model_len)
 
 
-def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[int, int]:
+def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bool = False) -> tuple[int, int]:
     """The most bytes that are alive in a step of `tokens`, before it has logits and with them, without workspaces.
 
-    The step has `max_num_seqs` rows, or as many as tokens if these are fewer.
+    The step has `max_num_seqs` rows, or as many as tokens if these are fewer. In a step of decodes no row has more.
     """
     c, group, item = model.config, model.group.size, model.embedding.itemsize
     t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
@@ -130,18 +133,28 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     # is there twice.
     kinds, rotation = len(model.layout.windows), sum(table.nbytes // len(table) for table in model.rotations)
     inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + model.num_kv_heads))
-    # The residual and one more tensor of its size are always alive. Beside them
-    # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
-    #   are joined, the decodes have their pieces in float32, two for each program;
+    # The residual and one more tensor of its size are always alive, and what attention gave, until a parallel MLP has
+    # been added to it. Beside them
+    # - attention has qkv and the rotated q, then q, the results of decodes and of other rows, and both joined; before
+    #   they are joined, the decodes have their pieces in float32, two for each program;
     # - the MLP has gate, up and their product;
     # - the matrix product after each of the two has its input and its output.
     group_rows = model.num_heads // model.num_kv_heads
     pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
-    attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
-    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h))
+    stored = item * t * ((3 if any(rope.growth for rope in c.ropes) else 2) * q + 2 * kv)
+    attention = max(stored, item * t * q + max(2 * item * t * q, item * r * q + pieces))
+    if c.latent:
+        length = -(-model.max_model_len // config.block_size) * config.block_size
+        context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
+        context = 0 if config.batch_invariant else -1 if decode else context
+        at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
+        attention = workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
+        attention += item * t * h  # what the MLP before it gave
+        q = model.num_heads * c.latent.v_dim
+    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
-    layers = inputs + item * t * 2 * h + layer
+    layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
     # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
@@ -149,6 +162,26 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     if config.pools:  # the pooled states in float32, and what a classification head makes of them
         return max(2 * inputs, layers, inputs + item * t * h + 4 * r * (h + len(c.labels))) + parts, 0
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
+
+
+def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
+    """The most bytes that are alive in a layer of experts on each rank of `group`, for `t` tokens of its engine.
+
+    Each choice of an expert has its weight, its id and its place in their order, its intermediate layer, and what the
+    expert gave, in float32 until all choices of a token are added up. Beside them are the router's logits and the sum.
+    The shared expert comes later, with an MLP's tensors and its own result. Where engines share the experts, there are
+    the tokens of all of them, in the messages that bring them and out of these; see `ExpertGroup`.
+    """
+    e, ranks = c.experts, group.experts
+    if e is None:
+        return 0
+    engines, parts = (ranks.engines, 1) if ranks else (1, group.size)
+    met = engines * t  # tokens
+    choices = met * e.top_k * (12 + item * e.size // parts)
+    shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0
+    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if engines > 1 else 0
+    found = max(4 * met * e.top_k * c.hidden_size, shared)
+    return item * (t * e.count + met * c.hidden_size) + choices + sent + found
 
 
 def sample_bytes(vocab_size: int) -> int:

@@ -279,7 +279,8 @@ class Reading:
         f = self.fields
         if not self.row.latent:
             return None
-        f.get("head_dim"), f.get("qk_head_dim")  # they follow from those below
+        for name in ("head_dim", "qk_head_dim"):  # which follow from the others
+            f.get(name)
         q_rank = f.get("q_lora_rank")
         if f.whole("v_head_dim", 1, 1024, 128) > self.head_dim:
             raise ValueError(f"config.json: v_head_dim is {f.get('v_head_dim')}; Manta has at most {self.head_dim}")
@@ -305,8 +306,9 @@ class Reading:
         groups = f.whole("n_group", 1, count, 1) if r.grouped else 1
         f.get("topk_group")  # says nothing where there is one group
         method = f.value("topk_method", str)
-        if method == "greedy":
+        if method == "greedy":  # without groups, whatever is said of them
             groups = 1
+            f.get("topk_group")
         if count % groups:
             raise ValueError(f"config.json: n_group is {groups}; it must divide {r.count}, {count}")
         scoring = f.value("scoring_func", str)

@@ -344,7 +344,7 @@ def main() -> None:
                 case["shape"] = json.loads(args.shape)
             vocab = case["shape"]["vocab_size"]
             case["prompts"] = [[rng.randrange(vocab) for _ in range(rng.randint(*n))] for n in ((5, 8), (9, 48))]
-            family, error = run(oracle, case, folder / "model", rng)
+            _, error = run(oracle, case, folder / "model", rng)
             drawn, passed = drawn + 1, passed + (not error)
             if error:
                 print(f"{config} {i}: {error}\n    {json.dumps(case['shape'])}", flush=True)

@@ -65,7 +65,7 @@ ATTENTION = (
     LLAMA._replace(name="d64-window-sinks", heads=64, kv_heads=8, head_dim=64, window=128, sinks=True),  # gpt-oss
     LLAMA._replace(name="d256-cap", heads=16, kv_heads=8, head_dim=256, soft_cap=50.0),  # Gemma 2 9B
     LLAMA._replace(name="d128-chunks", heads=40, window=8192, chunked=True),  # Llama 4
-    LLAMA._replace(name="d64-slopes", heads=71, kv_heads=1, head_dim=64, slopes=True),  # Falcon
+    LLAMA._replace(name="d64-slopes", heads=32, kv_heads=32, head_dim=64, slopes=True),  # Falcon-RW
     LLAMA._replace(name="d512-every", heads=16, kv_heads=2, head_dim=512, **EVERY),
     LLAMA._replace(name="d512", heads=32, kv_heads=4, head_dim=512),  # Gemma 4
     *(LLAMA._replace(name=f"d{d}-every", heads=16, kv_heads=8, head_dim=d, **EVERY) for d in (80, 96, 112, 192, 256)),

@@ -239,7 +239,7 @@ QUICK = ("gemma2", "deepseek-v3", "gpt-oss")  # the others take the interpreter 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PATHS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PATHS]
 )
 def test_kernels_give_the_same(checkpoints: Path, name: str, few_programs: None) -> None:
     """A chunk of 16 tokens, and then the 17th as a row of one token, beyond the window and in the next chunk."""
@@ -343,7 +343,7 @@ def test_no_field_of_transformers_is_passed_over(checkpoints: Path) -> None:
         assert not isinstance(reading(raw), str)
         # Some fields count only where another one is left out, or is set.
         plain = {field: value for field, value in raw.items() if field != "layer_types"}
-        others = {"use_sliding_window": True, "n_group": 2}
+        others = {"use_sliding_window": True, "sliding_window": 7, "n_group": 2}
         for base in (raw, plain, plain | {field: others[field] for field in others if field in raw}):
             as_it_is = reading(base)
             for field, default in fields[case["config"]].items():
@@ -367,4 +367,4 @@ def test_defaults_are_those_of_transformers(checkpoints: Path) -> None:
                 continue
             if not isinstance(left_out, str):  # one that is missed is asked for
                 wrong.append((name, field, default))
-    assert not wrong
+    assert not wrong, "\n".join(map(str, wrong))

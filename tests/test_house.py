@@ -88,8 +88,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model"},
-    "parallel": set(),
+    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel"},
+    "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
@@ -105,8 +105,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
-    "quantization", "sampling_params", "scheduler", "sequence",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
+    "pooling", "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "batch_state", "model", "layers", "latent_attention", "rope", "loader", "dequantize", "memory",
@@ -118,7 +118,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 59, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 63, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
 from core import EngineCore
 from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
 from kv_layout import layout_of, most_blocks
 from memory import blocks_per_seq, fit_pool
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from sanitizer import SanitizerError
