@@ -171,8 +171,8 @@ except LateCompile as error:
 def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     """Triton's own compiler compiles every kernel that this engine launches, and no other later.
 
-    `linear` is not one of them, for only --batch-invariant uses it, nor `pool`, which needs a task of pooling, nor those
-    of experts, of latents and of norms over all heads, which this family has not.
+    `linear` is not one of them, for only --batch-invariant uses it, nor `pool`, which needs a task of pooling, nor are
+    those of experts, of latents and of norms over all heads, which this family has not.
 
     A late one is named with its arguments, though Triton 3.9 itself fails to print them.
     """
