@@ -64,6 +64,15 @@ def test_every_expert_has_a_rank():
         assert {n for _, n in held} <= {count // 6, count // 6 + 1}
 
 
+def test_padding_meets_no_expert() -> None:
+    group, x = ExpertGroup(0, 1, 1, 2), torch.randn(3, 4)
+    weights, ids = torch.rand(3, 2), torch.arange(6, dtype=torch.int32).view(3, 2)
+    found = group.dispatch(x, weights, ids)
+    assert [len(part) for part in found] == [6, 6, 6] and (found[2][:3] == -1).all()
+    assert all(torch.equal(part[3:], of) for part, of in zip(found, (x, weights, ids), strict=True))
+    assert torch.equal(group.combine(found[0], 3), x)
+
+
 @pytest.mark.parametrize("dummy", [False, True], ids=["checkpoint", "dummy"])
 @pytest.mark.parametrize("name", [*NAMES, "uneven"])
 def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Path, name: str, dummy: bool) -> None:
