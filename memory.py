@@ -9,7 +9,6 @@ compare them with torch's own count.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 from bisect import bisect_right
@@ -94,7 +93,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.size > 1) if cuda else 0,
-        block=model.layout.layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
+        block=model.layout.size * config.block_size * dtype.itemsize,
     )
 
 
@@ -124,21 +123,21 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     The step has `max_num_seqs` rows, or as many as tokens if these are fewer.
     """
     c, group, item = model.config, model.group.size, model.embedding.itemsize
-    t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
-    q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
+    t, r, h, kinds = tokens, min(tokens, config.max_num_seqs), c.hidden_size, len(model.layout.windows)
+    i = max(map(c.mlp_size, range(c.num_layers))) // group
     # Each token has an id, a position and rows of RoPE's tables, and for each kind of layers a slot. Each row has five
     # integers and, for each kind, its part of decode's work list. All of it lives until the next step's is made, so it
     # is there twice.
-    kinds, rotation = len(model.layout.windows), sum(table.nbytes // len(table) for table in model.rotations)
-    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + model.num_kv_heads))
+    rotation = sum(table.nbytes // len(table) for table in model.rotations)
+    kv_shapes = {(max(1, count // group), dim) for count, dim in c.kv_shapes}
+    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + max(kv_shapes)[0]))
     # The residual and one more tensor of its size are always alive. Beside them
     # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
     #   are joined, the decodes have their pieces in float32, two for each program;
     # - the MLP has gate, up and their product;
     # - the matrix product after each of the two has its input and its output.
-    group_rows = model.num_heads // model.num_kv_heads
-    pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
-    attention = item * t * (q + 2 * kv + q) + max(2 * item * t * q, item * r * q + pieces)
+    attention = max(attention_bytes(model.num_heads, *shape, item, t, r) for shape in kv_shapes)
+    q = model.num_heads * max(dim for _, dim in kv_shapes)
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
@@ -165,6 +164,13 @@ def expert_bytes(c: ModelConfig, group: int, item: int, t: int) -> int:
     choices = t * e.top_k * (12 + item * e.size // group)
     shared = item * t * (3 * e.shared_size // group + c.hidden_size) if e.shared_size else 0
     return item * t * (e.count + c.hidden_size) + choices + max(4 * t * e.top_k * c.hidden_size, shared)
+
+
+def attention_bytes(heads: int, kv_heads: int, dim: int, item: int, tokens: int, rows: int) -> int:
+    """What attention of a layer has alive for `tokens`, up to `rows` of which are decodes, in `item` bytes a number."""
+    q, kv = heads * dim, kv_heads * dim
+    pieces = 4 * max(2 * PROCESSORS, kv_heads) * 2 * (heads // kv_heads) * (dim + 1)
+    return item * tokens * (q + 2 * kv + q) + max(2 * item * tokens * q, item * rows * q + pieces)
 
 
 def sample_bytes(vocab_size: int) -> int:
@@ -262,13 +268,14 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
-    layout, layers = model.layout, model.config.num_layers
+    layout = model.layout
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
     per_seq = blocks_per_seq(config, layout.windows, length)
-    of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {layout.layers} layers each"
+    held = " or ".join(map(str, sorted(set(layout.layers))))
+    of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {held} layers each"
     yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size}{of}")
     if any(layout.windows):
-        share = per_seq * layout.layers / layers / table_columns(config, length)
+        share = per_seq * layout.size / layout.total / table_columns(config, length)
         counts = sorted(Counter(model.config.windows).items())
         seen = (f"{n} the latest {w:,} tokens" if w else f"{n} all tokens" for w, n in counts)
         yield f"layers by what they see: {', '.join(seen)}"

@@ -53,6 +53,10 @@ LATENT = {
 }  # fmt: skip
 
 FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 99,
+    "sliding_window": 9, "tie_word_embeddings": True,
+}  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
     "apertus": case("ApertusConfig", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
@@ -89,6 +93,16 @@ CASES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "gemma4": case(
+        "Gemma4TextConfig", **GEMMA4, num_hidden_layers=6, num_global_key_value_heads=1, attention_k_eq_v=True,
+        final_logit_softcapping=3.0),
+    "gemma4-shared": case(
+        "Gemma4TextConfig", **GEMMA4 | {"hidden_size_per_layer_input": 8}, num_kv_shared_layers=2, num_hidden_layers=4,
+        use_double_wide_mlp=True, attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4-experts": case(
+        "Gemma4TextConfig", **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24,
+        num_global_key_value_heads=1, attention_k_eq_v=True, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"]),
     "glm": case("GlmConfig", **HEAD16, attention_bias=True),
     "glm4": case("Glm4Config", **HEAD16, attention_bias=True),
     "glm4-moe": case("Glm4MoeConfig", **HEAD16, **ROUTED, use_qk_norm=True, attention_bias=True),

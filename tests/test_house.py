@@ -58,7 +58,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # deciding
     "config": set(),
     "families": set(),
-    "model_config": {"config", "families", "quantization"},
+    "fields": {"families"},
+    "model_config": {"config", "families", "fields", "kv_layout", "quantization"},
     "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
@@ -81,8 +82,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "parallel", "plan",
         "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "batch_state": {"cpu", "plan", "sampling_params"},
-    "model": {"kv_layout", "latent_attention", "layers", "model_config", "parallel", "rope"},
-    "layers": {"families", "kv_layout", "model_config", "parallel"},
+    "model": {"latent_attention", "layers", "model_config", "parallel", "rope"},
+    "layers": {"families", "model_config", "parallel"},
     "latent_attention": {"layers", "model_config"},
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
@@ -104,7 +105,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "families", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
+    "admission", "beam", "config", "families", "fields", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
     "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
@@ -117,7 +118,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 62, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 63, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -54,7 +54,7 @@ def pattern(layers: int, window: int, period: int) -> list[int]:
 )
 def test_the_layout_that_wastes_the_least(windows, layers, kinds):
     layout = layout_of(windows)
-    assert (layout.layers, layout.windows) == (layers, kinds)
+    assert (layout.size, layout.windows) == (layers, kinds)
 
 
 @given(st.lists(st.sampled_from((0, 1, 7, 4096)), min_size=1, max_size=80))
@@ -63,7 +63,7 @@ def test_every_layer_has_a_place_of_its_own(windows):
     assert len(set(layout.places)) == len(windows) == len(layout.places)
     assert {kind for kind, _ in layout.places} == set(range(len(layout.windows)))
     for window, (kind, place) in zip(windows, layout.places, strict=True):
-        assert layout.windows[kind] == window and 0 <= place < layout.layers
+        assert layout.windows[kind] == window and 0 <= place < layout.layers[kind]
     seen = [window or 2**31 for window in layout.windows]
     assert seen == sorted(seen, reverse=True)
 
@@ -86,7 +86,7 @@ def test_gemma_3_holds_a_fifth_of_what_full_attention_takes(layers, window):
         peak = max(peak, held)
         scheduler.update(plan, StepResult(plan.step, [1 if done else -1]))
         scheduler.check_integrity()
-    assert held * layout.layers <= layers * (length // 16) / 5
+    assert held * layout.size <= layers * (length // 16) / 5
     assert held < peak <= blocks_per_seq(config, layout.windows, length - 1)
     assert sum(most_blocks(layout.windows, length, 1, 16)) >= held
 
