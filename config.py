@@ -156,6 +156,9 @@ class EngineConfig:
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
     )
     data_parallel_rank: int = option(0, "")  # which of these engines this is
+    enable_expert_parallel: bool = option(
+        False, "divide a model's experts among all tensor and data ranks, each of which holds whole ones"
+    )
     async_scheduling: bool | None = option(
         None,
         "plan a step before the previous step's result is in; by default on cuda, and where workers are processes",
@@ -242,6 +245,17 @@ class EngineConfig:
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
                 "not, it must be 1"
             )
+        if self.enable_expert_parallel and self.data_parallel_size > 1:
+            if self.distributed_executor_backend not in ("auto", "mp"):
+                raise ValueError(
+                    f"distributed_executor_backend is {self.distributed_executor_backend!r}; with "
+                    "enable_expert_parallel and several engines, whose workers must be replaced together, it must be "
+                    "'auto' or 'mp'"
+                )
+            if self.batch_invariant:  # on a CPU it runs token by token, and then engines would not keep step
+                raise ValueError(
+                    "batch_invariant is True; with enable_expert_parallel and several engines it must be False"
+                )
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(
                 f"scheduler_delay_factor is {self.scheduler_delay_factor}; it must be 0 with chunked prefill"

@@ -119,7 +119,7 @@ class Family:
         names: where its parts stand in a checkpoint, where that is not as in `NAMES`.
         keys: what it calls the fields of config.json that others call differently.
         defaults: of fields that its config.json may leave out, as transformers has them.
-        fixed: fields of config.json that change the maths, and the only value with which Manta has it.
+        fixed: fields of config.json that change the maths, and the only value (or a tuple of all) that Manta has.
         norm: RMSNorm or LayerNorm. norm_bias: whether it has one. unit_offset: weights are stored less 1 (Gemma).
         parallel: attention and MLP both start from the same hidden states, and are added to them together.
         qkv_bias, o_bias, mlp_bias, head_bias: which products have biases.
@@ -131,7 +131,7 @@ class Family:
         kv_shared: how many last layers have no keys and values of their own, but read those of an earlier layer.
         wide_mlp: the MLPs of these layers are twice as wide.
         gated: the MLP is down(act(gate) * up), else down(act(up)).
-        activation: the MLP's, where config.json does not say it.
+        activation: the MLP's, where config.json's name for it means another one.
         interleaved: RoPE turns elements 2i and 2i + 1, not i and i + half.
         rope: which layers have it: all, those in "no_rope_layers", or, if there are any, those that have a window.
         window: which layers have one: all, by Qwen's fields, or all but each n-th one (`full_every`).
@@ -211,7 +211,8 @@ LOCAL = {"num_local_experts": "num_experts"}
 GEMMA = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
     activation="gelu_pytorch_tanh", keys={"hidden_activation": "hidden_act"},
-    defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={"use_bidirectional_attention": False},
+    defaults={"tie_word_embeddings": True, "head_dim": 256}, fixed={
+        "use_bidirectional_attention": False, "hidden_act": ("gelu", "gelu_pytorch_tanh")},
 )  # fmt: skip
 SANDWICH = {
     "attn_out": "post_attention_layernorm",
@@ -229,6 +230,7 @@ GEMMA2 = GEMMA.but(
 )  # fmt: skip
 GEMMA3 = GEMMA2.but(
     full_every=6, qk_norm="head", local_rope="rope_local_base_freq",
+    fixed=GEMMA.fixed | {"attn_logit_softcapping": None},  # transformers does not read it
     defaults=GEMMA.defaults | {
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
         "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
@@ -308,6 +310,7 @@ FAMILIES = {
             "sliding_window": 4096}, fixed={"use_gated_activation": True, "position_embedding_type": "rope_gptj"}),
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
+        fixed=DEEPSEEK.fixed | {"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
         defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
         "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),

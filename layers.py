@@ -64,9 +64,12 @@ class StackedSlot(NamedTuple):
     """The part of our weights [experts of this rank, outputs, inputs] that one tensor for all experts fills."""
 
     target: torch.Tensor
+    first: int  # this rank's first expert,
+    total: int  # of so many
     words: tuple[str, ...]  # of the equal parts of its outputs: gate and up, or one
     transposed: bool
     interleaved: bool  # the rows of gate and up alternate
+    instead_of: tuple[str, ...] = ()  # the tensors of one expert each that it stands for
 
 
 Slots = dict[str, Slot | StackedSlot]
@@ -189,8 +192,8 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        qkv = linear(x, self.qkv, self.qkv_bias)
-        return linear(self.attend(self.store(qkv, step), step), self.o, self.o_bias)
+        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
+        return linear(self.attend(q, step), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""
@@ -298,25 +301,30 @@ class Mlp:
 class ExpertMlp:
     """Each token meets a few of many MLPs, and perhaps one that all tokens share.
 
-    The ranks divide each expert's intermediate layer, as they do a dense one's.
+    The ranks divide each expert's intermediate layer, as they do a dense one's. With expert parallelism each rank holds
+    whole experts instead, and perhaps ranks of other engines hold more; see `ExpertGroup`. A shared expert is divided
+    in both cases.
     """
 
     matrices = ("router", "shared_gate")
     stacks = ("gate_up", "down")
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, size: int, new: New):
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
         row, e, r = c.row, c.experts, c.row.routing
         assert e and r
         self.config, self.ops, self.row, self.e, self.r = c, ops, row, e, r
+        self.ranks = group.experts  # that hold whole experts; None: each rank has a share of every expert
+        self.first, self.count = self.ranks.share(e.count) if self.ranks else (0, e.count)
+        size = e.size if self.ranks else e.size // group.size
         self.batch_invariant = False  # see `ops.plan_experts`
         self.router = new(e.count, c.hidden_size)
         self.router_bias = new(e.count) if r.bias else None
         self.correction = new(e.count, dtype=torch.float32) if r.correction else None
         self.expert_scale = new(e.count, dtype=torch.float32) if row.name("expert_scale") else None
-        self.gate_up = new(e.count, 2 * size, c.hidden_size)
-        self.gate_up_bias = new(e.count, 2 * size) if r.bias else None
-        self.down = new(e.count, c.hidden_size, size)
-        self.down_bias = new(e.count, c.hidden_size) if r.bias else None
+        self.gate_up = new(self.count, 2 * size, c.hidden_size)
+        self.gate_up_bias = new(self.count, 2 * size) if r.bias else None
+        self.down = new(self.count, c.hidden_size, size)
+        self.down_bias = new(self.count, c.hidden_size) if r.bias else None
         self.shared = None
         if e.shared_size:
             self.shared = Mlp(c, ops, e.shared_size // group.size, new, str(row.name("shared")))
@@ -332,28 +340,40 @@ class ExpertMlp:
             slots[str(row.name("correction"))] = Slot((self.correction,), ("all",))
         if self.expert_scale is not None:
             slots[str(row.name("expert_scale"))] = Slot((self.expert_scale,), ("all",))
-        transposed = r.stacked == "transposed"
-        for part, weight, bias, words in (
-            ("experts_gate_up", self.gate_up, self.gate_up_bias, ("col", "col")),
-            ("experts_down", self.down, self.down_bias, ("row",)),
+        transposed, held, whole = r.stacked == "transposed", (self.first, self.e.count), self.ranks is not None
+        out, into, shift = ("all", "all", "all") if whole else ("col", "row", "first")
+        for part, weight, bias, words, single in (
+            ("experts_gate_up", self.gate_up, self.gate_up_bias, (out, out), ("expert_gate", "expert_up")),
+            ("experts_down", self.down, self.down_bias, (into,), ("expert_down",)),
         ):
             name, interleaved = str(row.name(part)), r.interleaved and len(words) == 2
-            slots[name] = StackedSlot(weight, words, transposed, interleaved)
+            singles = [slots_of for one, word in zip(single, words, strict=True) for slots_of in self.single(one, word)]
+            slots |= dict(singles)
+            names = tuple(name for name, _ in singles)
+            slots[name] = StackedSlot(weight, *held, words, transposed, interleaved, names)
             if bias is not None:
-                words = words if len(words) == 2 else ("first",)
-                slots[f"{name}_bias"] = StackedSlot(bias, words, False, interleaved)
-        if root := row.name("experts"):
-            for e in range(self.e.count):
-                gate, up = self.gate_up[e].chunk(2)
-                for part, target, word in (
-                    ("expert_gate", gate, "col"), ("expert_up", up, "col"), ("expert_down", self.down[e], "row"),
-                ):  # fmt: skip
-                    slots[f"{root}.{e}.{row.name(part)}.weight"] = Slot((target,), (word,))
+                words = words if len(words) == 2 else (shift,)
+                slots[f"{name}_bias"] = StackedSlot(bias, *held, words, False, interleaved)
         if self.shared:
             slots |= self.shared.slots()
         if self.shared_gate is not None:
             slots[f"{row.name('shared_gate')}.weight"] = Slot((self.shared_gate,), ("all",))
         return slots
+
+    def single(self, part: str, word: str) -> list[tuple[str, Slot]]:
+        """The slots of the tensors that hold one matrix of one expert each, where the family has such."""
+        row, stack = self.row, self.down if part == "expert_down" else self.gate_up
+        if not row.name("experts"):
+            return []
+        half = stack.shape[1] // 2
+        rows = {"expert_gate": slice(half), "expert_up": slice(half, None), "expert_down": slice(None)}[part]
+        found = []
+        for i in range(self.e.count):
+            slot = Slot((), (), shape=tuple(stack[0, rows].shape))  # another rank's
+            if self.first <= i < self.first + self.count:
+                slot = Slot((stack[i - self.first, rows],), (word,))
+            found.append((f"{row.name('experts')}.{i}.{row.name(part)}.weight", slot))
+        return found
 
     def finish(self) -> None:
         """Do what is left to do once the weights are there."""
@@ -370,7 +390,7 @@ class ExpertMlp:
         )
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
-        plan = ops.plan_experts(weights, ids, e.count, 0, r.weigh_inputs, self.batch_invariant)
+        plan = ops.plan_experts(weights, ids, self.count, self.first, r.weigh_inputs, self.batch_invariant)
         h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
         y = ops.expert_down(h, self.down, self.down_bias, plan)
         if self.shared:
@@ -382,11 +402,11 @@ class ExpertMlp:
 class ExpertsBeside:
     """Experts beside a dense MLP (Gemma 4): norm(dense) + norm(experts(norm(x))). The router has a norm of its own."""
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, size: int, new: New):
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
         self.group, self.row = group, c.row
         self.router_norm = Norm(c, ops, c.hidden_size, new)
         self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
-        self.experts = ExpertMlp(c, ops, group, size, new)
+        self.experts = ExpertMlp(c, ops, group, new)
 
     def parts(self) -> list[object]:
         """All that holds weights."""
@@ -480,13 +500,13 @@ class Layer:
         self.attention = attention
         self.mlp: Mlp | ExpertMlp
         self.beside: ExpertsBeside | None = None
-        routed = c.experts and c.expert_layers[i] and c.row.routing
-        if c.experts and routed and not routed.beside:
-            self.mlp = ExpertMlp(c, ops, group, c.experts.size // group.size, new)
+        routed = c.expert_layers[i] and c.row.routing
+        if routed and not routed.beside:
+            self.mlp = ExpertMlp(c, ops, group, new)
         else:
             self.mlp = Mlp(c, ops, c.mlp_size(i) // group.size, new)
-        if c.experts and routed and routed.beside:
-            self.beside = ExpertsBeside(c, ops, group, c.experts.size // group.size, new)
+        if routed and routed.beside:
+            self.beside = ExpertsBeside(c, ops, group, new)
         self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
         self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
@@ -509,6 +529,15 @@ class Layer:
         if self.scale is not None:
             slots[str(row.name("layer_scale"))] = Slot((self.scale,), ("all",))
         return slots
+
+    def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
+        """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in
+        place, by the layer's `inputs` [T, size] among others. Returns its norm."""
+        if self.gate and inputs is not None:
+            residual += self.gate(residual, inputs)
+        assert self.scale is not None
+        residual *= self.scale
+        return following(residual) if following else residual
 
     def finish(self) -> None:
         """Do what is left to do once the weights are there."""

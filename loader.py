@@ -296,7 +296,8 @@ def fill_dummy(model: Transformer, seed: int) -> None:
             for target in targets:
                 target.fill_(1.0 if name.endswith(("weight", "scale", "scalar")) and not model.row.unit_offset else 0.0)
             continue
-        whole = targets[0] if targets[0].shape == part.shape else targets[0].new_empty(part.shape)
+        like = targets[0] if targets else model.embedding  # an expert of another rank has no target
+        whole = like if targets and like.shape == part.shape else like.new_empty(part.shape)
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
         for target, source in pairs(whole, part):
             if target is not whole:

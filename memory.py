@@ -22,6 +22,7 @@ from config import EngineConfig
 from kv_layout import most_blocks
 from model import Transformer
 from model_config import ModelConfig
+from parallel import Group
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -131,17 +132,18 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     rotation = sum(table.nbytes // len(table) for table in model.rotations)
     kv_shapes = {(max(1, count // group), dim) for count, dim in c.kv_shapes}
     inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + max(kv_shapes)[0]))
-    # The residual and one more tensor of its size are always alive. Beside them
-    # - attention has qkv, the rotated q, the results of decodes and of other rows, and then both joined; before they
-    #   are joined, the decodes have their pieces in float32, two for each program;
+    # The residual and one more tensor of its size are always alive, and what attention gave, until a parallel MLP has
+    # been added to it. Beside them
+    # - attention has what `attention_bytes` says;
     # - the MLP has gate, up and their product;
     # - the matrix product after each of the two has its input and its output.
-    attention = max(attention_bytes(model.num_heads, *shape, item, t, r) for shape in kv_shapes)
+    grown = any(rope.growth for rope in c.ropes)
+    attention = max(attention_bytes(model.num_heads, *shape, grown, item, t, r) for shape in kv_shapes)
     q = model.num_heads * max(dim for _, dim in kv_shapes)
-    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, group, item, t))
+    layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
-    layers = inputs + item * t * 2 * h + layer
+    layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
     # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
@@ -151,26 +153,37 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     return max(2 * inputs, layers, hidden + item * r * gathered) + parts, hidden + item * r * 2 * c.vocab_size + parts
 
 
-def expert_bytes(c: ModelConfig, group: int, item: int, t: int) -> int:
-    """The most bytes that are alive in a layer of experts on each of `group` ranks, for `t` tokens.
+def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
+    """The most bytes that are alive in a layer of experts on each rank of `group`, for `t` tokens of its engine.
 
     Each choice of an expert has its weight, its id and its place in their order, its intermediate layer, and what the
     expert gave, in float32 until all choices of a token are added up. Beside them are the router's logits and the sum.
-    The shared expert comes later, with an MLP's tensors and its own result.
+    The shared expert comes later, with an MLP's tensors and its own result. Where engines share the experts, there are
+    the tokens of all of them, in the messages that bring them and out of these; see `ExpertGroup`.
     """
-    e = c.experts
+    e, ranks = c.experts, group.experts
     if e is None:
         return 0
-    choices = t * e.top_k * (12 + item * e.size // group)
-    shared = item * t * (3 * e.shared_size // group + c.hidden_size) if e.shared_size else 0
-    return item * t * (e.count + c.hidden_size) + choices + max(4 * t * e.top_k * c.hidden_size, shared)
+    engines, parts = (ranks.engines, 1) if ranks else (1, group.size)
+    met = engines * t  # tokens
+    choices = met * e.top_k * (12 + item * e.size // parts)
+    shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0
+    sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if engines > 1 else 0
+    found = max(4 * met * e.top_k * c.hidden_size, shared)
+    return item * (t * e.count + met * c.hidden_size) + choices + sent + found
 
 
-def attention_bytes(heads: int, kv_heads: int, dim: int, item: int, tokens: int, rows: int) -> int:
-    """What attention of a layer has alive for `tokens`, up to `rows` of which are decodes, in `item` bytes a number."""
+def attention_bytes(heads: int, kv_heads: int, dim: int, grown: bool, item: int, tokens: int, rows: int) -> int:
+    """What a layer's attention has alive at once for `tokens`, up to `rows` of them decodes, in `item` bytes a number.
+
+    It has qkv and the rotated q (and that once more where it is `grown` by its position), then q, the results of
+    decodes and of other rows, and both joined. Before they are joined, the decodes have their pieces in float32, two
+    for each program.
+    """
     q, kv = heads * dim, kv_heads * dim
     pieces = 4 * max(2 * PROCESSORS, kv_heads) * 2 * (heads // kv_heads) * (dim + 1)
-    return item * tokens * (q + 2 * kv + q) + max(2 * item * tokens * q, item * rows * q + pieces)
+    stored = item * tokens * ((3 if grown else 2) * q + 2 * kv)
+    return max(stored, item * tokens * q + max(2 * item * tokens * q, item * rows * q + pieces))
 
 
 def sample_bytes(vocab_size: int) -> int:

@@ -58,7 +58,7 @@ class Transformer:
     def __init__(
         self, config: ModelConfig, ops: ModuleType, device: str, dtype: torch.dtype, max_model_len: int, group: Group
     ):
-        check_division(config, group.size)
+        check_division(config, group)
         self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
@@ -98,7 +98,7 @@ class Transformer:
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
         self.layout = config.layout(group.size)
         # Rounded as a weight, because that is how the models were trained.
-        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype))
+        self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -128,23 +128,20 @@ class Transformer:
         if self.score is not None:
             slots["score.weight"] = Slot((self.score,), ("all",))
         for i, layer in enumerate(self.layers):
-            slots |= {f"{row.name('layer')}.{i}.{name}": slot for name, slot in layer.slots(row).items()}
+            root = f"{row.name('layer')}.{i}"
+            for name, slot in layer.slots(row).items():
+                if isinstance(slot, StackedSlot):
+                    slot = slot._replace(instead_of=tuple(f"{root}.{other}" for other in slot.instead_of))
+                slots[f"{root}.{name}"] = slot
         return slots
 
     def parameters(self) -> dict[str, Part]:
         """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
         there, and the stacked tensor says which others it stands for."""
-        slots = self.slots()
-        parts = {name: self.part(slot) for name, slot in slots.items() if isinstance(slot, Slot)}
-        for name, slot in slots.items():
-            if isinstance(slot, StackedSlot):
-                held = slot.target.untyped_storage()._cdata
-                single = [
-                    other for other, part in parts.items()
-                    if any(piece.target.untyped_storage()._cdata == held for piece in part.pieces)
-                ]  # fmt: skip
-                parts[name] = self.stacked_part(slot, tuple(single))
-        return parts
+        return {
+            name: self.part(slot) if isinstance(slot, Slot) else self.stacked_part(slot)
+            for name, slot in self.slots().items()
+        }
 
     def num_parameters(self) -> int:
         """Elements of all weights on all ranks, each counted once."""
@@ -213,22 +210,22 @@ class Transformer:
         ]
         return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
 
-    def stacked_part(self, slot: StackedSlot, single: tuple[str, ...]) -> Part:
-        """As `part`, of a tensor for all experts, which stands for the tensors `single` of one expert each."""
+    def stacked_part(self, slot: StackedSlot) -> Part:
+        """As `part`, of a tensor for all experts."""
         parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
         dim = 1 if slot.words[0] == "row" else 0  # of an expert's own tensor
         length, begin, end = self.share(slot.words[0], halves[0].shape[dim + 1])
         for e in range(len(slot.target)):
             for j, half in enumerate(halves):
-                index: list[slice | int] = [e, *[slice(None)] * (half.ndim - 1)]
+                index: list[slice | int] = [slot.first + e, *[slice(None)] * (half.ndim - 1)]
                 alternating = slice(parts * begin + j, parts * (end - 1) + j + 1, parts)
                 index[dim + 1] = alternating if slot.interleaved else slice(j * length + begin, j * length + end)
                 pieces.append(Piece(half[e].narrow(dim, 0, end - begin), tuple(index)))
-        shape = list(slot.target.shape)
+        shape = [slot.total, *slot.target.shape[1:]]
         shape[dim + 1] = length * parts
         if slot.transposed:
             shape[1:] = shape[:0:-1]
-        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=single)
+        return Part(tuple(shape), tuple(pieces), transposed=slot.transposed, instead_of=slot.instead_of)
 
     def be_batch_invariant(self) -> None:
         """Compute each row's products in the same way whatever rows are beside it; for the backend `kernels`."""
@@ -278,26 +275,21 @@ class Transformer:
             inputs = own(residual, self.look_up(batch.input_ids, own.table))
         x = self.enter(residual)
         for i, layer in enumerate(self.layers):
-            y = layer.attention(x, step)
-            if self.row.parallel:
-                beside = layer.mlp_in(residual) if layer.mlp_in else x
-                y = add_up(y + layer.mlp(beside))
-            else:
-                y = add_up(y)
-                y = layer.attn_out(y) if layer.attn_out else y
-                x = self.add(y, residual, layer.mlp_in)
-                y = add_up(layer.mlp(x))
-                y = layer.beside(y, residual) if layer.beside else y
-                y = layer.mlp_out(y) if layer.mlp_out else y
             following = self.layers[i + 1].attn_in if i + 1 < c.num_layers else self.norm
-            if layer.scale is None:
-                x = self.add(y, residual, following)
+            if self.row.parallel:
+                y = layer.attention(x, step)
+                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
+                x = self.add(add_up(x.add_(y)), residual, following)
                 continue
-            self.add(y, residual, None)
-            if layer.gate and inputs is not None:
-                residual += layer.gate(residual, inputs[:, i])
-            residual *= layer.scale
-            x = following(residual) if following else residual
+            x = add_up(layer.attention(x, step))
+            x = layer.attn_out(x) if layer.attn_out else x
+            x = self.add(x, residual, layer.mlp_in)
+            x = add_up(layer.mlp(x))
+            x = layer.beside(x, residual) if layer.beside else x
+            x = layer.mlp_out(x) if layer.mlp_out else x
+            x = self.add(x, residual, following if layer.scale is None else None)
+            if layer.scale is not None:
+                x = layer.end(residual, None if inputs is None else inputs[:, i], following)
         return x
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
@@ -384,17 +376,26 @@ class Transformer:
         return logits
 
 
-def check_division(config: ModelConfig, size: int) -> None:
-    """Check that `size` ranks can each hold a share of every weight.
+def check_division(config: ModelConfig, group: Group) -> None:
+    """Check that the ranks of a group can each hold a share of every weight.
 
     Raises:
         ValueError: names what cannot be divided.
     """
+    size, e, ranks = group.size, config.experts, group.experts
+    if ranks and not e:
+        raise ValueError(f"enable_expert_parallel is True; {config.architecture} has no experts, so it must be False")
+    if ranks and e and e.count < ranks.size * ranks.engines:
+        raise ValueError(
+            f"tensor_parallel_size is {size} and data_parallel_size {ranks.engines}; with enable_expert_parallel there "
+            f"may be no more ranks in all than the model has experts, {e.count}"
+        )
     counts = [("num_attention_heads", config.num_heads)]
     if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
         counts.append(("intermediate_size", config.intermediate_size))
-    if e := config.experts:
-        counts += [("experts' intermediate size", e.size), ("shared expert's intermediate size", e.shared_size)]
+    if e:
+        counts += [("experts' intermediate size", e.size)] * (group.experts is None)
+        counts.append(("shared expert's intermediate size", e.shared_size))
     for name, count in counts:
         if count % size:
             raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")

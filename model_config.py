@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
+from config_fields import Fields, number, typed, whole
 from families import FAMILIES, TEXT_HALVES, Family, Routing
-from fields import Fields, number, typed, whole
 from kv_layout import KVLayout, layout_of
 from quantization import Quantization, read_quantization
 
@@ -35,6 +35,7 @@ ACTIVATIONS = {  # config.json's names and ours
     "xielu": "xielu", "swigluoai": "swigluoai",
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
 
 
 @dataclass(frozen=True)
@@ -364,6 +365,8 @@ class Reading:
         for name in ("head_dim", "qk_head_dim"):  # which follow from the others
             f.get(name)
         q_rank = f.get("q_lora_rank")
+        if f.whole("v_head_dim", 1, 1024, 128) > self.head_dim:
+            raise ValueError(f"config.json: v_head_dim is {f.get('v_head_dim')}; Manta has at most {self.head_dim}")
         return Latent(
             q_rank=0 if q_rank is None else f.whole("q_lora_rank", 1, 2**16),
             kv_rank=f.whole("kv_lora_rank", 1, 2**16),
@@ -468,7 +471,7 @@ class Reading:
             if listed and (len(listed) != self.layers or set(listed) - {0, 1}):
                 raise ValueError(f"config.json: no_rope_layers is {listed!r:.80}; it must have 1 for each with RoPE")
             return [bool(has) for has in listed] if listed else [(i + 1) % step != 0 for i in range(self.layers)]
-        if row.rope == "windowed" and any(self.windows):
+        if row.rope == "windowed" and f.get(row.window_field):
             return [window > 0 for window in self.windows]
         return [True] * self.layers
 
@@ -502,8 +505,9 @@ class Reading:
             theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
             local = self.rope((nested or {}).get("sliding_attention") or {}, theta, dims.get(True))
         growth = None
-        if row.rope == "listed" and f.truth("attn_temperature_tuning" if row.chunked else False):
+        if row.rope == "listed" and row.chunked:
             growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
+            growth = growth if f.truth("attn_temperature_tuning") else None
         none = Rope(1.0, 0, {}, growth)
         found = [
             none if not has else local if window else full
@@ -546,6 +550,8 @@ class Reading:
         if kind == "dynamic" and says.get("alpha"):  # HunYuan's: as if theta were larger, at any length
             theta *= number("alpha", says["alpha"], 1e-3, 1e9) ** (dim / (dim - 2))
             return Rope(theta, dim, {})
+        if self.row.qk_norm == "unit" and f.truth(self.row.has_qk_norm):
+            scaling["attention_factor"] = 1.0  # the norm, which here is taken before, would undo any other
         if kind == "yarn":
             scaling["truncate"] = typed("truncate", says.get("truncate"), bool) is not False
         if kind == "llama3":
@@ -602,10 +608,9 @@ class Reading:
         asked = row.activation or self.fields.value("hidden_act", str) or "silu"
         if asked not in ACTIVATIONS:
             raise ValueError(f"config.json asks for the activation {asked!r:.80}; Manta has {', '.join(ACTIVATIONS)}")
-        self.fields.get("hidden_act")
-        found = ACTIVATIONS[asked]
-        if row.gated and found not in GATES and not row.activation:
-            raise ValueError(f"config.json asks for a gate of {asked!r:.80}; Manta has {', '.join(GATES)}")
+        found, gates = ACTIVATIONS[asked], EXPERT_GATES if row.routing else GATES
+        if row.gated and found not in gates and not row.activation:
+            raise ValueError(f"config.json asks for a gate of {asked!r:.80}; this family has {', '.join(gates)}")
         return found
 
     def cap(self, name: str) -> float:

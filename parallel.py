@@ -15,6 +15,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from config import EngineConfig
+
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
 
 
@@ -29,13 +31,22 @@ class Group:
         size: how many there are.
         device: of the tensors that they exchange, `cpu` or `cuda`.
         local_size: how many of them are on this machine; None is all.
+        experts: with expert parallelism, who holds which experts.
 
     Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu", local_size: int | None = None):
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: str = "cpu",
+        local_size: int | None = None,
+        experts: ExpertGroup | None = None,
+    ):
         assert 0 <= rank < size
         self.rank, self.size, self.device, self.local_size = rank, size, device, local_size or size
+        self.experts = experts
 
     @classmethod
     def connect(cls, rank: int, size: int, rendezvous: str, device: str) -> Group:
@@ -117,6 +128,35 @@ class Group:
         with self.exchange():
             dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
+
+
+class ExpertGroup:
+    """The ranks that share a model's experts, each of which holds whole ones: those of one engine, or of several.
+
+    All ranks of an engine have the same tokens, and after each layer of experts their results are summed as after any
+    other layer. So within an engine nothing else is exchanged.
+
+    Args:
+        rank: of this process in its engine, and size: ranks of an engine.
+        engine: this process's, from 0, and engines: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1):
+        self.rank, self.size, self.engine, self.engines = rank, size, engine, engines
+
+    @classmethod
+    def of(cls, config: EngineConfig, rank: int = 0) -> ExpertGroup | None:
+        """That of a rank of the engine with these options; None without expert parallelism."""
+        c = config
+        if not c.enable_expert_parallel:
+            return None
+        return cls(rank, c.tensor_parallel_size, c.data_parallel_rank, c.data_parallel_size)
+
+    def share(self, count: int) -> tuple[int, int]:
+        """The first of `count` experts that this rank holds, and how many. Ranks differ by one at most."""
+        place, places = self.engine * self.size + self.rank, self.engines * self.size
+        first, end = (count * i // places for i in (place, place + 1))
+        return first, end - first
 
 
 class Channel:

@@ -41,7 +41,7 @@ from memory import (
 )
 from model import Transformer
 from model_config import ModelConfig
-from parallel import Group
+from parallel import ExpertGroup, Group
 from plan import NewRow, StepPlan
 from pooling import settle
 from sampling_params import PoolingParams
@@ -83,6 +83,7 @@ class Startup:
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
+        self.group.experts = ExpertGroup.of(config, rank)
         check_room(config, model_config, dtype, self.max_model_len, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
@@ -179,7 +180,7 @@ class Startup:
         assert self.guard
         config, ops = self.config, self.ops
         with torch.inference_mode(), torch.device("meta"):
-            group, dtype = Group(0, self.group.size), self.model.embedding.dtype  # this group never meets
+            group, dtype = Group(0, self.group.size, experts=ExpertGroup.of(config)), self.model.embedding.dtype
             model = Transformer(self.model_config, ops, "meta", dtype, self.max_model_len, group)
             self.pack(model)
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -676,7 +677,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     import reference  # its shapes are every backend's
 
     with torch.device("meta"):  # for tensors that are made without a device
-        group = Group(0, config.tensor_parallel_size)  # this group never meets
+        group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config))  # this group never meets
         model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
     vocab_size = 0 if config.pools else model_config.vocab_size
     sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size

@@ -32,7 +32,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_architectures_are_refused_by_their_name(tmp_path: Path, architecture: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **OTHERS[architecture]}))
-    with pytest.raises(ValueError, match=rf"^config.json is of a '{architecture}';  .*that Manta runs$"):
+    with pytest.raises(ValueError, match=rf"^config.json is of a '{architecture}'; .*that Manta runs$"):
         ModelConfig.from_folder(str(tmp_path))
 
 

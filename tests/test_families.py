@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from config import EngineConfig
+from core import EngineCore
 from families import FAMILIES
 from model_config import ModelConfig
+from plan import EngineCoreRequest, NewRow, StepPlan
+from sampling_params import SamplingParams
+from startup import start_worker
 from test_model import check, make_worker
 
 NEW = 64
@@ -177,4 +183,121 @@ def test_every_family_has_a_case(checkpoints: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_family_equals_transformers(checkpoints: Path, name: str) -> None:
-    check(make_worker(checkpoints / name), CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+    worker = make_worker(checkpoints / name, threads=1)  # with more, threads mostly wait for each other
+    check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+
+
+# --- ways that must not change the tokens -----------------------------------------------------------------------------
+
+# One case of each path through kernels and cache: norms, RoPE, windows, caps, sinks, chunks, experts, latents.
+PATHS = (
+    "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
+    "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts",
+)  # fmt: skip
+
+
+def make_core(folder: Path, **fields: Any) -> EngineCore:
+    """An engine that takes 16 tokens a step, so that prompts come in chunks."""
+    options = {"model": str(folder), "dtype": "float32", "device": "cpu", "threads": 1, "block_size": 4}
+    options |= {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 112, "swap_space": 0.01}
+    options |= {"schedule_conservativeness": 0.0}
+    return EngineCore(EngineConfig(**options | fields))
+
+
+def known(folder: Path, name: str, given: int, count: int) -> tuple[list[int], list[int]]:
+    """The long prompt with `given` tokens of its answer, and the `count` tokens that follow."""
+    tokens = load_file(folder / name / "oracle.safetensors")["tokens1"].tolist()
+    return CASES[name]["prompts"][1] + tokens[:given], tokens[given : given + count]
+
+
+def ask(core: EngineCore, *asked: tuple[list[int], list[int]]) -> None:
+    """Ask for what is known, all at once, and check the answers."""
+    got: dict[str, list[int]] = {str(i): [] for i in range(len(asked))}
+    for i, (prompt, answer) in enumerate(asked):
+        params = SamplingParams(max_tokens=len(answer), temperature=0.0, ignore_eos=True)
+        core.add(EngineCoreRequest(str(i), prompt, params))
+    while core.has_work():
+        for output in core.step():
+            got[output.request_id] += output.token_ids
+    core.check_integrity()
+    assert got == {str(i): answer for i, (_, answer) in enumerate(asked)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_and_prefix_hits_change_nothing(checkpoints: Path, name: str) -> None:
+    core = make_core(checkpoints / name, sanitize_kv=name in PATHS)
+    ask(core, known(checkpoints, name, 0, 20))
+    assert core.metrics()["prefix_cache_hits_total"] == 0
+    ask(core, known(checkpoints, name, 0, 8), known(checkpoints, name, 15, 12))
+    assert core.metrics()["prefix_cache_hits_total"] >= 40 + 44
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", PATHS)
+def test_preemption_changes_nothing(checkpoints: Path, name: str, mode: str) -> None:
+    fields = {"preemption_mode": mode, "enable_prefix_caching": False, "max_model_len": 80}
+    blocks = make_core(checkpoints / name, **fields).facts["blocks_per_request"]
+    core = make_core(checkpoints / name, **fields, num_gpu_blocks_override=blocks * 13 // 10)
+    ask(core, *(known(checkpoints, name, given, 20) for given in (0, 8)))  # room for both prompts, not for the answers
+    assert core.metrics()["num_preemptions_total"] > 0
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_the_specification_gives_the_same(checkpoints: Path, name: str) -> None:
+    ask(make_core(checkpoints / name, backend="reference"), known(checkpoints, name, 0, 10))
+
+
+QUICK = ("cohere2", "gemma2", "falcon-7b", "deepseek-v3", "gpt-oss")  # the others take the interpreter minutes
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PATHS]
+)
+def test_kernels_give_the_same(checkpoints: Path, name: str, few_programs: None) -> None:
+    """A chunk of 16 tokens, and then the 17th as a row of one token, beyond the window and in the next chunk."""
+    core = make_core(checkpoints / name, backend="triton", block_size=16, max_num_seqs=1, max_model_len=32)
+    best = load_file(checkpoints / name / "oracle.safetensors")["logits1"][16].argmax()
+    ask(core, (CASES[name]["prompts"][1][:17], [int(best)]))
+
+
+def run_rank(rank: int, size: int, folder: Path) -> None:
+    """What each of several processes runs for all cases. It saves logits of the prompts and the tokens that follow."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, case in json.loads((folder / "cases.json").read_text()).items():  # with their prompts
+        config = EngineConfig(
+            str(folder / name), dtype="float32", device="cpu", threads=1, block_size=16, max_num_seqs=2,
+            max_model_len=64, max_num_batched_tokens=64, tensor_parallel_size=size,
+        )  # fmt: skip
+        rendezvous = f"file://{folder}/meet-{name}"
+        worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
+        seen, forward = [], worker.model.forward
+        worker.model.forward = lambda *args, seen=seen, forward=forward: seen.append(forward(*args)) or seen[-1]
+        kinds, _, columns = worker.state.block_tables.shape
+        tables = torch.arange(2 * kinds * columns).view(2, kinds, columns).tolist()
+        prompts = case["prompts"]
+        new = [NewRow(slot=i, token_ids=prompt, blocks=tables[i]) for i, prompt in enumerate(prompts)]
+        results = [worker.step(StepPlan(0, rows=[(i, len(prompt)) for i, prompt in enumerate(prompts)], new=new))]
+        logits = worker.model.logits(seen[0])
+        results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
+        found[name] = logits, [result.token_ids[1] for result in results]
+        worker.group.close()
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+@pytest.fixture(scope="session")
+def ranks(checkpoints: Path) -> list[dict[str, Any]]:
+    """What two ranks found. One pair of processes runs all cases, because starting one takes seconds."""
+    torch.multiprocessing.spawn(run_rank, (2, checkpoints), nprocs=2)
+    return [torch.load(checkpoints / f"rank{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_give_the_same(checkpoints: Path, ranks: list[dict[str, Any]], name: str) -> None:
+    oracle = load_file(checkpoints / name / "oracle.safetensors")
+    want = torch.cat((oracle["logits0"], oracle["logits1"]))
+    for found in ranks:
+        logits, tokens = found[name]
+        assert (logits - want).abs().max() <= 1e-4 * want.abs().max()
+        assert tokens == oracle["tokens1"][:5].tolist()

@@ -58,8 +58,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # deciding
     "config": set(),
     "families": set(),
-    "fields": {"families"},
-    "model_config": {"config", "families", "fields", "kv_layout", "quantization"},
+    "config_fields": {"families"},
+    "model_config": {"config", "config_fields", "families", "kv_layout", "quantization"},
     "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
@@ -88,8 +88,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model", "model_config"},
-    "parallel": set(),
+    "memory": {"config", "kv_layout", "model", "model_config", "parallel"},
+    "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
@@ -105,8 +105,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "families", "fields", "kv_cache", "kv_layout", "model_config", "plan", "pooling",
-    "quantization", "sampling_params", "scheduler", "sequence",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
+    "pooling", "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "batch_state", "model", "layers", "latent_attention", "rope", "loader", "dequantize", "memory",

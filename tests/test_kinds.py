@@ -10,11 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from config import EngineConfig, ModelConfig
+from config import EngineConfig
 from core import EngineCore
 from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
 from kv_layout import layout_of, most_blocks
 from memory import blocks_per_seq, fit_pool
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from sanitizer import SanitizerError
@@ -227,7 +228,11 @@ def run(core: EngineCore, tag: str = "", deaths: int = 0) -> dict[tuple[str, int
 )
 def test_tokens_are_the_same_however_the_blocks_went(make_core, fields, deaths):
     core = make_core()
-    assert core.facts["windows"] == [0, 9, 9] and core.executor.worker.pool.shape[1] == 4  # there is room for 12 layers
+    assert core.facts["windows"] == [0, 9, 9] and core.executor.worker.model.layout.layers == (
+        4,
+        4,
+        4,
+    )  # there is room for 12 layers
     cold = run(core)
     assert run(core, "again") == cold and core.metrics()["prefix_cache_hits_total"] > 50
     other = make_core(**fields)

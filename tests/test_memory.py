@@ -11,6 +11,7 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,6 @@ import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from engine import EngineCore
-from families import FAMILIES
 from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
 from model import Transformer
 from model_config import ModelConfig
@@ -125,12 +125,25 @@ def make(folder, monkeypatch):
     kernels._decode_programs.cache_clear()
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+SHAPES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "Gemma2ForCausalLM": {"head_dim": 8, "sliding_window": 16},
+    "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 4},
+    "Qwen3MoeForCausalLM": EXPERTS,
+    "DeepseekV3ForCausalLM": EXPERTS | {
+        "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24,
+        "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": None},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("more", [{}, {"attention_bias": True, "tie_word_embeddings": True}], ids=["", "biases, tied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SHAPES)
 def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
     """A rank's plan has the bytes that torch takes for a real model, and is the same on the meta device."""
-    config = EngineConfig(folder(architectures=[family], vocab_size=99, **more), max_num_seqs=5, max_model_len=70)
+    raw = {"architectures": [family], "vocab_size": 99, **SHAPES[family], **more}
+    config = EngineConfig(folder(**raw), max_num_seqs=5, max_model_len=70)
     shape, plans = ModelConfig.from_folder(config.model), []
     for device in ("cpu", "meta"):
         with LiveBytes(collect=False) as live:
@@ -142,7 +155,8 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
         if device == "cpu":
             assert (plans[0].weights, plans[0].state) == (weights, live.now)
     assert plans[0] == plans[1]
-    pool = torch.zeros(1, shape.num_layers, 2, model.num_kv_heads, 64, shape.head_dim, dtype=torch.bfloat16)
+    parts, heads, dim = shape.page(size)
+    pool = torch.zeros(1, model.layout.layers, parts, heads, 64, dim, dtype=torch.bfloat16)
     assert plans[0].block == pool.nbytes and plans[0].graphs == plans[0].context == 0
 
 
@@ -162,9 +176,12 @@ WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "hea
         (VOCAB, [1] * 8, 1, "float32"),
         (VOCAB | {"vocab_size": 9001}, [5] * 2, 2, "float32"),
         (WIDE | {"intermediate_size": 640}, [24], 2, "float32"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, [40], 1, "float32"),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 640, **EXPERTS}, [24], 1,
+         "bfloat16"),
     ],
     ids=["mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary", "vocabulary of two",
-         "mlp of two"],
+         "mlp of two", "experts", "shared expert"],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""

@@ -1,6 +1,6 @@
-"""The fields of a config.json: each is read, known to change nothing, or an error.
+"""The fields of a config.json, by the names that most families have for them, and checks of what they hold.
 
-Standard library only: every process reads this file, and most of them never import torch.
+Every field is read, known to change nothing, or an error. Standard library only, as in model_config.py.
 """
 
 from __future__ import annotations
@@ -66,9 +66,10 @@ class Fields:
             ValueError: names the field.
         """
         for name, want in self.row.fixed.items():
-            value = self.get(name)
-            if name in self.theirs and value is not None and value != want:
-                raise ValueError(f"config.json: {name} is {value!r:.80}; Manta has {want!r} alone")
+            value, wants = self.get(name), want if isinstance(want, tuple) else (want,)
+            if name in self.theirs and value is not None and value not in wants:
+                allowed = " or ".join(map(repr, wants))
+                raise ValueError(f"config.json: {self.theirs[name]} is {value!r:.80}; Manta has {allowed} alone")
         for name, value in self.raw.items():
             # Without a number, a list or a "true" it says at most what is not there.
             if name in self.read or HARMLESS.fullmatch(name) or not value or isinstance(value, str):
