@@ -144,6 +144,11 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
+    # What each layer gets beside its hidden states lives through all layers, and three times as much while it is made.
+    given = item * t * c.num_layers * c.layer_input_size
+    layers = max(layers + given, inputs + item * t * h + 3 * given)
+    if c.experts and c.row.routing and c.row.routing.beside:  # what the dense MLP gave, and two norms
+        layers += item * t * 2 * h
     # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
