@@ -20,6 +20,7 @@ import torch
 
 from config import EngineConfig
 from kv_layout import most_blocks
+from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -84,7 +85,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
     if config.pools:  # nothing is sampled
         sampling = one = 0
-    decode = step_bytes(config, model, rows)
+    decode = step_bytes(config, model, rows, True)
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
@@ -118,10 +119,10 @@ def largest_step(config: EngineConfig, max_model_len: int) -> int:
     return min(most, config.max_num_seqs * max_model_len)
 
 
-def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[int, int]:
+def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bool = False) -> tuple[int, int]:
     """The most bytes that are alive in a step of `tokens`, before it has logits and with them, without workspaces.
 
-    The step has `max_num_seqs` rows, or as many as tokens if these are fewer.
+    The step has `max_num_seqs` rows, or as many as tokens if these are fewer. In a step of decodes no row has more.
     """
     c, group, item = model.config, model.group.size, model.embedding.itemsize
     t, r, h, kinds = tokens, min(tokens, config.max_num_seqs), c.hidden_size, len(model.layout.windows)
@@ -140,6 +141,14 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int) -> tuple[i
     grown = any(rope.growth for rope in c.ropes)
     attention = max(attention_bytes(model.num_heads, *shape, grown, item, t, r) for shape in kv_shapes)
     q = model.num_heads * max(dim for _, dim in kv_shapes)
+    if c.latent:
+        length = -(-model.max_model_len // config.block_size) * config.block_size
+        context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
+        context = 0 if config.batch_invariant else -1 if decode else context
+        at_once = heads_at_once(model.num_heads, c, model.max_model_len, item)
+        attention = workspace(c, model.num_heads, t, r, context, item, at_once, PROCESSORS)
+        attention += item * t * h  # what the MLP before it gave
+        q = model.num_heads * c.latent.v_dim
     layer = max(attention, item * t * 3 * i, item * t * (max(q, i) + h), expert_bytes(c, model.group, item, t))
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0

@@ -38,6 +38,7 @@ from startup import start_worker
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
+PAGE = ROOT / "docs" / "families.md"
 NEW, CONTEXT = 8, 64  # greedy tokens, and tokens that a sequence may have
 TOLERANCE = 1e-4  # of the largest logit
 ABSENT = object()  # instead of a field that a class has not
@@ -323,7 +324,12 @@ def main() -> None:
     parser.add_argument("--shape", help="try this printed shape alone")
     parser.add_argument("--add", action="store_true", help="add to what bench_results/families.json has")
     parser.add_argument("--dry", action="store_true", help="leave bench_results/families.json alone")
+    parser.add_argument("--table", action="store_true", help="write docs/families.md's table, and print README's list")
     args = parser.parse_args()
+    if args.table:
+        PAGE.write_text(with_table(PAGE.read_text()))
+        print(short_list())
+        return
     torch.set_num_threads(1)
     oracle, folder = Oracle(), Path(tempfile.mkdtemp())
     classes = args.families or config_classes()
@@ -352,6 +358,69 @@ def main() -> None:
             RESULT.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     oracle.close()
     sys.exit(failed > 0)
+
+
+KNOWN = {  # what people know a family by, where its name does not say it
+    "DeepseekV2ForCausalLM": "DeepSeek V2, V2.5, Coder V2", "DeepseekV3ForCausalLM": "DeepSeek V3, R1",
+    "Ernie4_5ForCausalLM": "ERNIE 4.5 (dense)", "Exaone4ForCausalLM": "EXAONE 4.0", "GlmForCausalLM": "GLM-4-9B",
+    "Glm4ForCausalLM": "GLM-4-0414", "Glm4MoeForCausalLM": "GLM-4.5, 4.6", "GptOssForCausalLM": "GPT-OSS",
+    "GPT2LMHeadModel": "GPT-2", "GPTNeoXForCausalLM": "Pythia, GPT-NeoX", "GraniteForCausalLM": "Granite 3",
+    "HunYuanDenseV1ForCausalLM": "Hunyuan (dense)", "LlamaForCausalLM": "Llama 1 to 3.3, Yi, Vicuna",
+    "Llama4ForCausalLM": "Llama 4 Scout, Maverick (text)", "MistralForCausalLM": "Mistral 7B, Nemo, Small",
+    "Ministral3ForCausalLM": "Ministral 3", "CohereForCausalLM": "Command R", "Cohere2ForCausalLM": "Command R7B, Command A",
+    "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ",
+    "Gemma3ForCausalLM": "Gemma 3 (text)", "MiniMaxM2ForCausalLM": "MiniMax M2", "Olmo2ForCausalLM": "OLMo 2",
+    "Olmo3ForCausalLM": "OLMo 3", "SmolLM3ForCausalLM": "SmolLM3", "SeedOssForCausalLM": "Seed-OSS",
+    "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
+}  # fmt: skip
+BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
+TRAITS = {  # what a row's field says, in words
+    "norm": {"layer": "LayerNorm"}, "unit_offset": {True: "norms stored less 1"}, "gated": {False: "plain MLP"},
+    "qk_norm": {"head": "q/k norm", "heads": "q/k norm by head", "all": "q/k norm over all heads",
+                "after": "q/k norm after RoPE", "unit": "q/k norm without weights"},
+    "rope": {"listed": "some layers without RoPE", "windowed": "RoPE in window layers"},
+    "window": {"pattern": "windows in some layers", "qwen": ""}, "chunked": {True: "chunks"},
+    "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft caps"},
+    "sinks": {True: "sinks"}, "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
+    "embed_scale": {"sqrt": "scaled embeddings"}, "interleaved": {True: "interleaved RoPE"},
+}  # fmt: skip
+
+
+def table() -> str:
+    """The families, what sets each apart, and how many of its drawn shapes passed, as a table in Markdown."""
+    found = json.loads(RESULT.read_text())
+    lines = ["| `architectures` | known as | beside Llama | shapes that passed |", "|---|---|---|---|"]
+    for name, row in FAMILIES.items():
+        traits = [words.get(getattr(row, field)) for field, words in TRAITS.items()]
+        if isinstance(row.parallel, str):
+            traits.append("parallel MLP if asked for")
+        if row.residual_scale:
+            traits.append("scaled embeddings, residuals, scores and logits")
+        if row.name("positions"):
+            traits.append("learned positions")
+        if row.names.get("attn_out"):
+            traits.append("norms after attention and MLP")
+        if r := row.routing:
+            traits.append(f"experts ({r.scoring}{', in groups' if r.grouped else ''}{', shared' if r.shared else ''})")
+        base = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        passed = found.get(name, {"passed": 0, "drawn": 0})
+        told = ", ".join(trait for trait in traits if trait) or "biases, names or sizes"
+        told = "" if name == "LlamaForCausalLM" else told
+        lines.append(f"| `{name}` | {KNOWN.get(name, base)} | {told} | {passed['passed']} of {passed['drawn']} |")
+    return "\n".join(lines)
+
+
+def short_list() -> str:
+    """The families in one line, for the README."""
+    names = [KNOWN.get(name, name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")) for name in FAMILIES]
+    return f"{len(FAMILIES)} families: {'; '.join(sorted(names, key=str.lower))}."
+
+
+def with_table(page: str) -> str:
+    """The page with its table as it is now."""
+    before, _, rest = page.partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 
 
 def config_classes() -> list[str]:

@@ -26,6 +26,12 @@ from startup import CompileGuard, Startup, pick_ops
 from test_worker import SHAPE, row
 from worker import LateCompile
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
+}  # fmt: skip
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
 
@@ -50,8 +56,9 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
         ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
         (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
         ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
+        pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
     ],
-    ids=["swap", "windows", "batch invariant"],
+    ids=["swap", "windows", "batch invariant", "latents"],
 )
 def test_warm_up_covers_random_traffic(make, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
@@ -104,7 +111,17 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
     assert len(tokens) == 4
 
 
-@pytest.mark.parametrize(("shape", "fields"), [({}, {}), (WINDOWS, {}), ({}, {"batch_invariant": True})], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        ({}, {}),
+        (WINDOWS, {}),
+        ({}, {"batch_invariant": True}),
+        (LATENT, {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2}),
+        pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
+    ],
+    ids=["plain", "windows", "batch invariant", "latents", "latents, batch invariant"],
+)
 def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
     core = make(shape, **fields)
     made = Startup(core.config, core.model_config, 0, "")

@@ -252,7 +252,7 @@ QUICK = ("cohere2", "gemma2", "falcon-7b", "deepseek-v3", "gpt-oss")  # the othe
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in PATHS]
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in PATHS]
 )
 def test_kernels_give_the_same(checkpoints: Path, name: str, few_programs: None) -> None:
     """A chunk of 16 tokens, and then the 17th as a row of one token, beyond the window and in the next chunk."""

@@ -88,7 +88,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"model_config"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "model", "model_config", "parallel"},
+    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel"},
     "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 import cpu_ops
+import latent_attention
+import reference
 from loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
@@ -70,12 +74,9 @@ def oracle(checkpoints: Path, name: str) -> dict[str, torch.Tensor]:
     return load_file(checkpoints / name / "oracle.safetensors")
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("invariant", [False, True])
-def test_every_backend_equals_transformers(checkpoints: Path, backend: str, invariant: bool) -> None:
-    worker = make_worker(checkpoints / "deepseek-v3", backend=backend, batch_invariant=invariant)
-    tokens = run(worker, [(41, range(8), 0)])
-    assert tokens == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
+def test_the_specification_equals_transformers(checkpoints: Path) -> None:
+    worker = make_worker(checkpoints / "deepseek-v3", backend="reference")
+    assert run(worker, [(41, range(8), 0)]) == oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()[:1]
 
 
 def prompt(name: str = "deepseek-v3") -> list[int]:
@@ -85,7 +86,7 @@ def prompt(name: str = "deepseek-v3") -> list[int]:
 def run(worker: Worker, chunks: list[tuple[int, range, int]], step: int = 0) -> list[int]:
     """Sample the token after the prompt of 41."""
     for i, (count, blocks, computed) in enumerate(chunks):
-        new = [NewRow(slot=0, token_ids=prompt(), blocks=list(blocks), num_computed=computed)] if i == 0 else []
+        new = [NewRow(slot=0, token_ids=prompt(), blocks=[list(blocks)], num_computed=computed)] if i == 0 else []
         result = worker.step(StepPlan(step + i, rows=[(0, count)], new=new))
     return result.token_ids
 
@@ -101,21 +102,114 @@ def test_chunks_prefixes_preemption_and_swaps_change_nothing(checkpoints: Path) 
     want = oracle(checkpoints, "deepseek-v3")["tokens2"].tolist()
     assert more(worker, 9, run(worker, [(17, range(16), 0), (1, range(16), 0), (23, range(16), 0)]), 11) == want[:12]
     # A prefix of two blocks is found, and the rest goes elsewhere.
-    row = NewRow(slot=0, token_ids=prompt(), blocks=[0, 1, *range(20, 30)], num_computed=32)
+    row = NewRow(slot=0, token_ids=prompt(), blocks=[[0, 1, *range(20, 30)]], num_computed=32)
     found = worker.step(StepPlan(30, rows=[(0, 9)], new=[row], released=[0])).token_ids
     assert more(worker, 31, found, 5) == want[:6]
     # Preempted, and computed again with what it had said.
     worker.pool[:30] = torch.nan
-    row = NewRow(slot=0, token_ids=prompt() + want[:6], blocks=[*range(3, 19)])
+    row = NewRow(slot=0, token_ids=prompt() + want[:6], blocks=[[*range(3, 19)]])
     found = worker.step(StepPlan(40, rows=[(0, 47)], new=[row], released=[0])).token_ids
     assert more(worker, 41, found, 5) == want[6:12]
     # Swapped out and, to other blocks, in again. The last token's latent is not there yet.
     out = [(3 + i, i) for i in range(4)]
     worker.step(StepPlan(50, swap_out=out, released=[0]))
     worker.pool[:] = torch.nan
-    row = NewRow(slot=0, token_ids=prompt() + want[:12], blocks=[*range(10, 24)], num_computed=52)
+    row = NewRow(slot=0, token_ids=prompt() + want[:12], blocks=[[*range(10, 24)]], num_computed=52)
     found = worker.step(StepPlan(51, rows=[(0, 1)], new=[row], swap_in=[(i, 10 + i) for i in range(4)])).token_ids
     assert more(worker, 52, found, 20) == want[12:33]
+
+
+def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[int], int]]) -> torch.Tensor:
+    """Hidden states of a step. Row i has the blocks from 8 i on, and (context, new tokens, how many blocks)."""
+    ints, tables = {"dtype": torch.int32}, torch.arange(8 * len(rows), dtype=torch.int32).view(-1, 8)
+    decodes = sum(len(tokens) == 1 and not model.layers[0].attention.batch_invariant for _, tokens, _ in rows)
+    counts = [len(tokens) for _, tokens, _ in rows]
+    positions = torch.cat([torch.arange(before, before + len(tokens)) for before, tokens, _ in rows])
+    owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
+    lens = torch.tensor([before + len(tokens) for before, tokens, _ in rows], **ints)
+    starts = torch.tensor([0, *accumulate(counts[decodes:])], **ints)
+    batch = Batch(
+        torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
+        (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
+        torch.arange(len(rows), **ints), tables[None], decodes, starts, max(counts),
+        [(len(tokens), held) for _, tokens, held in rows[decodes:]],
+    )  # fmt: skip
+    return model.forward(batch, pool)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """kernels.py with few programs, because the interpreter runs them one after the other."""
+    kernels, latent = pytest.importorskip("kernels"), pytest.importorskip("latent")
+    monkeypatch.setattr(latent, "_programs", lambda *_: 3)
+    return kernels
+
+
+def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Transformer, torch.Tensor]:
+    """The model with its weights, and an empty pool."""
+    model = Transformer(ModelConfig.from_folder(str(folder)), ops, "cpu", torch.float32, 128, Group())
+    load_weights(model, str(folder))
+    if invariant:
+        model.be_batch_invariant()
+    return model, torch.full((24, 2, 1, 1, 16, 40), torch.nan)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    ("name", "invariant"),
+    [
+        ("deepseek-v3", False),
+        pytest.param("deepseek-v3", True, marks=pytest.mark.long),
+        pytest.param("deepseek-v2-lite", False, marks=pytest.mark.long),
+    ],
+)
+def test_kernels_equal_the_specification(checkpoints: Path, kernels: ModuleType, name: str, invariant: bool) -> None:
+    """Prompts, then a decode beside a chunk and another prompt. Blocks that a row holds ahead change nothing."""
+    tokens, found = prompt(name), []
+    for ops in (reference, kernels):
+        with torch.no_grad():
+            model, pool = build(checkpoints / name, ops, invariant and ops is kernels)
+            steps = [
+                [(0, tokens[:17], 2), (0, tokens[:5], 1)],
+                [(17, tokens[17:18], 3), (5, tokens[5:25], 4), (0, tokens[:20], 2)],
+            ]
+            found.append(torch.cat([forward(model, pool, rows) for rows in steps]))
+    assert (found[0] - found[1]).abs().max() <= 1e-4
+
+
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("products_by_rows")
+def test_a_batch_changes_no_bit_where_it_must_not(checkpoints: Path, kernels: ModuleType) -> None:
+    """A prompt at once, and in chunks and token by token beside another one."""
+    tokens = prompt()[:21]
+    with torch.no_grad():
+        model, pool = build(checkpoints / "deepseek-v3", kernels, invariant=True)
+        whole, parts = forward(model, pool, [(0, tokens, 2)]), []
+        pool[:] = torch.nan
+        for begin, end in pairwise([0, 1, 16, 20, 21]):
+            rows = [(begin, tokens[begin:end], 2), (0, tokens[3:9], 1)]
+            parts.append(forward(model, pool, rows)[: end - begin])
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_rows_and_heads_have_their_keys_made_some_at_a_time(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, sizes = prompt(), []
+    rows = [(0, tokens, 3), (0, tokens[:7], 2), (0, tokens[:30], 2)]
+    with torch.no_grad():
+        model, pool = build(checkpoints / "deepseek-v3", cpu_ops)
+        assert model.layers[0].attention.at_once == 4
+        want = forward(model, pool, rows)
+        monkeypatch.setattr(latent_attention, "CONTEXT_TOKENS", 64)
+        monkeypatch.setattr(latent_attention, "WORKSPACE", 2 * 4 * 76 * 128)
+        model, pool = build(checkpoints / "deepseek-v3", cpu_ops)
+        assert model.layers[0].attention.at_once == 2
+        prefill = cpu_ops.attention_prefill
+        monkeypatch.setattr(
+            cpu_ops, "attention_prefill", lambda q, kv, *a: sizes.append(kv.shape[:3]) or prefill(q, kv, *a)
+        )
+        found = forward(model, pool, rows)
+    assert [tuple(size) for size in sizes] == [(3, 2, 2)] * 2 + [(4, 2, 2)] * 2 + [(3, 2, 2)] * 2 + [(4, 2, 2)] * 2
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=0)
 
 
 class Pair:
@@ -148,23 +242,17 @@ class Rank(Group):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Path, name: str) -> None:
-    pair, tokens, n = Pair(), prompt(name), 41
-    folder = str(checkpoints / name)
-    config, found = ModelConfig.from_folder(folder), {}
-    ints = {"dtype": torch.int32}
-    assert config.page(2) == config.page(1) == (1, 1, 40)
+    pair, folder, found = Pair(), str(checkpoints / name), {}
+    config = ModelConfig.from_folder(folder)
+    assert config.latent and config.page(2) == config.page(1) == (1, 1, 40)
 
     def rank(i: int) -> None:
-        model = Transformer(config, cpu_ops, "cpu", torch.float32, 64, Rank(i, pair))
-        load_weights(model, folder)
-        assert model.layers[0].attention.o.shape == (64, 2 * config.latent.v_dim)
-        pool = torch.full((4, 2, 1, 1, 16, 40), torch.nan)
-        positions = torch.arange(n)
-        batch = Batch(
-            torch.tensor(tokens), positions, positions, torch.tensor([n], **ints), torch.zeros(1, **ints),
-            torch.arange(4, **ints)[None], 0, torch.tensor([0, n], **ints), n, [(n, 3)],
-        )  # fmt: skip
-        found[i] = model.logits(model.forward(batch, pool)), pool
+        with torch.no_grad():
+            model = Transformer(config, cpu_ops, "cpu", torch.float32, 64, Rank(i, pair))
+            load_weights(model, folder)
+            assert model.layers[0].attention.o.shape == (64, 2 * config.latent.v_dim)
+            pool = torch.full((8, 2, 1, 1, 16, 40), torch.nan)
+            found[i] = model.logits(forward(model, pool, [(0, prompt(name), 3)])), pool
 
     with ThreadPoolExecutor(2) as threads:
         for done in [threads.submit(rank, i) for i in range(2)]:

@@ -104,8 +104,10 @@ def folder(tmp_path: Path):
 def make(folder, monkeypatch):
     """Makes a worker on a tiny dummy with kernels.py, as the first of `size` ranks; the others are not there."""
     kernels = pytest.importorskip("kernels")
-    kernels._decode_programs.cache_clear()
-    for module in (kernels, memory):
+    latent = pytest.importorskip("latent")
+    for cached in (kernels._decode_programs, latent._programs):
+        cached.cache_clear()
+    for module in (kernels, latent, memory):
         monkeypatch.setattr(module, "PROCESSORS", 2)
     monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
     for name in ("all_reduce", "all_gather"):
@@ -122,7 +124,8 @@ def make(folder, monkeypatch):
         return made
 
     yield make_startup
-    kernels._decode_programs.cache_clear()
+    for cached in (kernels._decode_programs, latent._programs):
+        cached.cache_clear()
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
@@ -170,11 +173,20 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
 
 WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
 
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 8,
+    "kv_lora_rank": 64, "q_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 48,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0, "max_position_embeddings": 48,
+}  # fmt: skip
+
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("shape", "rows", "size", "dtype"),
     [
+        (LATENT, [48], 1, "float32"),
+        (LATENT, [48], 1, "bfloat16"),
         (HEADS, [1, 1, 1, 45], 1, "float32"),
         (HEADS, [20, 3, 9], 1, "bfloat16"),
         (WIDE, [40], 1, "float32"),
@@ -190,8 +202,9 @@ WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "hea
         ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, [40], 1, "float32"),
         ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4, **EXPERTS, **MOE}, [40], 1, "float32"),
     ],
-    ids=["mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary", "vocabulary of two",
-         "mlp of two", "experts", "shared expert", "inputs of layers", "experts beside"],
+    ids=["latents", "latents in bfloat16", "mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary",
+         "vocabulary of two", "mlp of two", "experts", "shared expert",
+         "inputs of layers", "experts beside"],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
@@ -209,6 +222,20 @@ def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
             assert worker.step(plan_of_step).error is None
     predicted = max(plan.activations, plan.logits + plan.sampling)
     assert live.peak <= predicted <= plan.step and predicted <= 1.5 * live.peak, (live.peak, plan)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
+    """Its allowance is for rows of one token, which need no workspace for a whole context."""
+    made = make(LATENT, max_num_seqs=8, max_num_batched_tokens=48, batch_invariant=invariant)
+    worker = made.worker
+    new = [NewRow(slot=i, token_ids=[1], blocks=[[i]]) for i in range(8)]
+    with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
+        worker.step(StepPlan(0, rows=[(i, 1) for i in range(8)], new=new))
+    predicted, _ = memory.step_bytes(made.config, made.model, 8, True)
+    spared = 4 * 64 * 2**15 * invariant  # which only larger products need
+    assert live.peak <= predicted <= 2 * live.peak + spared
 
 
 @pytest.mark.interpreted

@@ -24,6 +24,7 @@ import sampling
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
+import test_latent
 import test_matmul
 
 F32 = torch.float32
@@ -103,6 +104,22 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "post_update": (
         "m_b = o_b < num_rows", "m_b = o_b < num_rows - 1",
         test_kernels.test_prepare_inputs_and_post_update, ([(True, 3), (True, 1), (True, 20)], 0)),
+    "latent_store": (
+        "m_r = o_r < R", "m_r = o_r < R - 1", test_latent.test_latent_store, (3, (24, 6), F32, True)),
+    "rope_last": (
+        "o_pair < P // 2)", "o_pair < P // 2 - 1)", test_latent.test_rope_last, (2, 3, (24, 6), F32, False, False)),
+    "head_linear": (
+        "m_m, m_n = o_m < tokens, o_n < N", "m_m, m_n = o_m < tokens, o_n < N - 1",
+        test_latent.test_head_linear, (5, 2, (130, 24), F32, False)),
+    "latent_decode": (
+        "* BLOCK_N, i_len)", "* BLOCK_N, i_len - 1)",
+        test_latent.test_latent_decode, ([130, 15], 3, (24, 6), F32, 16, 1, 5)),
+    "latent_decode, of tiles": (
+        "i_len - TOKENS + (i_tile * G + o_q) // H", "i_len - TOKENS + o_q // H",
+        test_latent.test_latent_decode, ([40], 20, (24, 6), F32, 16, 2, 5)),
+    "latent_prefill": (
+        "i_len - i_count + o_m // H", "i_len - i_count + o_m // H - 1",
+        test_latent.test_latent_prefill, ([(20, 17)], 3, (24, 6), F32, 16)),
     "move_blocks": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_copy_blocks, (F32,)),
 }  # fmt: skip
 
@@ -132,7 +149,8 @@ def test_each_kernel_has_a_mutation() -> None:
 def test_the_tests_catch_it(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernel, (old, new, test, example) = mutation.partition(",")[0], MUTATIONS[mutation]
     plain = test.hypothesis.inner_test if hasattr(test, "hypothesis") else test
-    given = (device, monkeypatch) if "monkeypatch" in inspect.signature(plain).parameters else (device,)
+    fixtures = {"ops": kernels, "device": device, "place": device, "monkeypatch": monkeypatch}
+    given = [value for name, value in fixtures.items() if name in inspect.signature(plain).parameters]
     plain(*given, *example)
     home = next(module for module in HOMES if hasattr(module, f"{kernel}_kernel"))
     module = mutant(tmp_path, home, kernel, old, new)
@@ -141,7 +159,7 @@ def test_the_tests_catch_it(mutation: str, device: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(tests, home.__name__, module, raising=False)
     for name, op in vars(kernels).items():  # which hands on the ops of the other files
         if home is not kernels and inspect.isfunction(op) and op.__module__ == home.__name__:
-            monkeypatch.setattr(kernels, name, getattr(module, name))
+            monkeypatch.setattr(kernels, name, getattr(module, op.__name__))
     torch.manual_seed(0)
     with pytest.raises(AssertionError):
         plain(*given, *example)
