@@ -193,6 +193,7 @@ def plan_decode(
     if kv.shape[1] == 1:  # of latents, where there is nothing to derive
         return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
+    assert kv.stride(0) % dim == 0, "a block is a whole number of rows of values, see `attention_decode`"
     if tokens > 1:
         seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
         slots = slots.repeat_interleave(tokens)

@@ -51,8 +51,11 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
         held = sum(count * size * (window or CONTEXT * max(windows) or 1) for (window, _), count in kinds.items())
         return held * (1 + TABLE_COST * sum(kinds.values()))
 
-    candidates = {n * sizes[shape] for (_, shape), count in counts.items() for n in range(1, count + 1)}
-    size = min(sorted((each for each in candidates if each >= max(sizes.values())), reverse=True), key=cost)
+    # A pool is also seen as rows of one head's numbers, so pages have a whole number of these rows of every kind.
+    unit = math.lcm(*(shape[-1] for _, shape in counts))
+    fitting = (n * sizes[shape] for (_, shape), count in counts.items() for n in range(1, count + 1))
+    candidates = {-(-each // unit) * unit for each in fitting if each >= max(sizes.values())}
+    size = min(sorted(candidates, reverse=True), key=cost)
     begins: dict[tuple[int, tuple[int, ...]], int] = {}
     kinds: list[tuple[int, tuple[int, ...]]] = []
     for window, shape in order:

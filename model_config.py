@@ -303,8 +303,8 @@ class Reading:
             return (common,) * self.layers
         kv_heads = f.whole("num_global_key_value_heads", 1, 1024, self.kv_heads)
         full = kv_heads if f.truth(row.tied_values) else self.kv_heads, f.whole("global_head_dim", 4, 1024, 512)
-        if listed := f.value("per_layer_config", dict):  # as transformers 5 writes it
-            full = self.listed_shape(listed)
+        if (listed := f.value("per_layer_config", dict)) is not None:  # as transformers 5 writes it
+            full = self.listed_shape(listed) if listed else common
         if self.heads % full[0] or full[1] % 2:
             raise ValueError(
                 f"config.json: layers that see all have {full[0]} KV heads of {full[1]}; their number must divide "
@@ -313,14 +313,14 @@ class Reading:
         return tuple(common if window else full for window in self.windows)
 
     def listed_shape(self, listed: dict[str, Any]) -> tuple[int, int]:
-        """The one shape that `per_layer_config` gives to the layers that see all, and to no others."""
+        """The shape that `per_layer_config` gives to the layers that see all."""
         width = len(str(self.layers - 1))
         if set(listed) != {str(i).zfill(width) for i, window in enumerate(self.windows) if not window}:
             raise ValueError(
                 f"config.json: per_layer_config has layers {list(listed)!r:.80}; it must have those that see all"
             )
         if any(each != listed[min(listed)] for each in listed.values()):
-            raise ValueError("config.json: per_layer_config has different shapes for layers that see all")
+            raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
         here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
         found = (
             here.whole("num_key_value_heads", 1, 1024, self.kv_heads),
