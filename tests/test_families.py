@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from config import EngineConfig
 from core import EngineCore
@@ -185,6 +185,49 @@ def test_every_family_has_a_case(checkpoints: Path) -> None:
 def test_family_equals_transformers(checkpoints: Path, name: str) -> None:
     worker = make_worker(checkpoints / name, threads=1)  # with more, threads mostly wait for each other
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
+
+
+def test_the_text_half_of_gemma_4_is_read(checkpoints: Path, tmp_path: Path) -> None:
+    """Its weights have other names, and there are keys that no layer reads, and other halves."""
+    folder = checkpoints / "gemma4-shared"
+    text = json.loads((folder / "config.json").read_text())
+    text |= text.pop("per_layer_config")["1"] | {"head_dim": 16, "global_head_dim": 32}
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
+           "vision_config": {"hidden_size": 8}, "image_token_id": 7, "dtype": "float32"}  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    beside = ("language_model.layers.3.self_attn.k_proj.weight", "language_model.layers.2.self_attn.v_proj.weight",
+              "language_model.layers.3.self_attn.k_norm.weight", "vision_tower.a", "embed_vision.b", "audio_tower.c",
+              "embed_audio.d")  # fmt: skip
+    save_file(tensors | {f"model.{name}": torch.ones(2) for name in beside}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check(make_worker(tmp_path, threads=1), CASES["gemma4-shared"], load_file(folder / "oracle.safetensors"))
+    save_file(
+        tensors | {"model.language_model.layers.1.self_attn.k.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"has a tensor '.*layers\.1\.self_attn\.k\.weight"):
+        make_worker(tmp_path, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
+        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
+        ({"per_layer_config": dict.fromkeys("13", {"head_dim": 32, "window": 3})}, "'window' is 3"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
+        ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
+    ],
+)  # fmt: skip
+def test_what_gemma_4_does_not_have_is_refused(
+    checkpoints: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((checkpoints / "gemma4-shared" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(str(tmp_path))
 
 
 # --- ways that must not change the tokens -----------------------------------------------------------------------------

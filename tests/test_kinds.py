@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,42 @@ def test_every_layer_has_a_place_of_its_own(windows):
         assert layout.windows[kind] == window and 0 <= place < layout.layers[kind]
     seen = [window or 2**31 for window in layout.windows]
     assert seen == sorted(seen, reverse=True)
+
+
+GEMMA4 = {  # keys and values of layers with a window, and of those that see all
+    "31B": ((2, 16, 256), (2, 4, 512)), "26B": ((2, 8, 256), (2, 2, 512)), "E2B": ((2, 1, 256), (2, 1, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "windows", "layers", "waste"),
+    [
+        ("31B", pattern(60, 1024, 6), (10, *[5] * 10), 0),
+        ("26B", pattern(30, 1024, 6), (6, *[3] * 9), 0.1),
+        ("E2B", pattern(15, 512, 5), (3, 6, 6), 0),  # the other 20 layers have no keys of their own
+    ],
+)
+def test_layers_with_different_keys_share_pages_of_equal_bytes(model, windows, layers, waste):
+    """Gemma 4: layers that see all have fewer and larger heads, and more or fewer of them fit into a page."""
+    layout = layout_of(windows, [GEMMA4[model][window == 0] for window in windows])
+    assert layout.layers == layers
+    held = layout.size * len(layout.windows)
+    assert layout.total <= held <= layout.total * (1 + waste)
+
+
+@given(
+    st.lists(st.sampled_from([(0, (2, 1, 24)), (0, (2, 3, 16)), (7, (2, 2, 12)), (7, (1, 1, 40))]), min_size=1,
+             max_size=40)
+)  # fmt: skip
+def test_layers_with_different_keys_have_places_of_their_own(layers):
+    windows, shapes = zip(*layers, strict=True)
+    layout = layout_of(windows, shapes)
+    used = set()
+    for window, shape, (kind, place) in zip(windows, shapes, layout.places, strict=True):
+        assert (layout.windows[kind], layout.shapes[kind]) == (window, shape) and layout.size % shape[-1] == 0
+        assert (place + 1) * math.prod(shape) <= layout.size and place < layout.layers[kind]
+        used.add((kind, place))
+    assert len(used) == len(layers)
 
 
 # --- what is held -----------------------------------------------------------------------------------------------------
