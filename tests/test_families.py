@@ -215,7 +215,7 @@ def test_the_text_half_of_gemma_4_is_read(checkpoints: Path, tmp_path: Path) -> 
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
         ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
         ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
-        ({"per_layer_config": dict.fromkeys("13", {"head_dim": 32, "window": 3})}, "'window' is 3"),
+        ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
         ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
