@@ -204,8 +204,10 @@ class Family:
 
 
 LLAMA = Family(qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias")
-QWEN2 = Family(qkv_bias=True, window="qwen")
-QWEN3 = Family(qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen")
+QWEN2 = Family(qkv_bias=True, window="qwen", defaults={"sliding_window": 4096})
+QWEN3 = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen", defaults={"sliding_window": 4096}
+)
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
 LOCAL = {"num_local_experts": "num_experts"}
 GEMMA = Family(
@@ -268,7 +270,10 @@ GRANITE = LLAMA.but(
     logit_divisor="logits_scaling",
 )  # fmt: skip
 GLM = Family(
-    qkv_bias="attention_bias", interleaved=True, defaults={"partial_rotary_factor": 0.5},
+    qkv_bias="attention_bias", interleaved=True,
+    defaults={
+        "partial_rotary_factor": 0.5, "attention_bias": True, "num_key_value_heads": 2, "head_dim": 128,
+        "rms_norm_eps": 1.5625e-07},
     names={"gate_up": "mlp.gate_up_proj"},
 )  # fmt: skip
 COHERE = Family(
@@ -311,10 +316,14 @@ FAMILIES = {
     "DeepseekV2ForCausalLM": DEEPSEEK.but(
         interleaved=True, routing=dataclasses.replace(DEEPSEEK_EXPERTS, scoring="softmax", correction=False),
         fixed=DEEPSEEK.fixed | {"norm_topk_prob": False},  # where it is true, transformers and DeepSeek's code differ
-        defaults={"kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False}),
+        defaults={
+            "kv_lora_rank": 512, "first_k_dense_replace": 0, "norm_topk_prob": False, "q_lora_rank": 1536,
+            "n_shared_experts": 2, "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": DEEPSEEK.but(interleaved="rope_interleave", defaults={
-        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3}),
-    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}),
+        "kv_lora_rank": 512, "rope_interleave": True, "norm_topk_prob": True, "first_k_dense_replace": 3,
+        "q_lora_rank": 1536, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}),
+    "Ernie4_5ForCausalLM": Family(interleaved=True, fixed={"use_bias": False}, defaults={
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "head_dim": 128}),
     "Exaone4ForCausalLM": Family(
         qk_norm="head", names=OUTPUT_NORMS, window="pattern", full_every=4, rope="windowed",
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096}),
@@ -342,14 +351,16 @@ FAMILIES = {
         "mlp_out": "post_mlp_layernorm"}),
     "Glm4MoeForCausalLM": Family(
         qkv_bias="attention_bias", qk_norm="head", has_qk_norm="use_qk_norm",
-        defaults={"partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1},
+        defaults={
+            "partial_rotary_factor": 0.5, "norm_topk_prob": True, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5,
+            "n_shared_experts": 1},
         routing=DEEPSEEK_EXPERTS),
     "GptOssForCausalLM": Family(
         qkv_bias="attention_bias", o_bias="attention_bias", sinks=True, window="pattern", full_every=2,
         names={"router": "mlp.router"}, activation="swigluoai", keys=LOCAL,
         defaults={
             "sliding_window": 128, "attention_bias": True, "rope_theta": 150000.0, "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 4},
+            "num_experts_per_tok": 4, "head_dim": 64},
         fixed={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "hidden_act": "silu"},
         routing=Routing(size="intermediate_size", bias=True, stacked="transposed", interleaved=True)),
     "GPT2LMHeadModel": Family(
@@ -397,7 +408,7 @@ FAMILIES = {
             layers="moe_layers")),
     "MiniMaxM2ForCausalLM": Family(
         qk_norm="all", keys=LOCAL,
-        defaults={"rope_theta": 5000000.0},
+        defaults={"rope_theta": 5000000.0, "head_dim": 128},
         routing=Routing(size="intermediate_size", scoring="sigmoid", correction=True),
         fixed={"use_qk_norm": True, "qk_norm_type": "per_layer", "shared_intermediate_size": 0},
         names={
@@ -405,9 +416,9 @@ FAMILIES = {
             "experts": "block_sparse_moe.experts", "expert_gate": "w1", "expert_up": "w3", "expert_down": "w2",
             "experts_gate_up": "block_sparse_moe.experts.gate_up_proj",
             "experts_down": "block_sparse_moe.experts.down_proj"}),
-    "MinistralForCausalLM": Family(),
+    "MinistralForCausalLM": Family(defaults={"sliding_window": 4096}),
     "Ministral3ForCausalLM": Family(defaults={"rms_norm_eps": 1e-5, "head_dim": 128}),
-    "MistralForCausalLM": Family(),
+    "MistralForCausalLM": Family(defaults={"sliding_window": 4096}),
     "MixtralForCausalLM": Family(
         keys=LOCAL, defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5},
         routing=Routing(size="intermediate_size"),
@@ -448,15 +459,17 @@ FAMILIES = {
         fixed={"attention_bias": False}),
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2.but(
-        qkv_bias="qkv_bias", keys=LOCAL, defaults={"qkv_bias": True, "norm_topk_prob": False},
+        qkv_bias="qkv_bias", keys=LOCAL, defaults=QWEN2.defaults | {"qkv_bias": True, "norm_topk_prob": False},
         routing=dataclasses.replace(
             QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True),
         names={"shared": "mlp.shared_expert"}),
     "Qwen3ForCausalLM": QWEN3,
-    "Qwen3MoeForCausalLM": QWEN3.but(routing=QWEN_EXPERTS, keys=LOCAL, defaults={"norm_topk_prob": False}),
+    "Qwen3MoeForCausalLM": QWEN3.but(
+        routing=QWEN_EXPERTS, keys=LOCAL, defaults=QWEN3.defaults | {"norm_topk_prob": False}),
     "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
     "SmolLM3ForCausalLM": LLAMA.but(
-        rope="listed", window="pattern", defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4}),
+        rope="listed", window="pattern",
+        defaults={"rope_theta": 2000000.0, "no_rope_layer_interval": 4, "tie_word_embeddings": True}),
     "StableLmForCausalLM": Family(
         norm="layer", norm_bias=True, parallel="use_parallel_residual", qkv_bias="use_qkv_bias", qk_norm="heads",
         has_qk_norm="qk_layernorm", defaults={"partial_rotary_factor": 0.25, "layer_norm_eps": 1e-5},
@@ -465,7 +478,9 @@ FAMILIES = {
     "Starcoder2ForCausalLM": Family(
         norm="layer", norm_bias=True, qkv_bias="use_bias", o_bias="use_bias", mlp_bias="use_bias", gated=False,
         keys={"norm_epsilon": "layer_norm_eps"},
-        defaults={"use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+        defaults={
+            "use_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 2, "layer_norm_eps": 1e-5},
         names={"gate": None, "up": "mlp.c_fc", "down": "mlp.c_proj"}, fixed={"norm_type": "layer_norm"}),
 }  # fmt: skip
 
