@@ -101,6 +101,7 @@ def qk_norm_rope_store(
     norm: str = "rms",
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
+    v_norm: bool = False,
 ) -> torch.Tensor:
     """See `reference.qk_norm_rope_store`. q is a part of `qkv`."""
     _, _, kv_heads, _, head_dim = kv.shape
@@ -126,7 +127,7 @@ def qk_norm_rope_store(
     if not norm_last:
         _rotate(qk, rotation, interleaved)
     q, k = old.copy_(qk).split_with_sizes((heads, kv_heads), 1)
-    _store(k, v, slot_mapping, kv)
+    _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
     return q
 
 
@@ -192,6 +193,7 @@ def plan_decode(
     if kv.shape[1] == 1:  # of latents, where there is nothing to derive
         return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
+    assert kv.stride(0) % dim == 0, "a block is a whole number of rows of values, see `attention_decode`"
     if tokens > 1:
         seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
         slots = slots.repeat_interleave(tokens)
@@ -467,6 +469,12 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
     kv[block, 1, :, place] = v
 
 
+def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x rsqrt(mean(x^2) + eps) of each head x [T, heads, D]."""
+    h = x.float()
+    return (h * _rms_scale(h, eps)).to(x)
+
+
 def _rms_scale(h: torch.Tensor, eps: float) -> torch.Tensor:
     """rsqrt(mean(h^2) + eps) [.., 1] for h [.., size] float32. Only the first operator reads h."""
     root, least = _constants(h.device, h.shape[-1] ** -0.5, eps)
@@ -635,7 +643,8 @@ def compile_ops() -> ModuleType:
             pairs = pairs * cos + pairs.flip(dim) * sin
             return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1)
 
-        parts = zip_longest(x[:, :-kv_heads].float().tensor_split((-kv_heads,), dim=1), weights, columns)
+        heads = x.shape[1] - 2 * kv_heads
+        parts = zip_longest(x[:, : heads + kv_heads].float().tensor_split((heads,), dim=1), weights, columns)
         return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
 
     norms, activations, ropes, scaled_ropes = (
@@ -660,7 +669,7 @@ def compile_ops() -> ModuleType:
 
     def compiled_rope_store(
         qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False,
-        norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None,
+        norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None, v_norm: bool = False,
     ):  # fmt: skip
         kv_heads, head_dim = kv.shape[2::2]
         x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
@@ -668,7 +677,8 @@ def compile_ops() -> ModuleType:
             q, k = ropes((eps, kv_heads, interleaved, norm, norm_last), x, rotation, *weights)
         else:
             q, k = scaled_ropes((eps, kv_heads, interleaved, "scales", norm_last), x, rotation, scales, *weights)
-        _store(k, x[:, -kv_heads:], slot_mapping, kv)
+        v = x[:, x.shape[1] - kv_heads :]
+        _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
         return q
 
     compiled = ModuleType(__name__, __doc__)

@@ -39,6 +39,13 @@ NAMES: dict[str, str | None] = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
     "act": "mlp.act_fn",  # parameters of the activation
+    "layer_scale": None,  # what the hidden states are multiplied by after a layer
+    "layer_embed": None,  # a table of what each layer gets of a token; see `Family.layer_inputs`
+    "layer_projection": None,  # and what makes more of that from the embedding, with its norm
+    "layer_norm": None,
+    "layer_gate": None,  # a layer's own part of it
+    "layer_up": None,
+    "layer_out": None,
     "router": "mlp.gate",
     "correction": "mlp.gate.e_score_correction_bias",
     "experts": "mlp.experts",  # experts.0, experts.1, ..., and all experts' tensors stacked
@@ -47,6 +54,11 @@ NAMES: dict[str, str | None] = {
     "expert_down": "down_proj",
     "experts_gate_up": "mlp.experts.gate_up_proj",
     "experts_down": "mlp.experts.down_proj",
+    "router_scale": None,  # weights of a norm of what the router sees
+    "expert_scale": None,  # what each expert's results are multiplied by
+    "dense_out": None,  # norms where experts stand beside a dense MLP: of its results, and of theirs
+    "experts_in": None,
+    "experts_out": None,
     "shared": "mlp.shared_experts",  # an MLP of its own, beside the routed experts
     "shared_gate": "mlp.shared_expert_gate",
     "q_a": "self_attn.q_a_proj",
@@ -72,6 +84,8 @@ class Routing:
         shared: "" for no shared expert, or the field with the number of shared experts of `size`, or their whole size.
         shared_gate: whether a sigmoid of the token weighs the shared expert (Qwen2-MoE).
         bias: whether the router and the experts have biases. weigh_inputs: see `ops.expert_gate_up`.
+        beside: a dense MLP is in each layer, too; norms follow on both, and their sum is what the layer adds (Gemma 4).
+        only_if: a field without which no layer has experts.
         stacked: how the stacked tensors lie: [experts, outputs, inputs], or "transposed", where inputs come first.
         interleaved: whether the rows of gate and up alternate.
         layers: which layers have experts: all, from "first_k_dense_replace" on, or each "decoder_sparse_step"-th but
@@ -90,6 +104,8 @@ class Routing:
     shared_gate: bool = False
     bias: bool = False
     weigh_inputs: bool = False
+    beside: bool = False
+    only_if: str = ""
     stacked: Literal["plain", "transposed"] = "plain"
     interleaved: bool = False
     layers: Literal["all", "first_k_dense_replace", "decoder_sparse_step", "moe_layers"] = "all"
@@ -109,7 +125,11 @@ class Family:
         qkv_bias, o_bias, mlp_bias, head_bias: which products have biases.
         qk_norm: of q and k: over each "head" with the same weights, or with weights for all "heads"; over "all" heads
             together; over each head "after" RoPE; or over each head without weights, a "unit" norm of layers with RoPE.
-        has_qk_norm: whether there is one.
+        has_qk_norm: whether there is one. v_norm: each head of v has a norm without weights.
+        full_heads: layers that see all have KV heads and a head_dim of their own, and the last layer is one (Gemma 4).
+        tied_values: layers that see all have no weights for v: it is k before its norm.
+        kv_shared: how many last layers have no keys and values of their own, but read those of an earlier layer.
+        wide_mlp: the MLPs of these layers are twice as wide.
         gated: the MLP is down(act(gate) * up), else down(act(up)).
         activation: the MLP's, where config.json's name for it means another one.
         interleaved: RoPE turns elements 2i and 2i + 1, not i and i + half.
@@ -117,8 +137,10 @@ class Family:
         window: which layers have one: all, by Qwen's fields, or all but each n-th one (`full_every`).
         window_field: where its size stands. chunked: it is a chunk (Llama 4), whose first token sees no other.
         local_rope: layers with a window have a RoPE of their own: "rope_local_base_freq" (Gemma 3), or "unscaled".
+        layer_inputs: the field with the size of what each layer gets of a token beside its hidden states (Gemma 4).
         embed_scale: of embeddings: "sqrt" of their size, or a field.
-        attention_scale: of scores: a field that has it, or the size of a head that counts instead of `head_dim`.
+        attention_scale: of scores: a field that has it, or the size of a head that counts instead of `head_dim`; or
+            "none".
         residual_scale, logit_scale, logit_divisor: fields.
         caps: scores and logits are capped by "attn_logit_softcapping" and "final_logit_softcapping" (Gemma 2).
         sinks: each head has a key of its own without a value (GPT-OSS).
@@ -143,6 +165,11 @@ class Family:
     head_bias: bool = False
     qk_norm: Literal["", "head", "heads", "all", "after", "unit"] = ""
     has_qk_norm: bool | str = True
+    v_norm: bool = False
+    full_heads: bool = False
+    tied_values: bool | str = False
+    kv_shared: Literal["", "num_kv_shared_layers"] = ""
+    wide_mlp: bool | str = False
     gated: bool = True
     activation: str = ""
     interleaved: bool | str = False
@@ -152,8 +179,9 @@ class Family:
     full_every: int = 0
     chunked: bool = False
     local_rope: Literal["", "rope_local_base_freq", "unscaled"] = ""
+    layer_inputs: str = ""
     embed_scale: str = ""
-    attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar"] = ""
+    attention_scale: Literal["", "attention_multiplier", "query_pre_attn_scalar", "none"] = ""
     residual_scale: str = ""
     logit_scale: str = ""
     logit_divisor: str = ""
@@ -209,6 +237,29 @@ GEMMA3 = GEMMA2.but(
         "query_pre_attn_scalar": 256, "sliding_window": 4096, "num_attention_heads": 8, "num_key_value_heads": 4,
         "vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1000000.0,
         "rope_local_base_freq": 10000.0},
+)  # fmt: skip
+GEMMA4 = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", embed_scale="sqrt", keys={"hidden_activation": "hidden_act"},
+    window="pattern", full_every=6, qk_norm="head", v_norm=True, attention_scale="none", caps=True, full_heads=True,
+    tied_values="attention_k_eq_v", kv_shared="num_kv_shared_layers", wide_mlp="use_double_wide_mlp",
+    defaults={
+        "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh", "sliding_window": 512, "vocab_size": 262144,
+        "max_position_embeddings": 131072, "hidden_size_per_layer_input": 256, "rope_parameters": {
+            "sliding_attention": {"rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}}},
+    fixed={"use_bidirectional_attention": "vision"},  # which is causal for text
+    layer_inputs="hidden_size_per_layer_input",
+    names={
+        **SANDWICH, "layer_scale": "layer_scalar", "layer_embed": "embed_tokens_per_layer",
+        "layer_projection": "per_layer_model_projection", "layer_norm": "per_layer_projection_norm",
+        "layer_gate": "per_layer_input_gate", "layer_up": "per_layer_projection",
+        "layer_out": "post_per_layer_input_norm", "router": "router.proj", "router_scale": "router.scale",
+        "expert_scale": "router.per_expert_scale", "dense_out": "post_feedforward_layernorm_1",
+        "experts_in": "pre_feedforward_layernorm_2", "experts_out": "post_feedforward_layernorm_2", "experts": None,
+        "experts_gate_up": "experts.gate_up_proj", "experts_down": "experts.down_proj"},
+    routing=Routing(top_k="top_k_experts", beside=True, only_if="enable_moe_block"),
 )  # fmt: skip
 OLMO2 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="all", names=OUTPUT_NORMS,
@@ -293,6 +344,7 @@ FAMILIES = {
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4,
     "GlmForCausalLM": GLM,
     "Glm4ForCausalLM": GLM.but(names={
         "attn_out": "post_self_attn_layernorm", "mlp_in": "post_attention_layernorm",
@@ -435,6 +487,7 @@ FAMILIES = {
 # Models of text and something else, whose text half is a family: what their `text_config` describes, by its model_type.
 TEXT_HALVES = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",

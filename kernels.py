@@ -175,8 +175,8 @@ def _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H: tl.constexpr, D: t
 def qk_norm_rope_store_kernel(
     qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv_stride, eps,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, NORM_LAST: tl.constexpr, PER_HEAD: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    NORM: tl.constexpr, NORM_LAST: tl.constexpr, V_NORM: tl.constexpr, PER_HEAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """q = rope(norm(q)), pool <- rope(norm(k)), v; with rope(x)[i] = x[i] cos -/+ x[partner(i)] sin.
 
@@ -192,8 +192,10 @@ def qk_norm_rope_store_kernel(
     p_x = qkv + i_token.to(tl.int64) * ((H + 2 * KV) * D) + (o_h * D)[:, None]
     b_raw = tl.load(p_x + o_d[None, :], mask=m_x, other=0.0)
     b_x = b_raw.to(tl.float32)
-    if NORM != "" and not NORM_LAST:  # v is normed as well, and the result is not used
+    if NORM != "" and not NORM_LAST:  # v is normed as well, and the result is only used with V_NORM
         b_mean, b_scale = _center_and_scale(b_x, m_d, scales, i_token, o_h, eps, H, D, NORM)
+        if V_NORM:
+            b_raw = _cast(b_x * b_scale, q.dtype.element_ty)
         if NORM == "layer":
             b_x -= b_mean
         b_x *= b_scale * _head_weights(q_weight, k_weight, o_h, o_d, H, KV, D, PER_HEAD)
@@ -247,6 +249,7 @@ def qk_norm_rope_store(
     norm: str = "rms",
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
+    v_norm: bool = False,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -258,11 +261,12 @@ def qk_norm_rope_store(
         q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin); r <= D, and elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
-        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place. With 0 for KV there is q alone.
         norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
         norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
         scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
             own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
+        v_norm: the pool gets v rsqrt(mean(v^2) + eps) of each head v, as in Gemma 4. It needs weights and norm "rms".
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -276,6 +280,7 @@ def qk_norm_rope_store(
     assert scales is None or (
         scales.shape == (tokens, 2) and scales.is_contiguous() and norm == "rms" and not norm_last
     )
+    assert not v_norm or (q_weight is not None and norm == "rms" and scales is None and not norm_last)
     per_head = q_weight is not None and q_weight.ndim == 2
     if q_weight is not None and k_weight is not None:
         assert q_weight.is_contiguous() and q_weight.shape in ((head_dim,), (heads, head_dim))
@@ -289,7 +294,8 @@ def qk_norm_rope_store(
     grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
     qk_norm_rope_store_kernel[grid](
         qkv, q_weight, k_weight, rotation, slot_mapping, kv, q, scales, kv.stride(0), eps,
-        heads, kv_heads, head_dim, rotary, block_size, kind, norm_last, per_head, interleaved, block_h, block_d,
+        heads, kv_heads, head_dim, rotary, block_size, kind, norm_last, v_norm, per_head, interleaved, block_h,
+        block_d,
     )  # fmt: skip
     return q
 

@@ -3,12 +3,14 @@
 Layers that see only a window of the latest tokens need none of the blocks before it, while layers that see all need
 every block. So layers are divided into kinds. The layers of a kind have the same window, and each kind has block tables
 of its own over one pool of equal blocks. A block is a page that holds the keys and values of `block_size` tokens for
-the layers of one kind. All pages have room for as many layers, so any kind can use any block. The idea is that of
+the layers of one kind. All pages have as many bytes, so any kind can use any block. Where layers differ in the size of
+their keys and values (Gemma 4), pages of one kind have room for more layers than those of another. The idea is that of
 vLLM's hybrid KV cache manager.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,39 +22,59 @@ TABLE_COST = 0.01  # of the memory: what one more block table is worth, which ev
 class KVLayout(NamedTuple):
     """How the layers of a model lie in the pages of the KV cache."""
 
-    layers: int  # in a page
+    size: int  # of a page: numbers that it holds of each token
     windows: tuple[int, ...]  # of each kind: how many latest tokens its layers see, 0 for all; who sees most is first
+    shapes: tuple[tuple[int, ...], ...]  # of each kind: what one of its layers holds of a token
+    layers: tuple[int, ...]  # of each kind: how many of its layers a page has room for
     places: tuple[tuple[int, int], ...]  # of each layer: its kind, and its place in the pages of that kind
+    total: int  # numbers that all layers hold of a token
 
 
-def layout_of(windows: Sequence[int]) -> KVLayout:
+def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) -> KVLayout:
     """The layout that wastes the least for layers with these `windows`, where 0 is all tokens.
 
-    Layers of one window are divided, in order, into kinds of as many layers as a page has, and the last of these kinds
-    may leave room in its pages. With many layers in a page more room is left. With few there are more kinds, so that a
-    sequence has more tables. Where all layers have one window there is one kind, and nothing is left.
-    """
-    counts = Counter(windows)
-    order = sorted(counts, key=lambda window: (window > 0, -window))
+    Layers of one window and shape are divided, in order, into kinds of as many layers as fit into a page, and the last
+    of these kinds may leave room in its pages. In large pages more room is left. With small ones there are more kinds,
+    so that a sequence has more tables. Where all layers are alike there is one kind, and nothing is left.
 
-    def cost(layers: int) -> float:
-        kinds = {window: -(-count // layers) for window, count in counts.items()}
-        held = sum(count * layers * (window or CONTEXT * max(windows) or 1) for window, count in kinds.items())
+    Args:
+        windows: of each layer.
+        shapes: what each layer holds of a token; by default a single number.
+    """
+    alike = list(zip(windows, shapes or [(1,)] * len(windows), strict=True))
+    counts = Counter(alike)
+    order = sorted(counts, key=lambda kind: (kind[0] > 0, -kind[0]))
+    sizes = {shape: math.prod(shape) for _, shape in counts}
+
+    def cost(size: int) -> float:
+        kinds = {kind: -(-count // (size // sizes[kind[1]])) for kind, count in counts.items()}
+        held = sum(count * size * (window or CONTEXT * max(windows) or 1) for (window, _), count in kinds.items())
         return held * (1 + TABLE_COST * sum(kinds.values()))
 
-    layers = min(range(len(windows), 0, -1), key=cost)
-    first, begins = 0, {}
-    for window in order:
-        begins[window] = first
-        first += -(-counts[window] // layers)
-    seen: Counter[int] = Counter()
+    # A pool is also seen as rows of one head's numbers, so pages have a whole number of these rows of every kind.
+    unit = math.lcm(*(shape[-1] for _, shape in counts))
+    fitting = (n * sizes[shape] for (_, shape), count in counts.items() for n in range(1, count + 1))
+    candidates = {-(-each // unit) * unit for each in fitting if each >= max(sizes.values())}
+    size = min(sorted(candidates, reverse=True), key=cost)
+    begins: dict[tuple[int, tuple[int, ...]], int] = {}
+    kinds: list[tuple[int, tuple[int, ...]]] = []
+    for window, shape in order:
+        begins[window, shape] = len(kinds)
+        kinds += [(window, shape)] * -(-counts[window, shape] // (size // sizes[shape]))
+    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
     places = []
-    for window in windows:
-        kind, place = divmod(seen[window], layers)
-        places.append((begins[window] + kind, place))
-        seen[window] += 1
-    kinds = [window for window in order for _ in range(-(-counts[window] // layers))]
-    return KVLayout(layers, tuple(kinds), tuple(places))
+    for each in alike:
+        kind, place = divmod(seen[each], size // sizes[each[1]])
+        places.append((begins[each] + kind, place))
+        seen[each] += 1
+    return KVLayout(
+        size=size,
+        windows=tuple(window for window, _ in kinds),
+        shapes=tuple(shape for _, shape in kinds),
+        layers=tuple(size // sizes[shape] for _, shape in kinds),
+        places=tuple(places),
+        total=sum(sizes[shape] for _, shape in alike),
+    )
 
 
 def most_blocks(windows: Sequence[int], tokens: int, chunk: int, block_size: int, ahead: int = 0) -> list[int]:

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 
 from families import Family
-from kv_layout import layout_of
 from model_config import ModelConfig
 from parallel import Group
 
@@ -43,7 +42,7 @@ class Step:
     """What attention needs beside its layer's weights, while a step runs."""
 
     batch: Batch
-    pool: tuple[torch.Tensor, ...]  # by a layer's place in a page
+    pool: list[tuple[torch.Tensor, ...]]  # what layers see of it, by their kind and their place in a page
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
     plans: list[Any]  # of `plan_decode`, for each kind of layers
@@ -55,9 +54,10 @@ class Slot(NamedTuple):
 
     targets: tuple[torch.Tensor, ...]
     words: tuple[str, ...]  # how the ranks divide each; see `Transformer.part`
-    layout: str = "stacked"  # of q, k and v in one tensor; see `Family.qkv_layout`
+    layout: str = "stacked"  # of q, k and v in one tensor, see `Family.qkv_layout`; "same": each takes the same part
     transposed: bool = False  # it is stored as [inputs, outputs]
     shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks
+    copies: int = 1  # ranks that hold the same of what is divided by "kv"
 
 
 class StackedSlot(NamedTuple):
@@ -115,12 +115,16 @@ class Attention:
     matrices: tuple[str, ...] = ("qkv", "o")
     factors: tuple[str, ...] = ("q_norm", "k_norm")
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, kv_heads: int, new: New):
-        row, dim = c.row, c.head_dim
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
+        row, (all_kv_heads, dim) = c.row, c.kv_shapes[i]
         self.config, self.ops, self.group, self.i, self.row = c, ops, group, i, row
+        # With fewer KV heads than ranks, neighbouring ranks hold the same one.
+        self.copies, self.all_kv_heads, self.dim = max(1, group.size // all_kv_heads), all_kv_heads, dim
+        self.stores = c.kv_sources[i] == i  # else there is q alone, and k and v are another layer's
+        kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
         self.heads, self.kv_heads, self.rope = heads, kv_heads, c.layer_ropes[i]
-        self.kind, self.place = layout_of(c.windows).places[i]
+        self.kind, self.place = c.layout(group.size).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
         self.o = new(c.hidden_size, q_size)
@@ -132,33 +136,42 @@ class Attention:
             self.q_norm = self.k_norm = torch.ones_like(self.o[0, :1]).expand(dim).contiguous()
         elif row.qk_norm in ("head", "heads", "all", "after"):
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
-            self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype)
+            self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
-        row, words = self.row, ("col", "kv", "kv")
+        row, words, copies = self.row, ("col", "kv", "kv"), self.copies
+        tied = row.tied_values and not self.config.windows[self.i]
         slots: Slots = {}
         for ending, weight in (("weight", self.qkv), ("bias", self.qkv_bias)):
             if weight is not None:
                 parts = weight.split(self.sizes)
                 transposed = row.transposed and ending == "weight"
                 if name := row.name("qkv"):
-                    slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed)
-                else:
-                    for part, target, word in zip("qkv", parts, words, strict=True):
-                        slots[f"{row.name(part)}.{ending}"] = Slot((target,), (word,), transposed=transposed)
+                    slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed, copies=copies)
+                    continue
+                slots[f"{row.name('q')}.{ending}"] = Slot(parts[:1], ("col",), transposed=transposed)
+                if tied and self.stores:
+                    slots[f"{row.name('k')}.{ending}"] = Slot(parts[1:], words[1:], "same", transposed, copies=copies)
+                elif self.stores:
+                    for part, target in zip("kv", parts[1:], strict=True):
+                        slots[f"{row.name(part)}.{ending}"] = Slot(
+                            (target,), ("kv",), transposed=transposed, copies=copies
+                        )
         slots[f"{row.name('o')}.weight"] = Slot((self.o,), ("row",), transposed=row.transposed)
         if self.o_bias is not None:
             slots[f"{row.name('o')}.bias"] = Slot((self.o_bias,), ("first",))
         if self.q_norm is not None and self.k_norm is not None and row.qk_norm != "unit":
             wide = row.qk_norm in ("heads", "all")
             for part, norm, word in (("q_norm", self.q_norm, "col"), ("k_norm", self.k_norm, "kv")):
+                if norm is self.q_norm and part == "k_norm":
+                    continue
                 name, target = str(row.name(part)), norm.flatten() if row.qk_norm == "all" else norm
                 if "{}" in name:
                     slots |= self.norms_by_head(name, norm, word)
                 else:
-                    slots[f"{name}.weight"] = Slot((target,), (word if wide else "all",))
+                    slots[f"{name}.weight"] = Slot((target,), (word if wide else "all",), copies=copies)
         if self.sinks is not None:
             slots[str(row.name("sinks"))] = Slot((self.sinks,), ("col",))
         return slots
@@ -190,10 +203,11 @@ class Attention:
         """The rotated queries [T, heads, dim] of `qkv`, whose keys and values go into the pool."""
         row, c = self.row, self.config
         scales = self.all_heads(qkv) if row.qk_norm == "all" else None
+        kv = step.pool[self.kind][self.place]
         q = self.ops.qk_norm_rope_store(
-            qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope],
-            step.batch.slot_mapping[self.kind], step.pool[self.place], bool(row.interleaved), row.norm,
-            row.qk_norm == "after", scales,
+            qkv, self.q_norm, self.k_norm, c.norm_eps, step.rotations[self.rope], step.batch.slot_mapping[self.kind],
+            kv if self.stores else kv[:, :, :0], bool(row.interleaved), row.norm, row.qk_norm == "after", scales,
+            row.v_norm,
         )  # fmt: skip
         growth = step.query_scales[self.rope]
         return q if growth is None else q * growth.to(q.dtype)
@@ -201,15 +215,15 @@ class Attention:
     def all_heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """What normalises q and k [T, 2] where all heads of all ranks are one vector."""
         c = self.config
-        sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, c.head_dim))
+        sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, self.dim))
         # Ranks that hold the same KV head have all counted it.
-        copies = max(1, self.group.size // c.num_kv_heads)
-        sizes = sums.new_tensor((c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim * copies))
+        sizes = sums.new_tensor((c.num_heads * self.dim, self.all_kv_heads * self.dim * self.copies))
         return (sums / sizes + c.norm_eps).rsqrt()
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
-        batch, c, window, kv = step.batch, self.config, self.config.windows[self.i], step.pool[self.place]
+        batch, c, window = step.batch, self.config, self.config.windows[self.i]
+        kv = step.pool[self.kind][self.place]
         n, parts, more, chunked = batch.num_decodes, [], (c.soft_cap, self.sinks), self.row.chunked and window > 0
         few, rest = (q, None) if n == q.shape[0] else q.split_with_sizes((n, q.shape[0] - n))
         if n > 0:
@@ -306,6 +320,7 @@ class ExpertMlp:
         self.router = new(e.count, c.hidden_size)
         self.router_bias = new(e.count) if r.bias else None
         self.correction = new(e.count, dtype=torch.float32) if r.correction else None
+        self.expert_scale = new(e.count, dtype=torch.float32) if row.name("expert_scale") else None
         self.gate_up = new(self.count, 2 * size, c.hidden_size)
         self.gate_up_bias = new(self.count, 2 * size) if r.bias else None
         self.down = new(self.count, c.hidden_size, size)
@@ -323,6 +338,8 @@ class ExpertMlp:
             slots[f"{row.name('router')}.bias"] = Slot((self.router_bias,), ("all",))
         if self.correction is not None:
             slots[str(row.name("correction"))] = Slot((self.correction,), ("all",))
+        if self.expert_scale is not None:
+            slots[str(row.name("expert_scale"))] = Slot((self.expert_scale,), ("all",))
         transposed, held, whole = r.stacked == "transposed", (self.first, self.e.count), self.ranks is not None
         out, into, shift = ("all", "all", "all") if whole else ("col", "row", "first")
         for part, weight, bias, words, single in (
@@ -361,13 +378,18 @@ class ExpertMlp:
     def finish(self) -> None:
         """Do what is left to do once the weights are there."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+    def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
+
+        The router sees x, or what it is to see instead.
+        """
         e, ops, r = self.e, self.ops, self.r
-        logits = linear(x, self.router, self.router_bias)
+        logits = linear(x if seen is None else seen, self.router, self.router_bias)
         weights, ids = ops.route(
             logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
         )
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
         y = self.meet(x, weights, ids)
         if self.shared:
             more = self.shared(x)
@@ -390,6 +412,97 @@ class ExpertMlp:
         self.meet(like, none, none.int())
 
 
+class ExpertsBeside:
+    """Experts beside a dense MLP (Gemma 4): norm(dense) + norm(experts(norm(x))). The router has a norm of its own."""
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
+        self.group, self.row = group, c.row
+        self.router_norm = Norm(c, ops, c.hidden_size, new)
+        self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
+        self.experts = ExpertMlp(c, ops, group, new)
+
+    def parts(self) -> list[object]:
+        """All that holds weights."""
+        return [self, self.router_norm, self.dense_out, self.experts_in, self.experts_out, self.experts]
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        slots = self.experts.slots() | {str(self.row.name("router_scale")): Slot((self.router_norm.weight,), ("all",))}
+        for part in ("dense_out", "experts_in", "experts_out"):
+            slots |= getattr(self, part).slots(str(self.row.name(part)))
+        return slots
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there: the router's norm gives a vector of length 1, and not one
+        whose elements are about 1."""
+        self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
+
+    def __call__(self, dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
+        y = self.group.all_reduce(self.experts(self.experts_in(x), self.router_norm(x)))
+        return self.dense_out(dense) + self.experts_out(y)
+
+
+class LayerInputs:
+    """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
+    where e is the token's embedding, and u what a table has of it, times sqrt(size)."""
+
+    matrices = ("projection",)
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, vocab: int, new: New):
+        self.config, self.row, self.size = c, c.row, c.layer_input_size
+        self.table = new(vocab, c.num_layers * self.size)
+        self.projection: Weight = new(c.num_layers * self.size, c.hidden_size)
+        self.norm = Norm(c, ops, self.size, new)
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it."""
+        assert isinstance(self.projection, torch.Tensor)
+        return {
+            f"{self.row.name('layer_embed')}.weight": Slot((self.table,), ("vocab",)),
+            f"{self.row.name('layer_projection')}.weight": Slot((self.projection,), ("all",)),
+            **self.norm.slots(str(self.row.name("layer_norm"))),
+        }
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
+        y = linear(x, self.projection).mul_(self.config.hidden_size**-0.5).view(-1, self.size)
+        scale = float(torch.tensor(self.size**0.5, dtype=x.dtype))  # rounded as a weight, as `embed_scale` is
+        y = self.norm(y).add_(found.view(-1, self.size), alpha=scale).mul_(0.5**0.5)
+        return y.view(len(x), -1, self.size)
+
+
+class LayerGate:
+    """What a layer adds for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
+
+    matrices = ("gate", "up")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, new: New):
+        self.ops, self.row, self.activation = ops, c.row, c.activation
+        self.gate: Weight = new(c.layer_input_size, c.hidden_size)
+        self.up: Weight = new(c.hidden_size, c.layer_input_size)
+        self.norm = Norm(c, ops, c.hidden_size, new)
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        assert isinstance(self.gate, torch.Tensor) and isinstance(self.up, torch.Tensor)
+        return {
+            f"{self.row.name('layer_gate')}.weight": Slot((self.gate,), ("all",)),
+            f"{self.row.name('layer_up')}.weight": Slot((self.up,), ("all",)),
+            **self.norm.slots(str(self.row.name("layer_out"))),
+        }
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""
+        return self.norm(linear(self.ops.act(linear(x, self.gate), self.activation, None) * inputs, self.up))
+
+
 class Layer:
     """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
 
@@ -399,24 +512,48 @@ class Layer:
         )
         self.attention = attention
         self.mlp: Mlp | ExpertMlp
-        if c.experts and c.expert_layers[i]:
+        self.beside: ExpertsBeside | None = None
+        routed = c.expert_layers[i] and c.row.routing
+        if routed and not routed.beside:
             self.mlp = ExpertMlp(c, ops, group, new)
         else:
-            self.mlp = Mlp(c, ops, c.intermediate_size // group.size, new)
+            self.mlp = Mlp(c, ops, c.mlp_size(i) // group.size, new)
+        if routed and routed.beside:
+            self.beside = ExpertsBeside(c, ops, group, new)
+        self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
+        self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
 
-    def parts(self) -> list[Norm | Attention | Mlp | ExpertMlp]:
+    def parts(self) -> list[object]:
         """All that holds weights."""
         norms = (self.attn_in, self.attn_out, self.mlp_in, self.mlp_out)
         shared = [self.mlp.shared] if isinstance(self.mlp, ExpertMlp) and self.mlp.shared else []
-        return [*(norm for norm in norms if norm), self.attention, self.mlp, *shared]
+        beside = self.beside.parts() if self.beside else []
+        gate = [self.gate, self.gate.norm] if self.gate else []
+        return [self, *(norm for norm in norms if norm), self.attention, self.mlp, *shared, *beside, *gate]
 
     def slots(self, row: Family) -> Slots:
         """What of the checkpoint fills it, by names within the layer."""
         slots = self.attention.slots() | self.mlp.slots()
+        for more in (self.beside, self.gate):
+            slots |= more.slots() if more else {}
         for part in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
             if norm := getattr(self, part):
                 slots |= norm.slots(str(row.name(part)))
+        if self.scale is not None:
+            slots[str(row.name("layer_scale"))] = Slot((self.scale,), ("all",))
         return slots
+
+    def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
+        """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in
+        place, by the layer's `inputs` [T, size] among others. Returns its norm."""
+        if self.gate and inputs is not None:
+            residual += self.gate(residual, inputs)
+        assert self.scale is not None
+        residual *= self.scale
+        return following(residual) if following else residual
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
 
 
 def linear(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

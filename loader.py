@@ -34,7 +34,16 @@ IGNORED = (
 )  # fmt: skip
 HEADS = ("lm_head.weight", "embed_out.weight", "score.weight")  # not read where tied, or where the task needs none
 # Halves of a model that are not for text, and layers that predict tokens ahead (after the last one).
-BESIDE = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "audio_tower.", "mtp.")
+BESIDE = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "visual.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+    "mtp.",
+)
 READERS = 2  # one copies while the other waits for the disk; torch divides each copy among the cores
 PIECE_BYTES = 4 * 2**20  # are copied and added up at a time on a CPU, so that the sum finds them in its cache
 BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call's time is small beside that of its bytes
@@ -173,7 +182,15 @@ def skipped(saved: str, model: Transformer) -> bool:
         number = rest.partition(".")[0]
         if layer == model.row.name("layer") and number.isdigit() and int(number) == model.config.num_layers:
             return True  # a layer that predicts tokens ahead (DeepSeek V3)
+        if layer == model.row.name("layer") and number.isdigit() and unused(rest.partition(".")[2], int(number), model):
+            return True
     return False
+
+
+def unused(name: str, i: int, model: Transformer) -> bool:
+    """Whether a tensor of layer i is of keys and values that it has not, because it reads those of another layer."""
+    sources, parts = model.config.kv_sources, ("k", "v", "k_norm")
+    return i < len(sources) and sources[i] != i and name.startswith(tuple(f"{model.row.name(part)}." for part in parts))
 
 
 def read_ahead(path: str) -> None:
@@ -277,7 +294,7 @@ def fill_dummy(model: Transformer, seed: int) -> None:
         targets = [piece.target for piece in part.pieces]
         if len(part.shape) == 1 or "norm" in name:
             for target in targets:
-                target.fill_(1.0 if name.endswith("weight") and not model.row.unit_offset else 0.0)
+                target.fill_(1.0 if name.endswith(("weight", "scale", "scalar")) and not model.row.unit_offset else 0.0)
             continue
         like = targets[0] if targets else model.embedding  # an expert of another rank has no target
         whole = like if targets and like.shape == part.shape else like.new_empty(part.shape)

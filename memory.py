@@ -9,7 +9,6 @@ compare them with torch's own count.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 from bisect import bisect_right
@@ -96,7 +95,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.size > 1 or shares_experts(model.group)) if cuda else 0,
-        block=model.layout.layers * math.prod(c.page(model.group.size)) * config.block_size * dtype.itemsize,
+        block=model.layout.size * config.block_size * dtype.itemsize,
     )
 
 
@@ -131,23 +130,22 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     The step has `max_num_seqs` rows, or as many as tokens if these are fewer. In a step of decodes no row has more.
     """
     c, group, item = model.config, model.group.size, model.embedding.itemsize
-    t, r, h, dim = tokens, min(tokens, config.max_num_seqs), c.hidden_size, c.head_dim
-    q, kv, i = model.num_heads * dim, model.num_kv_heads * dim, c.intermediate_size // group
+    t, r, h, kinds = tokens, min(tokens, config.max_num_seqs), c.hidden_size, len(model.layout.windows)
+    i = max(map(c.mlp_size, range(c.num_layers))) // group
     # Each token has an id, a position and rows of RoPE's tables, and for each kind of layers a slot. Each row has five
     # integers and, for each kind, its part of decode's work list. All of it lives until the next step's is made, so it
     # is there twice.
-    kinds, rotation = len(model.layout.windows), sum(table.nbytes // len(table) for table in model.rotations)
-    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + model.num_kv_heads))
+    rotation = sum(table.nbytes // len(table) for table in model.rotations)
+    kv_shapes = {(max(1, count // group), dim) for count, dim in c.kv_shapes}
+    inputs = t * (8 + 4 + 8 * kinds + rotation) + 4 * (r + 1) * (5 + kinds * (1 + max(kv_shapes)[0]))
     # The residual and one more tensor of its size are always alive, and what attention gave, until a parallel MLP has
     # been added to it. Beside them
-    # - attention has qkv and the rotated q, then q, the results of decodes and of other rows, and both joined; before
-    #   they are joined, the decodes have their pieces in float32, two for each program;
+    # - attention has what `attention_bytes` says;
     # - the MLP has gate, up and their product;
     # - the matrix product after each of the two has its input and its output.
-    group_rows = model.num_heads // model.num_kv_heads
-    pieces = 4 * max(2 * PROCESSORS, model.num_kv_heads) * 2 * group_rows * (dim + 1)
-    stored = item * t * ((3 if any(rope.growth for rope in c.ropes) else 2) * q + 2 * kv)
-    attention = max(stored, item * t * q + max(2 * item * t * q, item * r * q + pieces))
+    grown = any(rope.growth for rope in c.ropes)
+    attention = max(attention_bytes(model.num_heads, *shape, grown, item, t, r) for shape in kv_shapes)
+    q = model.num_heads * max(dim for _, dim in kv_shapes)
     if c.latent:
         length = -(-model.max_model_len // config.block_size) * config.block_size
         context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
@@ -160,6 +158,11 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     # For few rows our own products add up parts in float32, of at most 64 rows and 2^15 columns.
     parts = 4 * 64 * 2**15 if config.batch_invariant else 0
     layers = inputs + item * t * (3 if model.row.parallel else 2) * h + layer
+    # What each layer gets beside its hidden states lives through all layers, and three times as much while it is made.
+    given = item * t * c.num_layers * c.layer_input_size
+    layers = max(layers + given, inputs + item * t * h + 3 * given)
+    if c.experts and c.row.routing and c.row.routing.beside:  # what the dense MLP gave, and two norms
+        layers += item * t * 2 * h
     # With several ranks there are this rank's share of the logits, the shares of all, the shares side by side, and that
     # without the padding of the vocabulary. Later, the logits of rows that ask for log-probabilities are copied.
     gathered = (3 * group + 1) * -(-c.vocab_size // group) if group > 1 else c.vocab_size
@@ -187,6 +190,19 @@ def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
     sent = (2 * met + t) * (item * c.hidden_size + 8 * e.top_k) if shares_experts(group) else 0
     found = max(4 * met * e.top_k * c.hidden_size, shared)
     return item * (t * e.count + met * c.hidden_size) + choices + sent + found
+
+
+def attention_bytes(heads: int, kv_heads: int, dim: int, grown: bool, item: int, tokens: int, rows: int) -> int:
+    """What a layer's attention has alive at once for `tokens`, up to `rows` of them decodes, in `item` bytes a number.
+
+    It has qkv and the rotated q (and that once more where it is `grown` by its position), then q, the results of
+    decodes and of other rows, and both joined. Before they are joined, the decodes have their pieces in float32, two
+    for each program.
+    """
+    q, kv = heads * dim, kv_heads * dim
+    pieces = 4 * max(2 * PROCESSORS, kv_heads) * 2 * (heads // kv_heads) * (dim + 1)
+    stored = item * tokens * ((3 if grown else 2) * q + 2 * kv)
+    return max(stored, item * tokens * q + max(2 * item * tokens * q, item * rows * q + pieces))
 
 
 def sample_bytes(vocab_size: int) -> int:
@@ -284,13 +300,14 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
-    layout, layers = model.layout, model.config.num_layers
+    layout = model.layout
     count, length = fit_pool(config, layout.windows, room // plan.block, max_model_len)
     per_seq = blocks_per_seq(config, layout.windows, length)
-    of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {layout.layers} layers each"
+    held = " or ".join(map(str, sorted(set(layout.layers))))
+    of = f" = {count * config.block_size:,} tokens" if len(layout.windows) == 1 else f" for {held} layers each"
     yield line("KV pool", count * plan.block, f"{count:,} blocks of {config.block_size}{of}")
     if any(layout.windows):
-        share = per_seq * layout.layers / layers / table_columns(config, length)
+        share = per_seq * layout.size / layout.total / table_columns(config, length)
         counts = sorted(Counter(model.config.windows).items())
         seen = (f"{n} the latest {w:,} tokens" if w else f"{n} all tokens" for w, n in counts)
         yield f"layers by what they see: {', '.join(seen)}"

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kv_layout import layout_of
 from latent_attention import LatentAttention
-from layers import Attention, ExpertMlp, Layer, Norm, Slot, StackedSlot, Step, Weight, linear
+from layers import Attention, ExpertMlp, Layer, LayerInputs, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
 from model_config import ModelConfig
 from parallel import Group
@@ -75,14 +74,15 @@ class Transformer:
         self.positions: torch.Tensor | None = None  # the table of learned positions
         if self.row.name("positions"):
             self.positions = new(config.max_position + self.row.position_offset, size)
-        heads = self.num_heads, self.num_kv_heads
+        heads = self.num_heads
 
         def attention(i: int) -> Attention:
             if config.latent:
-                return LatentAttention(config, ops, i, heads[0], max_model_len, new)
-            return Attention(config, ops, group, i, *heads, new)
+                return LatentAttention(config, ops, i, heads, max_model_len, new)
+            return Attention(config, ops, group, i, heads, new)
 
         self.layers = [Layer(config, ops, group, i, attention(i), new) for i in range(config.num_layers)]
+        self.layer_inputs = LayerInputs(config, ops, vocab, new) if config.layer_input_size else None
         self.norm = Norm(config, ops, size, new)
         self.head: Weight | None = None
         self.head_bias: torch.Tensor | None = None
@@ -96,7 +96,7 @@ class Transformer:
         self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
-        self.layout = layout_of(config.windows)
+        self.layout = config.layout(group.size)
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
@@ -106,6 +106,8 @@ class Transformer:
         """All objects that have weights as attributes."""
         yield self
         yield self.norm
+        if self.layer_inputs:
+            yield from (self.layer_inputs, self.layer_inputs.norm)
         for layer in self.layers:
             yield from layer.parts()
 
@@ -114,6 +116,8 @@ class Transformer:
         row = self.row
         slots: dict[str, Slot | StackedSlot] = {f"{row.name('embed')}.weight": Slot((self.embedding,), ("vocab",))}
         slots |= self.norm.slots(str(row.name("norm")))
+        if self.layer_inputs:
+            slots |= self.layer_inputs.slots()
         if self.positions is not None:
             slots[f"{row.name('positions')}.weight"] = Slot((self.positions,), ("all",))
         if self.head is not None and not self.config.tie_word_embeddings:
@@ -143,20 +147,21 @@ class Transformer:
         """Elements of all weights on all ranks, each counted once."""
         return sum(math.prod(part.shape) for part in self.parameters().values() if not part.instead_of)
 
-    def share(self, word: str, n: int) -> tuple[int, int, int]:
+    def share(self, word: str, n: int, copies: int = 1) -> tuple[int, int, int]:
         """Of a dimension of which this rank holds `n`: its whole length, and where this rank's share begins and ends.
+
+        Each share of what is divided by "kv" is held by `copies` neighbouring ranks.
 
         A "row" weight multiplies just what the "col" weight before it gave on the same rank. So sums over ranks are
         only needed after "row" weights and after the embedding (Megatron-LM, Shoeybi et al., 2019).
         """
         rank, size = self.group.rank, self.group.size
-        sharers = max(1, size // self.config.num_kv_heads)  # ranks that hold the same KV head
         length, begin = {
             "all": (n, 0),
             "first": (n, n * (rank > 0)),  # on rank 0 alone, because a sum over ranks follows
             "col": (n * size, n * rank),  # outputs, by whole heads
             "row": (n * size, n * rank),  # inputs
-            "kv": (n * size // sharers, n * (rank // sharers)),  # as "col"
+            "kv": (n * size // copies, n * (rank // copies)),  # as "col"
             "vocab": (self.config.vocab_size, n * rank),
         }[word]
         return length, min(begin, length), min(begin + n, length)
@@ -165,12 +170,13 @@ class Transformer:
         """What this rank takes of the tensor that fills a slot, whose words say how the ranks divide it."""
         if not slot.targets:
             return Part(slot.shape, ())
-        if slot.layout != "stacked":
+        if slot.layout in ("heads", "groups"):
             return self.fused_part(slot)
         pieces, offset, shape = [], 0, list(slot.targets[0].shape)
         for target, word in zip(slot.targets, slot.words, strict=True):
             dim = 1 if word == "row" else 0
-            length, begin, end = self.share(word, target.shape[dim])
+            length, begin, end = self.share(word, target.shape[dim], slot.copies)
+            offset = 0 if slot.layout == "same" else offset
             index: list[slice | int] = [slice(None)] * target.ndim
             index[dim] = slice(offset + begin, offset + end)
             pieces.append(Piece(target.narrow(dim, 0, end - begin), tuple(index)))
@@ -184,7 +190,7 @@ class Transformer:
         """As `part`, of q, k and v that lie by heads [H, 3, D] or by groups of heads with one key [KV, G + 2, D]."""
         c, rest = self.config, tuple(slot.targets[0].shape[1:])
         _, q_begin, q_end = self.share("col", self.num_heads)
-        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads)
+        _, kv_begin, kv_end = self.share("kv", self.num_kv_heads, slot.copies)
         per_key = c.num_heads // c.num_kv_heads
         indices: list[tuple[slice | int, ...]]
         if slot.layout == "heads":
@@ -257,15 +263,16 @@ class Transformer:
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        """Run one step; keys and values of its tokens go into `pool` [blocks, layers, 2, kv_heads, block_size, dim].
-
-        The pool's `layers` are those that share a page, see `KVLayout`.
+        """Run one step; keys and values of its tokens go into `pool` [blocks, numbers of a page], see `views`.
 
         Returns the hidden states [T, hidden] after the last norm.
         """
         c, add_up = self.config, self.group.all_reduce
         step = self.new_step(batch, pool)
         residual = self.embed(batch.input_ids, batch.positions)
+        inputs = None
+        if own := self.layer_inputs:
+            inputs = own(residual, self.look_up(batch.input_ids, own.table))
         x = self.enter(residual)
         for i, layer in enumerate(self.layers):
             following = self.layers[i + 1].attn_in if i + 1 < c.num_layers else self.norm
@@ -278,16 +285,20 @@ class Transformer:
             x = layer.attn_out(x) if layer.attn_out else x
             x = self.add(x, residual, layer.mlp_in)
             x = add_up(layer.mlp(x))
+            x = layer.beside(x, residual) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
-            x = self.add(x, residual, following)
+            x = self.add(x, residual, following if layer.scale is None else None)
+            if layer.scale is not None:
+                x = layer.end(residual, None if inputs is None else inputs[:, i], following)
         return x
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
         none = self.embedding.new_empty(0, self.config.hidden_size)
         for layer in self.layers:
-            if isinstance(layer.mlp, ExpertMlp):
-                layer.mlp.serve(none)
+            experts = layer.beside.experts if layer.beside else layer.mlp
+            if isinstance(experts, ExpertMlp):
+                experts.serve(none)
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
@@ -307,11 +318,29 @@ class Transformer:
         """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
         rows = batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes], self.num_heads
         kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
-        layers, chunked = pool.unbind(1), self.row.chunked
-        plans = [self.ops.plan_decode(layers[0], table, *rows, w, 1, chunked and w > 0) for table, w in kinds]
+        chunked = self.row.chunked
+        layers = self.views(pool)
+        plans = [
+            self.ops.plan_decode(of[0], table, *rows, w, 1, chunked and w > 0)
+            for of, (table, w) in zip(layers, kinds, strict=False)
+        ]
         rotations = [table[batch.positions] for table in self.rotations]
         grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
         return Step(batch, layers, rotations, grown, plans)
+
+    def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """What layers see of the pool [blocks, numbers of a page], by their kind and their place in a page.
+
+        Each is [blocks, parts, heads, block_size, dim], where the parts are keys and values; see `ModelConfig.page`.
+        A page has its layers one after the other.
+        """
+        layout, found = self.layout, dict[tuple[int, ...], tuple[torch.Tensor, ...]]()
+        size = pool.shape[1] // layout.size  # of a block
+        for (parts, heads, dim), layers in zip(layout.shapes, layout.layers, strict=True):
+            if (parts, heads, dim) not in found:
+                used = pool[:, : layers * parts * heads * size * dim]
+                found[parts, heads, dim] = used.view(len(pool), layers, parts, heads, size, dim).unbind(1)
+        return [found[shape] for shape in layout.shapes]
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
         """What the first layer's attention takes of the embeddings."""
@@ -325,19 +354,23 @@ class Transformer:
         return norm(y, residual) if norm else residual.add_(y)
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, hidden] of ids [T]. A rank has zeros for ids that it does not hold; the ranks' are summed."""
-        if self.group.size == 1:
-            x = F.embedding(ids, self.embedding)
-        else:
-            local = ids - self.group.rank * len(self.embedding)
-            elsewhere = (local < 0) | (local >= len(self.embedding))
-            x = F.embedding(local.masked_fill(elsewhere, 0), self.embedding)
-            x = self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
+        """Embeddings [T, hidden] of ids [T]."""
+        x = self.look_up(ids, self.embedding)
         if self.embed_scale != 1:
             x *= self.embed_scale
         if self.positions is not None:
             x += F.embedding(positions + self.row.position_offset, self.positions)
         return x
+
+    def look_up(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Rows [T, size] of a table that the ranks divide. A rank has zeros for ids that it does not hold, and the
+        ranks' are summed."""
+        if self.group.size == 1:
+            return F.embedding(ids, table)
+        local = ids - self.group.rank * len(table)
+        elsewhere = (local < 0) | (local >= len(table))
+        x = F.embedding(local.masked_fill(elsewhere, 0), table)
+        return self.group.all_reduce(x.masked_fill_(elsewhere[:, None], 0))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of hidden states [R, hidden], on every rank."""
@@ -366,7 +399,7 @@ def check_division(config: ModelConfig, group: Group) -> None:
             f"may be no more ranks in all than the model has experts, {e.count}"
         )
     counts = [("num_attention_heads", config.num_heads)]
-    if not all(config.expert_layers):
+    if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
         counts.append(("intermediate_size", config.intermediate_size))
     if e:
         counts += [("experts' intermediate size", e.size)] * (group.experts is None)
@@ -374,8 +407,9 @@ def check_division(config: ModelConfig, group: Group) -> None:
     for name, count in counts:
         if count % size:
             raise ValueError(f"tensor_parallel_size is {size}; it must divide the model's {name}, {count}")
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        raise ValueError(
-            f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {config.num_kv_heads}, "
-            "or be a multiple of it"
-        )
+    for count, _ in config.kv_shapes:
+        if count % size and size % count:
+            raise ValueError(
+                f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {count}, or be a "
+                "multiple of it"
+            )

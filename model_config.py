@@ -18,13 +18,14 @@ from typing import Any, Literal
 from config import MAX_CONTEXT, read_json
 from config_fields import Fields, number, typed, whole
 from families import FAMILIES, TEXT_HALVES, Family, Routing
+from kv_layout import KVLayout, layout_of
 from quantization import Quantization, read_quantization
 
 HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
     "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
     "ForConditionalGeneration": "logits", "Model": "none",
 }  # fmt: skip
-ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 WINDOWED = ("sliding_attention", "chunked_attention")
 LAYER_TYPES = ("full_attention", *WINDOWED)
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
@@ -99,7 +100,7 @@ class ModelConfig:
     intermediate_size: int
     num_layers: int
     num_heads: int
-    num_kv_heads: int
+    num_kv_heads: int  # of most layers, as is head_dim; see `kv_shapes`
     head_dim: int
     norm_eps: float
     ropes: tuple[Rope, ...]  # the different ones
@@ -108,6 +109,8 @@ class ModelConfig:
     activation: str  # of the MLP; see `ops.act_mul`
     tie_word_embeddings: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
+    kv_shapes: tuple[tuple[int, int], ...]  # per layer: KV heads, and head_dim
+    kv_sources: tuple[int, ...]  # per layer: the layer whose keys and values it reads, which is mostly itself
     scale: float  # of attention's scores
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -116,6 +119,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    layer_input_size: int = 0  # of what each layer gets of a token beside its hidden states
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     latent: Latent | None = None
@@ -125,14 +129,27 @@ class ModelConfig:
     quantization: Quantization | None = None  # how the weights are stored, where it is not as numbers
     normalize: bool | None = None  # whether an embedding is divided by its length; None: see `pooling.settle`
 
-    def page(self, ranks: int) -> tuple[int, int, int]:
+    def page(self, ranks: int, layer: int) -> tuple[int, int, int]:
         """What a place of the pool holds in a layer, on each of `ranks`: parts, heads, and numbers of each of them.
 
         These are keys and values, or one latent, which all heads share and every rank has.
         """
         if self.latent:
             return 1, 1, self.latent.width
-        return 2, max(1, self.num_kv_heads // ranks), self.head_dim
+        kv_heads, head_dim = self.kv_shapes[layer]
+        return 2, max(1, kv_heads // ranks), head_dim
+
+    def mlp_size(self, layer: int) -> int:
+        """Of a layer's dense MLP, which may be twice as wide in layers without keys of their own."""
+        return self.intermediate_size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
+
+    def layout(self, ranks: int) -> KVLayout:
+        """How the layers lie in the pages of each rank's pool. Layers without keys of their own have no place there,
+        but that of the layer whose keys they read."""
+        owners = [i for i, source in enumerate(self.kv_sources) if source == i]
+        found = layout_of([self.windows[i] for i in owners], [self.page(ranks, i) for i in owners])
+        places = dict(zip(owners, found.places, strict=True))
+        return found._replace(places=tuple(places[source] for source in self.kv_sources))
 
     @classmethod
     def from_folder(cls, folder: str) -> ModelConfig:
@@ -158,12 +175,14 @@ class Reading:
             raw = {name: raw[name] for name in shared if name in raw} | text
         self.row = FAMILIES[self.name]
         self.fields = Fields(raw, self.row)
+        if self.row.routing and self.row.routing.only_if and not self.fields.truth(self.row.routing.only_if):
+            self.row = self.row.but(routing=None)
         self.raw = raw
 
     def config(self) -> ModelConfig:
         """The shape that it describes."""
         f, row = self.fields, self.settled_row()
-        if f.value("is_causal", bool) is False or f.value("use_bidirectional_attention", bool):
+        if f.value("is_causal", bool) is False or f.get("use_bidirectional_attention") is True:
             raise ValueError("config.json asks for attention in both directions; Manta has only causal attention")
         vocab_size, latent = f.whole("vocab_size", 1, 2**24), self.latent()
         experts, expert_layers = self.experts()
@@ -185,6 +204,8 @@ class Reading:
             activation=self.activation(row),
             tie_word_embeddings=bool(f.value("tie_word_embeddings", bool)),
             windows=self.windows,
+            kv_shapes=self.kv_shapes,
+            kv_sources=self.kv_sources(),
             scale=scale,
             dtype=self.dtype(),
             eos_token_ids=self.eos_token_ids(vocab_size),
@@ -193,6 +214,7 @@ class Reading:
             embed_scale=self.factor(row.embed_scale),
             residual_scale=self.factor(row.residual_scale),
             logit_scale=self.factor(row.logit_scale) / self.factor(row.logit_divisor),
+            layer_input_size=self.layer_input_size(vocab_size),
             experts=experts,
             expert_layers=expert_layers,
             latent=latent,
@@ -207,7 +229,10 @@ class Reading:
     def settled_row(self) -> Family:
         """The family's row with what config.json says in the place of the names of its fields."""
         f, row = self.fields, self.row
-        for name in ("norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved"):
+        for name in (
+            "norm_bias", "parallel", "qkv_bias", "o_bias", "mlp_bias", "has_qk_norm", "interleaved", "tied_values",
+            "wide_mlp",
+        ):  # fmt: skip
             row = row.but(**{name: f.truth(getattr(row, name))})
         if not row.has_qk_norm:
             row = row.but(qk_norm="")
@@ -270,10 +295,68 @@ class Reading:
             raise ValueError(f"head_dim is {head_dim}; it must be even, because RoPE turns pairs")
         return head_dim
 
+    @cached_property
+    def kv_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and head_dim of each layer; those that see all may have their own (Gemma 4)."""
+        f, row, common = self.fields, self.row, (self.kv_heads, self.head_dim)
+        if not row.full_heads:
+            return (common,) * self.layers
+        kv_heads = f.whole("num_global_key_value_heads", 1, 1024, self.kv_heads)
+        full = kv_heads if f.truth(row.tied_values) else self.kv_heads, f.whole("global_head_dim", 4, 1024, 512)
+        if (listed := f.value("per_layer_config", dict)) is not None:  # as transformers 5 writes it
+            full = self.listed_shape(listed) if listed else common
+        if self.heads % full[0] or full[1] % 2:
+            raise ValueError(
+                f"config.json: layers that see all have {full[0]} KV heads of {full[1]}; their number must divide "
+                f"num_attention_heads, {self.heads}, and their size must be even"
+            )
+        return tuple(common if window else full for window in self.windows)
+
+    def listed_shape(self, listed: dict[str, Any]) -> tuple[int, int]:
+        """The shape that `per_layer_config` gives to the layers that see all."""
+        width = len(str(self.layers - 1))
+        if set(listed) != {str(i).zfill(width) for i, window in enumerate(self.windows) if not window}:
+            raise ValueError(
+                f"config.json: per_layer_config has layers {list(listed)!r:.80}; it must have those that see all"
+            )
+        if any(each != listed[min(listed)] for each in listed.values()):
+            raise ValueError(f"config.json: per_layer_config is {listed!r:.80}; it must have the same for all layers")
+        here = Fields(typed("per_layer_config", listed[min(listed)], dict) or {}, Family())
+        found = (
+            here.whole("num_key_value_heads", 1, 1024, self.kv_heads),
+            here.whole("head_dim", 4, 1024, self.head_dim),
+        )
+        here.check_rest()
+        return found
+
+    def kv_sources(self) -> tuple[int, ...]:
+        """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
+        of them that sees as much (Gemma 4)."""
+        row, own = self.row, self.layers
+        if row.kv_shared:
+            own -= self.fields.whole(row.kv_shared, 0, self.layers - 1, 0)
+        sources = list(range(own))
+        for i in range(own, self.layers):
+            alike = [j for j in range(own) if self.windows[j] == self.windows[i]]
+            if not alike:
+                raise ValueError(f"config.json: {row.kv_shared} leaves no layer whose keys layer {i} could read")
+            sources.append(alike[-1])
+        return tuple(sources)
+
     def intermediate_size(self) -> int:
         """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it."""
         four = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
         return self.fields.whole("intermediate_size", 1, 2**20, four)
+
+    def layer_input_size(self, vocab_size: int) -> int:
+        """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
+        if not self.row.layer_inputs:
+            return 0
+        size = self.fields.whole(self.row.layer_inputs, 0, 2**16, 0)
+        known = self.fields.whole("vocab_size_per_layer_input", 1, 2**24, vocab_size)
+        if size and known != vocab_size:
+            raise ValueError(f"config.json: vocab_size_per_layer_input is {known}; Manta has vocab_size, {vocab_size}")
+        return size
 
     def latent(self) -> Latent | None:
         f = self.fields
@@ -361,7 +444,8 @@ class Reading:
                 raise ValueError(f"layer_types has {len(types)} entries for {layers} layers")
             if unknown := [kind for kind in types if kind not in LAYER_TYPES]:
                 raise ValueError(f"layer_types has {unknown[0]!r:.80}; Manta has {', '.join(LAYER_TYPES)}")
-            return tuple(window if kind in WINDOWED else 0 for kind in types)
+            found = tuple(window if kind in WINDOWED else 0 for kind in types)
+            return (*found[:-1], 0) if row.full_heads else found  # transformers, too, has the last one see all
         if row.window == "qwen":
             first = f.whole("max_window_layers", 0, 2**31, 0)
             return tuple(window if i >= first else 0 for i in range(layers))
@@ -414,11 +498,12 @@ class Reading:
         nested = given if given and set(given) & set(LAYER_TYPES) else None
         old = dict(f.value("rope_scaling", dict) or {})  # transformers 4
         flat = old if nested or not given else given
-        full = self.rope((nested or {}).get("full_attention") or flat)
+        dims = dict(zip((window > 0 for window in windows), (dim for _, dim in self.kv_shapes), strict=True))
+        full = self.rope((nested or {}).get("full_attention") or flat, head_dim=dims.get(False))
         local = full
         if row.local_rope or nested:
             theta = "rope_local_base_freq" if row.local_rope == "rope_local_base_freq" else "rope_theta"
-            local = self.rope((nested or {}).get("sliding_attention") or {}, theta)
+            local = self.rope((nested or {}).get("sliding_attention") or {}, theta, dims.get(True))
         growth = None
         if row.rope == "listed" and row.chunked:
             growth = f.number("attn_scale", 0, 1e3, 0.1), f.whole("floor_scale", 1, 2**31, 8192), 1
@@ -434,11 +519,11 @@ class Reading:
                 ropes.append(rope)
         return tuple(ropes), tuple(ropes.index(rope) for rope in found)
 
-    def rope(self, says: dict[str, Any], theta_field: str = "rope_theta") -> Rope:
+    def rope(self, says: dict[str, Any], theta_field: str = "rope_theta", head_dim: int | None = None) -> Rope:
         """A kind of RoPE, as its own parameters say, and where these are silent the whole config.json."""
-        f = self.fields
+        f, scaling = self.fields, dict[str, Any]()
         theta = number("rope_theta", says.get("rope_theta"), 2, 1e15, f.number(theta_field, 2, 1e15, 10000))
-        dim = self.rotary_dim(says)
+        dim = self.rotary_dim(says, head_dim or self.head_dim)
         trained = f.whole("max_position_embeddings", 2, MAX_CONTEXT)
         kind = says.get("rope_type", says.get("type", "default"))
         if kind == "mrope":  # of models that also see; text has the same position in all its parts
@@ -447,13 +532,16 @@ class Reading:
             raise ValueError(f"config.json asks for RoPE of type {kind!r:.80}; Manta has {', '.join(ROPE_KINDS)}")
         if kind == "default":
             return Rope(theta, dim, {})
+        if kind == "proportional":  # frequencies are those of the whole head, of which the last ones are 0
+            scaling = {"rope_type": kind, "factor": number("factor", says.get("factor"), 1e-3, 1e6, 1.0)}
+            return Rope(theta, head_dim or self.head_dim, scaling | {"rotated": dim})
         longest = trained
         if kind in ("yarn", "longrope", "llama3"):
             above = f.get("original_max_position_embeddings")
             name = "original_max_position_embeddings"
             trained = whole(name, says.get(name) if above is None else above, 2, MAX_CONTEXT, longest)
         factor = longest / trained if kind in ("yarn", "longrope") else None
-        scaling: dict[str, Any] = {"rope_type": kind, "original_max_position_embeddings": trained}
+        scaling = {"rope_type": kind, "original_max_position_embeddings": trained}
         scaling["factor"] = number("factor", says.get("factor"), 1e-3, 1e6, factor)
         for name, low in (("beta_fast", 1e-3), ("beta_slow", 1e-3), ("attention_factor", 1e-3), ("mscale", 0),
                           ("mscale_all_dim", 0)):  # fmt: skip
@@ -482,9 +570,9 @@ class Reading:
             growth = number("llama_4_scaling_beta", says["llama_4_scaling_beta"], 0, 1e3), trained, 0
         return Rope(theta, dim, scaling, growth)
 
-    def rotary_dim(self, says: dict[str, Any]) -> int:
+    def rotary_dim(self, says: dict[str, Any], head_dim: int) -> int:
         """How many elements of a head are rotated."""
-        f, head_dim = self.fields, self.head_dim
+        f = self.fields
         if self.row.latent:
             return f.whole("qk_rope_head_dim", 2, 1024, 64)
         share = number(
@@ -501,6 +589,8 @@ class Reading:
         f, row = self.fields, self.row
         if row.attention_scale == "attention_multiplier":
             return f.number("attention_multiplier", 1e-6, 1e6, 1.0)
+        if row.attention_scale == "none":
+            return 1.0
         size = float(self.head_dim)
         if row.attention_scale:
             size = f.number(row.attention_scale, 1e-6, 1e9)

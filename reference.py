@@ -77,6 +77,7 @@ def qk_norm_rope_store(
     norm: str = "rms",
     norm_last: bool = False,
     scales: torch.Tensor | None = None,
+    v_norm: bool = False,
 ) -> torch.Tensor:
     """q = rope(norm(q)), and the pool gets k = rope(norm(k)) and v: with rope(x)[i] = x[i] cos - x[i + r/2] sin and
     rope(x)[i + r/2] = x[i + r/2] cos + x[i] sin for i < r/2, in float32, rounded once.
@@ -88,11 +89,12 @@ def qk_norm_rope_store(
         q_weight, k_weight: [D], or [H, D] and [KV, D] for weights of each head, any float dtype; both None: no norm.
         rotation: [T, 2, r] float32, (cos | cos) and (-sin | sin). r <= D; elements from r on are not rotated.
         slot_mapping: [T] int64, block * block_size + offset, or -1 to store nothing.
-        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place.
+        kv: [num_blocks, 2, KV, block_size, D], a layer of the pool, written in place. With 0 for KV there is q alone.
         norm: "rms", x rsqrt(mean(x^2) + eps) w of each head x, or "layer", which subtracts the head's mean first.
         norm_last: norm(rope(x)) takes the place of rope(norm(x)), as in HunYuan and Llama 4.
         scales: [T, 2] float32, from `square_sums`: all heads of q and of k are multiplied by these in place of their
             own rsqrt, as in OLMo 2, where norm(x) is over all heads together.
+        v_norm: the pool gets v rsqrt(mean(v^2) + eps) of each head v, as in Gemma 4. It needs weights and norm "rms".
 
     Returns:
         q [T, H, D] in qkv's dtype.
@@ -111,6 +113,8 @@ def qk_norm_rope_store(
     q, k = turned
     stored = slot_mapping >= 0
     block, place = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
+    if v_norm:
+        v = rms_norm(v, v.new_ones(head_dim), eps)
     kv[block, 0, :, place], kv[block, 1, :, place] = k[stored], v[stored]
     return q
 

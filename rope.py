@@ -41,6 +41,9 @@ def rope_frequencies(rope: Rope, length: int) -> tuple[torch.Tensor, float]:
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if kind == "linear":
         return frequencies / factor, 1.0
+    if kind == "proportional":  # Gemma 4: low frequencies do not turn at all
+        frequencies[s["rotated"] // 2 :] = 0
+        return frequencies / factor, 1.0
     if kind == "llama3":  # Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, others blended
         low, high = s["low_freq_factor"], s["high_freq_factor"]
         turns = trained * frequencies / (2 * math.pi)  # of each frequency within the original context

@@ -213,8 +213,7 @@ class Startup:
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
-        parts, heads, size = self.model_config.page(self.group.size)
-        return (self.model.layout.layers, parts, heads, self.config.block_size, size)
+        return (self.model.layout.size * self.config.block_size,)
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
@@ -594,12 +593,13 @@ def check_room(
         ValueError: names what they take and what is free.
     """
     c = model_config
-    attention = c.hidden_size * 2 * (c.num_heads + c.num_kv_heads) * c.head_dim
+    attention = sum(c.hidden_size * 2 * (c.num_heads + kv_heads) * dim for kv_heads, dim in c.kv_shapes)
     if c.latent:
-        attention = c.latent.weights(c.hidden_size, c.num_heads)
-    layer = attention + c.hidden_size * 3 * c.intermediate_size
+        attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    matrices = c.num_layers * layer + tables * c.vocab_size * c.hidden_size
+    matrices = (
+        attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
+    )
     size = matrices * dtype.itemsize // config.tensor_parallel_size + max_model_len * 2 * c.head_dim * 4
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     if size > free:

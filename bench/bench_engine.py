@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import random
 import statistics
 import subprocess
@@ -213,7 +212,7 @@ def latency_figures(
     """
     config, rng = ModelConfig.from_folder(model), random.Random(0)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # it is looked up only
-    kv = config.num_layers * math.prod(config.page(1))  # numbers that a token stores
+    kv = config.layout(1).total  # numbers that a token stores
 
     def prompts_of(batch: int, length: int) -> list[list[int]]:  # always new ones: no prefix is cached
         return [[rng.randrange(config.vocab_size) for _ in range(length)] for _ in range(batch)]

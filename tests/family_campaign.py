@@ -183,7 +183,38 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             shape[act] = rng.choice(EXPERT_GATE if row.routing else GATE if row.gated else PLAIN)
     if "rope_parameters" in has:
         shape["rope_parameters"] = draw_rope(rng, config, shape, dim)
+    if config == "Gemma4TextConfig":
+        draw_gemma4(rng, shape)
     return shape
+
+
+def draw_gemma4(rng: random.Random, shape: dict[str, Any]) -> None:
+    """What only Gemma 4 has, some of which follows from other fields."""
+    heads, layers = shape["num_attention_heads"], shape["num_hidden_layers"]
+    types = shape["layer_types"] or ["sliding_attention"] * layers
+    shape["layer_types"] = types = [*types[:-1], "full_attention"]
+    shape["global_head_dim"] = rng.choice((8, 16, 24, 48))
+    shape["attention_k_eq_v"] = rng.random() < 0.5
+    shape["num_global_key_value_heads"] = rng.choice([None, *(n for n in range(1, heads + 1) if heads % n == 0)])
+    shape["hidden_size_per_layer_input"] = rng.choice((0, 4, 8))
+    shape["vocab_size_per_layer_input"] = shape["vocab_size"]
+    if shared := [n for n in range(1, layers) if set(types[: layers - n]) == set(types)]:
+        # transformers' class cannot generate with shared layers that have no inputs
+        shape["num_kv_shared_layers"] = rng.choice(shared) if shape["hidden_size_per_layer_input"] else 0
+        shape["use_double_wide_mlp"] = rng.random() < 0.5
+    shape["enable_moe_block"] = rng.random() < 0.4
+    shape["top_k_experts"] = shape.pop("num_experts_per_tok")
+    if not shape["enable_moe_block"]:
+        shape["num_experts"] = shape["top_k_experts"] = shape["moe_intermediate_size"] = None
+    shape["rope_parameters"] = {
+        "full_attention": rng.choice((
+            {"rope_type": "default", "rope_theta": 10000.0},
+            {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": rng.choice((0.25, 0.5, 1.0))},
+            {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.5, "factor": 4.0})),
+        "sliding_attention": rng.choice((
+            {"rope_type": "default", "rope_theta": 10000.0},
+            {"rope_type": "linear", "rope_theta": 100.0, "factor": 2.0})),
+    }  # fmt: skip
 
 
 def architecture_of(config: str) -> str:
@@ -368,7 +399,7 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "HunYuanDenseV1ForCausalLM": "Hunyuan (dense)", "LlamaForCausalLM": "Llama 1 to 3.3, Yi, Vicuna",
     "Llama4ForCausalLM": "Llama 4 Scout, Maverick (text)", "MistralForCausalLM": "Mistral 7B, Nemo, Small",
     "Ministral3ForCausalLM": "Ministral 3", "CohereForCausalLM": "Command R",
-    "Cohere2ForCausalLM": "Command R7B, Command A",
+    "Cohere2ForCausalLM": "Command R7B, Command A", "Gemma4ForCausalLM": "Gemma 4 (text)",
     "PhiForCausalLM": "Phi-1, 2", "Phi3ForCausalLM": "Phi-3, 3.5, 4", "Qwen2ForCausalLM": "Qwen 2, 2.5, QwQ",
     "Gemma3ForCausalLM": "Gemma 3 (text)", "MiniMaxM2ForCausalLM": "MiniMax M2", "Olmo2ForCausalLM": "OLMo 2",
     "Olmo3ForCausalLM": "OLMo 3", "SmolLM3ForCausalLM": "SmolLM3", "SeedOssForCausalLM": "Seed-OSS",
@@ -384,6 +415,9 @@ TRAITS = {  # what a row's field says, in words
     "window": {"pattern": "windows in some layers", "qwen": ""}, "chunked": {True: "chunks"},
     "local_rope": {"rope_local_base_freq": "two RoPEs", "unscaled": "two RoPEs"}, "caps": {True: "soft caps"},
     "sinks": {True: "sinks"}, "latent": {True: "latent attention"}, "parallel": {True: "parallel MLP"},
+    "full_heads": {True: "other heads in layers that see all"}, "v_norm": {True: "norm of values"},
+    "kv_shared": {"num_kv_shared_layers": "shared keys"},
+    "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
     "embed_scale": {"sqrt": "scaled embeddings"}, "interleaved": {True: "interleaved RoPE"},
 }  # fmt: skip
 

@@ -40,6 +40,9 @@ def make(name: str, case: dict, folder: Path) -> None:
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
+        for name, buffer in model.named_buffers():
+            if name.endswith(".layer_scalar"):  # Gemma 4's, which is saved like a weight
+                buffer.normal_(0.8, 0.15)
     dtype = getattr(torch, case.get("dtype", "float32"))
     model.to(dtype).save_pretrained(folder, max_shard_size=case.get("shard", "1GB"))
     model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **more)

@@ -111,6 +111,7 @@ class HeadNorm(NamedTuple):
     per_head: bool = False
     last: bool = False
     wide: bool = False  # whether weights are float32 beside any dtype
+    values: bool = False  # whether v is normed, too
 
     def weights(self, heads: int, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         if not self.norm:
@@ -118,9 +119,14 @@ class HeadNorm(NamedTuple):
         kind = torch.float32 if self.wide else dtype
         return torch.randn((heads, size) if self.per_head else (size,)).to(kind)
 
-    def options(self, scales: torch.Tensor) -> tuple[str, bool, torch.Tensor | None]:
+    def options(self, scales: torch.Tensor) -> tuple[str, bool, torch.Tensor | None, bool]:
         """The last arguments of the op."""
-        return "layer" if self.norm == "layer" else "rms", self.last, scales if self.norm == "scales" else None
+        kind = "layer" if self.norm == "layer" else "rms"
+        return kind, self.last, scales if self.norm == "scales" else None, self.values
+
+    def stored_values(self, v: torch.Tensor, naive: bool) -> torch.Tensor:
+        """What the pool gets of v [T, heads, D]."""
+        return rms_norm(v, v.new_ones(()), 1e-6, naive) if self.values else v
 
     def apply(self, x: torch.Tensor, weight: torch.Tensor | None, turn: Callable, naive: bool) -> torch.Tensor:
         """x [T, heads, D] normed (eps is 1e-6) and rotated by `turn`."""
@@ -141,6 +147,7 @@ class HeadNorm(NamedTuple):
 HEAD_NORMS = st.sampled_from([
     HeadNorm(), HeadNorm("rms"), HeadNorm("rms", wide=True), HeadNorm("layer", per_head=True), HeadNorm("layer"),
     HeadNorm("rms", last=True), HeadNorm("layer", True, True), HeadNorm("scales", True), HeadNorm("rms", True),
+    HeadNorm("rms", values=True),
 ])  # fmt: skip
 
 

@@ -154,6 +154,7 @@ def launches(shape: Shape, attention_only: bool, whole: bool) -> Iterator[Callab
     for interleaved in (False, True) if whole else (False,):
         yield store(norm, norm, 1e-6, rotation, long[:2], kv, interleaved)
         yield store(heads[0], heads[0], 1e-6, rotation, long[:2], kv, interleaved, "rms", True)
+        yield store(heads[0], heads[0], 1e-6, rotation, long[:2], kv, interleaved, "rms", False, None, True)
         yield store(heads, kv_heads, 1e-6, rotation, long[:2], kv, interleaved, "layer")
     yield store(heads, kv_heads, 1e-6, none.contiguous(), long[:2], kv, False, "rms", False, torch.ones(2, 2))
     yield kernel_of("square_sums", qkv, s.kv_heads, s.head_dim)

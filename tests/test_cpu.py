@@ -273,6 +273,7 @@ def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
         (1, HeadNorm("rms"), 32, False), (7, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
         (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
         (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
+        (7, HeadNorm("rms", values=True), 32, False),
     ],
 )  # fmt: skip
 def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
@@ -290,6 +291,11 @@ def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, int
     torch.testing.assert_close(got, want, atol=1e-2, rtol=2**-7)  # sums of products that may cancel
     torch.testing.assert_close(*pools, atol=1e-2, rtol=2**-7)
     assert pools[0].count_nonzero()
+    alone = qkv[:, : 4 * 32].contiguous()
+    if norms[0] is None or norms[0].ndim == 1:  # without k and v
+        args = (*[norms[0]] * 2, 1e-6, rotation, slots, pools[0][:, 1, :, :0], interleaved, *options)
+        torch.testing.assert_close(compiled_ops.qk_norm_rope_store(alone, *args), want, atol=1e-2, rtol=2**-7)
+        torch.testing.assert_close(*pools, atol=1e-2, rtol=2**-7)
 
 
 @needs_compiler

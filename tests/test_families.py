@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import family_campaign
 from config import EngineConfig
@@ -60,6 +60,10 @@ LATENT = {
 }  # fmt: skip
 
 FALCON = {"num_key_value_heads": ABSENT, "intermediate_size": ABSENT}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 99,
+    "sliding_window": 9, "tie_word_embeddings": True,
+}  # fmt: skip
 
 CASES: dict[str, dict[str, Any]] = {
     "apertus": case("ApertusConfig", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
@@ -96,6 +100,16 @@ CASES: dict[str, dict[str, Any]] = {
         num_hidden_layers=6, rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}),
+    "gemma4": case(
+        "Gemma4TextConfig", **GEMMA4, num_hidden_layers=6, num_global_key_value_heads=1, attention_k_eq_v=True,
+        final_logit_softcapping=3.0),
+    "gemma4-shared": case(
+        "Gemma4TextConfig", **GEMMA4 | {"hidden_size_per_layer_input": 8}, num_kv_shared_layers=2, num_hidden_layers=4,
+        use_double_wide_mlp=True, attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 2),
+    "gemma4-experts": case(
+        "Gemma4TextConfig", **GEMMA4, enable_moe_block=True, num_experts=8, top_k_experts=3, moe_intermediate_size=24,
+        num_global_key_value_heads=1, attention_k_eq_v=True, num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"]),
     "glm": case("GlmConfig", **HEAD16, attention_bias=True),
     "glm4": case("Glm4Config", **HEAD16, attention_bias=True),
     "glm4-moe": case("Glm4MoeConfig", **HEAD16, **ROUTED, use_qk_norm=True, attention_bias=True),
@@ -174,12 +188,55 @@ def test_family_equals_transformers(checkpoints: Path, name: str) -> None:
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
 
+def test_the_text_half_of_gemma_4_is_read(checkpoints: Path, tmp_path: Path) -> None:
+    """Its weights have other names, and there are keys that no layer reads, and other halves."""
+    folder = checkpoints / "gemma4-shared"
+    text = json.loads((folder / "config.json").read_text())
+    text |= text.pop("per_layer_config")["1"] | {"head_dim": 16, "global_head_dim": 32}
+    raw = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
+           "vision_config": {"hidden_size": 8}, "image_token_id": 7, "dtype": "float32"}  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    beside = ("language_model.layers.3.self_attn.k_proj.weight", "language_model.layers.2.self_attn.v_proj.weight",
+              "language_model.layers.3.self_attn.k_norm.weight", "vision_tower.a", "embed_vision.b", "audio_tower.c",
+              "embed_audio.d")  # fmt: skip
+    save_file(tensors | {f"model.{name}": torch.ones(2) for name in beside}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    check(make_worker(tmp_path, threads=1), CASES["gemma4-shared"], load_file(folder / "oracle.safetensors"))
+    save_file(
+        tensors | {"model.language_model.layers.1.self_attn.k.weight": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ValueError, match=r"has a tensor '.*layers\.1\.self_attn\.k\.weight"):
+        make_worker(tmp_path, threads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
+        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
+        ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
+        ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
+    ],
+)  # fmt: skip
+def test_what_gemma_4_does_not_have_is_refused(
+    checkpoints: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    raw = json.loads((checkpoints / "gemma4-shared" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | change))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(str(tmp_path))
+
+
 # --- ways that must not change the tokens -----------------------------------------------------------------------------
 
 # One case of each path through kernels and cache: norms, RoPE, windows, caps, sinks, chunks, experts, latents.
 PATHS = (
     "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
-    "granite-moe", "minimax-m2", "ministral3", "opt",
+    "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts",
 )  # fmt: skip
 
 

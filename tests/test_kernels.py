@@ -197,7 +197,15 @@ def test_qk_norm_rope_store(
     keys_want = keys_twin.double()
     keys_want[places[stored] // 16, :, places[stored] % 16] = k_want[stored]
     oracles.check_error(keys, keys_want, keys_twin)
-    assert torch.equal(pool[:, 1, 1], twin[:, 1, 1]) and torch.equal(pool[:, 0], twin[:, 0])
+    v, v_twin = pool[:, 1, 1], twin[:, 1, 1]
+    v_want = v_twin.double()
+    v_want[places[stored] // 16, :, places[stored] % 16] = norm.stored_values(x[stored, -kv_heads:], False).double()
+    oracles.check_error(v, v_want, v_twin)
+    assert (norm.values or torch.equal(v, v_twin)) and torch.equal(pool[:, 0], twin[:, 0])
+    alone, before = x[:, :h].flatten(1).clone(), pool.clone()
+    args = (q_weight, k_weight[:0] if norm.per_head and k_weight is not None else k_weight, *args[2:])
+    assert torch.equal(run("qk_norm_rope_store", device, alone, *args, pool[:, 1, :, :0], *options), q)
+    assert torch.equal(pool, before)
 
 
 SHAPES = st.sampled_from(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ def pattern(layers: int, window: int, period: int) -> list[int]:
 )
 def test_the_layout_that_wastes_the_least(windows, layers, kinds):
     layout = layout_of(windows)
-    assert (layout.layers, layout.windows) == (layers, kinds)
+    assert (layout.size, layout.windows) == (layers, kinds)
 
 
 @given(st.lists(st.sampled_from((0, 1, 7, 4096)), min_size=1, max_size=80))
@@ -64,9 +65,45 @@ def test_every_layer_has_a_place_of_its_own(windows):
     assert len(set(layout.places)) == len(windows) == len(layout.places)
     assert {kind for kind, _ in layout.places} == set(range(len(layout.windows)))
     for window, (kind, place) in zip(windows, layout.places, strict=True):
-        assert layout.windows[kind] == window and 0 <= place < layout.layers
+        assert layout.windows[kind] == window and 0 <= place < layout.layers[kind]
     seen = [window or 2**31 for window in layout.windows]
     assert seen == sorted(seen, reverse=True)
+
+
+GEMMA4 = {  # keys and values of layers with a window, and of those that see all
+    "31B": ((2, 16, 256), (2, 4, 512)), "26B": ((2, 8, 256), (2, 2, 512)), "E2B": ((2, 1, 256), (2, 1, 512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "windows", "layers", "waste"),
+    [
+        ("31B", pattern(60, 1024, 6), (10, *[5] * 10), 0),
+        ("26B", pattern(30, 1024, 6), (6, *[3] * 9), 0.1),
+        ("E2B", pattern(15, 512, 5), (3, 6, 6), 0),  # the other 20 layers have no keys of their own
+    ],
+)
+def test_layers_with_different_keys_share_pages_of_equal_bytes(model, windows, layers, waste):
+    """Gemma 4: layers that see all have fewer and larger heads, and more or fewer of them fit into a page."""
+    layout = layout_of(windows, [GEMMA4[model][window == 0] for window in windows])
+    assert layout.layers == layers
+    held = layout.size * len(layout.windows)
+    assert layout.total <= held <= layout.total * (1 + waste)
+
+
+@given(
+    st.lists(st.sampled_from([(0, (2, 1, 24)), (0, (2, 3, 16)), (7, (2, 2, 12)), (7, (1, 1, 40))]), min_size=1,
+             max_size=40)
+)  # fmt: skip
+def test_layers_with_different_keys_have_places_of_their_own(layers):
+    windows, shapes = zip(*layers, strict=True)
+    layout = layout_of(windows, shapes)
+    used = set()
+    for window, shape, (kind, place) in zip(windows, shapes, layout.places, strict=True):
+        assert (layout.windows[kind], layout.shapes[kind]) == (window, shape) and layout.size % shape[-1] == 0
+        assert (place + 1) * math.prod(shape) <= layout.size and place < layout.layers[kind]
+        used.add((kind, place))
+    assert len(used) == len(layers)
 
 
 # --- what is held -----------------------------------------------------------------------------------------------------
@@ -87,7 +124,7 @@ def test_gemma_3_holds_a_fifth_of_what_full_attention_takes(layers, window):
         peak = max(peak, held)
         scheduler.update(plan, StepResult(plan.step, [1 if done else -1]))
         scheduler.check_integrity()
-    assert held * layout.layers <= layers * (length // 16) / 5
+    assert held * layout.size <= layers * (length // 16) / 5
     assert held < peak <= blocks_per_seq(config, layout.windows, length - 1)
     assert sum(most_blocks(layout.windows, length, 1, 16)) >= held
 
@@ -228,7 +265,11 @@ def run(core: EngineCore, tag: str = "", deaths: int = 0) -> dict[tuple[str, int
 )
 def test_tokens_are_the_same_however_the_blocks_went(make_core, fields, deaths):
     core = make_core()
-    assert core.facts["windows"] == [0, 9, 9] and core.executor.worker.pool.shape[1] == 4  # there is room for 12 layers
+    assert core.facts["windows"] == [0, 9, 9] and core.executor.worker.model.layout.layers == (
+        4,
+        4,
+        4,
+    )  # there is room for 12 layers
     cold = run(core)
     assert run(core, "again") == cold and core.metrics()["prefix_cache_hits_total"] > 50
     other = make_core(**fields)

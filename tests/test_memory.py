@@ -129,9 +129,16 @@ def make(folder, monkeypatch):
 
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "num_key_value_heads": 2, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+    "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": None,
+}  # fmt: skip
+MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
 SHAPES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"head_dim": 8, "sliding_window": 16},
+    "Gemma4ForCausalLM": GEMMA4 | EXPERTS | MOE,
     "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 4},
     "Qwen3MoeForCausalLM": EXPERTS,
     "DeepseekV3ForCausalLM": EXPERTS | {
@@ -158,8 +165,9 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
         if device == "cpu":
             assert (plans[0].weights, plans[0].state) == (weights, live.now)
     assert plans[0] == plans[1]
-    parts, heads, dim = shape.page(size)
-    pool = torch.zeros(1, model.layout.layers, parts, heads, 64, dim, dtype=torch.bfloat16)
+    parts, heads, dim = shape.page(size, 0)
+    layers = model.layout.layers[model.layout.places[0][0]]
+    pool = torch.zeros(1, layers, parts, heads, 64, dim, dtype=torch.bfloat16)
     assert plans[0].block == pool.nbytes and plans[0].graphs == plans[0].context == 0
 
 
@@ -191,9 +199,12 @@ LATENT = {
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, [40], 1, "float32"),
         ({"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 640, **EXPERTS}, [24], 1,
          "bfloat16"),
+        ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, [40], 1, "float32"),
+        ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4, **EXPERTS, **MOE}, [40], 1, "float32"),
     ],
     ids=["latents", "latents in bfloat16", "mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary",
-         "vocabulary of two", "mlp of two", "experts", "shared expert"],
+         "vocabulary of two", "mlp of two", "experts", "shared expert",
+         "inputs of layers", "experts beside"],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""

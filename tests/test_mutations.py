@@ -42,6 +42,9 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "qk_norm_rope_store, of deviations": (
         "b_partner -= b_mean", "b_partner -= 0.0",
         test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("layer"), False)),
+    "qk_norm_rope_store, of values": (
+        "b_raw = _cast(b_x * b_scale", "b_raw = _cast(b_x",
+        test_kernels.test_qk_norm_rope_store, (3, (6, 2), (32, 32), F32, oracles.HeadNorm("rms", values=True), False)),
     "qk_norm_rope_store, of what is rotated": (
         "_center_and_scale(b_y, ", "_center_and_scale(b_x, ",
         test_kernels.test_qk_norm_rope_store,

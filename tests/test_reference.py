@@ -152,9 +152,15 @@ def test_qk_norm_rope_store(
             block, i = divmod(place, block_size)
             k, v = ops.keys_of(pool[:, 1])[block, :, i], pool[block, 1, 1, :, i]
             oracles.check_error(k, k_want[t], k_naive[t])
-            assert torch.equal(v, x[t, h + kv_heads :])
+            v_want, v_naive = (norm.stored_values(x[t, h + kv_heads :], naive) for naive in (False, True))
+            oracles.check_error(v, v_want, v_naive)
+            assert norm.values or torch.equal(v, v_want)
     for stored in (ops.keys_of(pool[:, 1]), pool[:, 1, 1]):
         assert int((stored != 7).any(-1).any(1).sum()) == int((places >= 0).sum())
+    before, q_alone = pool.clone(), qkv.view(tokens, -1, d)[:, :h].flatten(1).clone()
+    args = (q_alone, q_weight, k_weight if q_weight is None or q_weight.ndim == 1 else k_weight[:0], *args[3:])
+    assert torch.equal(ops.qk_norm_rope_store(*args, pool[:, 1, :, :0], interleaved, *norm.options(scales)), q)
+    assert torch.equal(pool, before)
 
 
 @settings(parent=some, max_examples=45)

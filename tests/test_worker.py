@@ -168,7 +168,7 @@ def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypa
 )
 def test_the_windows_of_the_kinds_of_layers_are_told(make, shape, windows):
     worker = make(shape)
-    assert worker.facts()["windows"] == windows and worker.pool.shape[1] * len(windows) == 2
+    assert worker.facts()["windows"] == windows and worker.model.layout.layers[0] * len(windows) == 2
     assert worker.state.block_tables.shape[:2] == (len(windows), 8)
 
 
