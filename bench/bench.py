@@ -61,6 +61,11 @@ SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model`
         "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
     },
 }  # fmt: skip
+SHAPES["qwen3-moe-4b"] = SHAPES["qwen3-0.6b"] | {  # a quarter of its 4.1 billion parameters take part in a token
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 16,
+    "num_key_value_heads": 4, "num_experts": 48, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 SHAPES["small"] = SHAPES["qwen3-0.6b"] | {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 30000, "max_position_embeddings": 8192,
@@ -238,39 +243,35 @@ def embed_figures(args: argparse.Namespace) -> Figures:
 
 
 def make_model(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a Qwen3 checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
+    """Write a checkpoint with random weights in bfloat16, and a tokenizer of made-up words.
 
     Args:
         folder: where to write; it is made if it is not there.
-        shape: the contents of config.json.
+        shape: the contents of config.json, of a family whose checkpoints begin names by `model.`
     """
     import tokenizers
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner, dim, vocab_size = (
-        shape[key] for key in ("hidden_size", "intermediate_size", "head_dim", "vocab_size")
-    )
-    q, kv = shape["num_attention_heads"] * dim, shape["num_key_value_heads"] * dim
-    layer = {
-        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q), "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    sizes = {"embed_tokens": (vocab_size, hidden), "norm": (hidden,)}
-    for i in range(shape["num_hidden_layers"]):
-        sizes |= {f"layers.{i}.{name}": size for name, size in layer.items()}
+    import reference
+    from model import Transformer
+    from model_config import ModelConfig
+    from parallel import Group
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
+    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "meta", torch.bfloat16, 1, Group())
     generator = torch.Generator().manual_seed(0)
     weights = {}
-    for name, size in sizes.items():  # norms are around 1, and matrices keep activations near 1
-        norm = len(size) == 1
+    for name, part in model.parameters().items():  # norms are around 1, and matrices keep activations near 1
+        if part.instead_of:  # the tensors that it stands for are made one by one
+            continue
+        norm, size = len(part.shape) == 1, part.shape
         drawn = torch.rand(size, generator=generator) + 0.5 if norm else torch.randn(size, generator=generator)
-        weights[f"model.{name}.weight"] = (drawn if norm else drawn * size[1] ** -0.5).bfloat16()
-    folder.mkdir(parents=True, exist_ok=True)
+        prefix = "" if name.startswith("lm_head") else "model."
+        weights[prefix + name] = (drawn if norm else drawn * size[1] ** -0.5).bfloat16()
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(shape["vocab_size"])}, unk_token="w0")
     tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
 
 

@@ -207,8 +207,9 @@ def latency_figures(
 
     Manta's engine is made anew for each shape, as llama.cpp's context is. Decode begins when all sequences have their
     first token. "GB/s" counts the weights that a step multiplies by and the KV cache of the context; weights count
-    whole, also where a greedy sequence reads fewer bytes of them. "of memory" compares that with what `read_bandwidth`
-    found in the same round, because a shared machine changes its speed.
+    whole, also where a greedy sequence reads fewer bytes of them; of experts those count that are met by tokens which
+    choose evenly. "of memory" compares that with what `read_bandwidth` found in the same round, because a shared
+    machine changes its speed.
     """
     config, rng = ModelConfig.from_folder(model), random.Random(0)
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size  # it is looked up only
@@ -235,7 +236,8 @@ def latency_figures(
         core.close()
         reference, *_ = results.values()
         # The context is counted as it is half-way through the answer.
-        numbers = core.facts["parameters"] - embedding + batch * kv * (length + new_tokens / 2)
+        weights = core.facts["parameters"] - embedding - unmet(config, batch)
+        numbers = weights + batch * kv * (length + new_tokens / 2)
         traffic = numbers * (4 if core.facts["dtype"] == "float32" else 2)
         for name, answers in results.items():
             steps = [answer["decode"] / (new_tokens - 1) for answer in answers]
@@ -249,6 +251,13 @@ def latency_figures(
                 f"first {COMPARED} as Manta": round(agreement(answers, reference), 3),
             })  # fmt: skip
     return figures
+
+
+def unmet(config: ModelConfig, batch: int) -> float:
+    """Weights of experts that no token of a step meets, if each of `batch` tokens chooses evenly."""
+    if (e := config.experts) is None:
+        return 0.0
+    return sum(config.expert_layers) * e.count * 3 * config.hidden_size * e.size * (1 - e.top_k / e.count) ** batch
 
 
 def breakdown_figures(model: str, sequences: int, new_tokens: int, options: dict[str, Any]) -> Figures:

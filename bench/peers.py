@@ -3,7 +3,7 @@
 For `latency`:
 
     python -I peers.py transformers FOLDER
-    python -I peers.py llama.cpp FOLDER --cache FOLDER    needs llama-cpp-python and gguf; Qwen3 checkpoints
+    python -I peers.py llama.cpp FOLDER --cache FOLDER    needs llama-cpp-python and gguf; Qwen3 (MoE) checkpoints
 
 A job is a line of JSON on standard input, {"prompts": [[id, ...], ...], "new_tokens": N} with prompts of one length.
 Its answer is a line on standard output: {"prefill": seconds to all first tokens, "decode": seconds from there to the
@@ -29,6 +29,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -50,6 +51,11 @@ HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they ta
     "value_length": "head_dim",
     "layer_norm_rms_eps": "rms_norm_eps",
     "vocab_size": "vocab_size",
+}
+EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 
 
@@ -232,33 +238,41 @@ def write_gguf(folder: Path, path: Path) -> None:
     """Write a Qwen3 checkpoint in llama.cpp's format: matrices stay in BF16, norms are in F32, there is no vocabulary.
 
     Raises:
-        ValueError: the checkpoint is not a Qwen3 model in bfloat16.
+        ValueError: the checkpoint is not a Qwen3 model in bfloat16, with experts or without.
     """
     import gguf
     import numpy as np
 
     config = json.loads((folder / "config.json").read_text())
-    if config["architectures"] != ["Qwen3ForCausalLM"]:
-        raise ValueError(f"{folder} is of {config['architectures']}; only Qwen3ForCausalLM becomes a GGUF here")
-    writer = gguf.GGUFWriter(path.with_suffix(".part"), "qwen3")
-    for setter, field in HYPERPARAMETERS.items():
+    kinds = {"Qwen3ForCausalLM": "qwen3", "Qwen3MoeForCausalLM": "qwen3moe"}
+    if (kind := kinds.get(config["architectures"][0])) is None:
+        raise ValueError(f"{folder} is of {config['architectures']}; only {', '.join(kinds)} become a GGUF here")
+    writer = gguf.GGUFWriter(path.with_suffix(".part"), kind, use_temp_file=True)  # it may be as large as the memory
+    for setter, field in (HYPERPARAMETERS | (EXPERTS if kind == "qwen3moe" else {})).items():
         getattr(writer, f"add_{setter}")(config[field])
     rope = config.get("rope_parameters") or config  # transformers 5, transformers 4
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")  # ids go in and come out
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), config["num_hidden_layers"])
     raw = np.memmap(folder / "model.safetensors", mode="r")
     begin = 8 + int(raw[:8].view("<u8")[0])  # the header: its length, then names, types, shapes and offsets
-    for name, entry in json.loads(bytes(raw[8:begin])).items():
-        if name == "__metadata__" or (name == "lm_head.weight" and config["tie_word_embeddings"]):
-            continue
-        if entry["dtype"] != "BF16":
+    header = json.loads(bytes(raw[8:begin]))
+
+    def bits_of(name: str) -> Any:
+        if (entry := header[name])["dtype"] != "BF16":
             raise ValueError(f"{name} is in {entry['dtype']}; only BF16 becomes a GGUF here")
         low, high = entry["data_offsets"]
-        bits = np.array(raw[begin + low : begin + high]).view(np.uint16).reshape(entry["shape"])
+        return np.array(raw[begin + low : begin + high]).view(np.uint16).reshape(entry["shape"])
+
+    stacks: dict[str, list[str]] = {}  # the experts' matrices become one tensor
+    for name in sorted(header, key=lambda name: [int(part) if part.isdigit() else 0 for part in name.split(".")]):
+        if name != "__metadata__" and not (name == "lm_head.weight" and config["tie_word_embeddings"]):
+            stacks.setdefault(re.sub(r"experts\.\d+", "experts", name), []).append(name)
+    for name, parts in stacks.items():
+        bits = bits_of(name) if parts == [name] else np.stack([bits_of(part) for part in parts])
         target = names.get_name(name, try_suffixes=(".weight",))
-        if bits.ndim == 1:
+        if bits.ndim == 1 or name.endswith("mlp.gate.weight"):  # llama.cpp wants norms and routers in F32
             writer.add_tensor(target, (bits.astype(np.uint32) << 16).view(np.float32))
         else:
             writer.add_tensor(target, bits.view(np.uint8), raw_dtype=gguf.GGMLQuantizationType.BF16)

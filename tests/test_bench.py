@@ -21,9 +21,11 @@ from bench_engine import (
     phases_of,
     throughput_figures,
     throughput_work,
+    unmet,
 )
 from config import DEMO, VERSION
 from engine import LLM
+from model_config import Reading
 from peers import load_llama, load_vllm
 from sampling_params import SamplingParams
 
@@ -196,11 +198,18 @@ def test_transformers_is_a_peer(tmp_path):
     assert manta["first 4 as Manta"] == other["first 4 as Manta"] == 1
 
 
-def test_make_model_makes_what_loads(tmp_path):
-    make_model(tmp_path / "model", SHAPES["qwen3-0.6b"] | TINY)
+@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-moe-4b"])
+def test_make_model_makes_what_loads(tmp_path, shape):
+    make_model(tmp_path / "model", SHAPES[shape] | TINY)
     llm = LLM(str(tmp_path / "model"), max_model_len=64)
     (out,) = llm.generate([[1, 2, 499]], SamplingParams(max_tokens=4, temperature=0), use_tqdm=False)
     assert len(out.outputs[0].token_ids) == 4 and out.outputs[0].text.startswith(" w")
+
+
+def test_experts_that_no_token_meets():
+    config = Reading(SHAPES["qwen3-moe-4b"], {}).config()
+    assert unmet(config, 1) == 16 * (48 - 8) * 3 * 2048 * 768
+    assert unmet(config, 64) < 0.001 * unmet(config, 1) and unmet(Reading(SHAPES["small"], {}).config(), 1) == 0
 
 
 def test_embeddings_take_turns_with_a_peer(tmp_path):
