@@ -66,7 +66,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_model_equals_transformers(checkpoints: Path, name: str) -> None:
     worker = make_worker(checkpoints / name)
-    assert worker.pool.shape[1:] == (2, 1, 1, 16, 40)
+    assert worker.pool.shape[1] == 2 * 16 * 40  # layers, tokens of a block, and numbers of a latent
     check(worker, CASES[name], load_file(checkpoints / name / "oracle.safetensors"))
 
 
@@ -151,7 +151,7 @@ def build(folder: Path, ops: ModuleType, invariant: bool = False) -> tuple[Trans
     load_weights(model, str(folder))
     if invariant:
         model.be_batch_invariant()
-    return model, torch.full((24, 2, 1, 1, 16, 40), torch.nan)
+    return model, torch.full((24, 2 * 16 * 40), torch.nan)
 
 
 @pytest.mark.interpreted
@@ -245,14 +245,14 @@ class Rank(Group):
 def test_two_ranks_divide_the_heads_and_share_the_latents(checkpoints: Path, name: str) -> None:
     pair, folder, found = Pair(), str(checkpoints / name), {}
     config = ModelConfig.from_folder(folder)
-    assert config.latent and config.page(2) == config.page(1) == (1, 1, 40)
+    assert config.latent and config.page(2, 0) == config.page(1, 0) == (1, 1, 40)
 
     def rank(i: int) -> None:
         with torch.no_grad():
             model = Transformer(config, cpu_ops, "cpu", torch.float32, 64, Rank(i, pair))
             load_weights(model, folder)
             assert model.layers[0].attention.o.shape == (64, 2 * config.latent.v_dim)
-            pool = torch.full((8, 2, 1, 1, 16, 40), torch.nan)
+            pool = torch.full((8, 2 * 16 * 40), torch.nan)
             found[i] = model.logits(forward(model, pool, [(0, prompt(name), 3)])), pool
 
     with ThreadPoolExecutor(2) as threads:
