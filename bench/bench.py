@@ -253,14 +253,15 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
-    import reference
     from model import Transformer
     from model_config import ModelConfig
     from parallel import Group
+    from startup import pick_ops
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")
-    model = Transformer(ModelConfig.from_folder(str(folder)), reference, "meta", torch.bfloat16, 1, Group())
+    config = ModelConfig.from_folder(str(folder))
+    model = Transformer(config, pick_ops("reference", "cpu"), "meta", torch.bfloat16, 1, Group())
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, part in model.parameters().items():  # norms are around 1, and matrices keep activations near 1
