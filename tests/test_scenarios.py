@@ -162,7 +162,7 @@ def run_scenario(seed: int) -> Scheduler:
     return scenario.engine.scheduler
 
 
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", [pytest.param(i, marks=[pytest.mark.long] * (i > 2)) for i in range(10)])
 def test_a_thousand_random_scenarios(part):
     schedulers = map(run_scenario, range(1000 * part, 1000 * (part + 1)))
     assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 10
