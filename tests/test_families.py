@@ -350,6 +350,7 @@ def test_two_ranks_give_the_same(checkpoints: Path, ranks: list[dict[str, Any]],
 def test_the_table_of_families_is_up_to_date() -> None:
     page = family_campaign.PAGE.read_text()
     assert page == family_campaign.with_table(page), "run python tests/family_campaign.py --table"
+    assert f"[{len(FAMILIES)} families](docs/families.md)" in (family_campaign.ROOT / "README.md").read_text()
 
 
 # --- fields of config.json --------------------------------------------------------------------------------------------
