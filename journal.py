@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from config import DiagnosticFile, EngineConfig
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Request
@@ -116,7 +116,10 @@ def replay(lines: Sequence[str]) -> Scheduler:
     now = 0.0
     try:
         head = json.loads(lines[0])
-        scheduler = Scheduler(EngineConfig(**head["config"]), **head["sizes"], clock=lambda: now)
+        sizes = head["sizes"]
+        if sizes.get("states"):
+            sizes["states"] = StateRoom(*sizes["states"])
+        scheduler = Scheduler(EngineConfig(**head["config"]), **sizes, clock=lambda: now)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no journal: {error!r}") from None
     for text in lines[1:]:

@@ -40,7 +40,7 @@ from admission import Admission, SchedulingBudget
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
-from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
+from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from sequence import OUTPUT_WEIGHT, DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock
 
 COUNTERS = (
@@ -97,6 +97,7 @@ class Scheduler:
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`: blocks are given back behind the tokens that its layers see.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
+        states: room for the recurrent states of sequences, where the model has such states.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -113,6 +114,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         windows: Ints[int] = (0,),
         swap_cost: float = 0.0,
+        states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if not (config.enable_chunked_prefill or config.pools) and config.max_num_batched_tokens < max_model_len:
