@@ -6,7 +6,7 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from kv_cache import StateManager
+from kv_cache import StateManager, chain
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
 from sequence import Request, Sequence, SequenceGroup, Status, WaitClock
@@ -242,6 +242,26 @@ def test_beams_that_compute_their_tokens_again_branch_off_one_by_one():
     assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
 
 
+def test_beams_find_no_state_beyond_where_they_branch_off():
+    """Another request has kept one just there: the first beam would have nothing to do in the step that it enters."""
+    engine = Engine(64, 40, states=(8, 0), preemption_mode="recompute", scheduling_policy="priority", max_num_seqs=4)
+    group = engine.add("a", prompt(9, 2), n=4, priority=1, use_beam_search=True, max_tokens=14)
+    while len(group.seqs[0].tokens) < 15:
+        engine.step()
+    engine.add("twin", group.seqs[0].tokens, max_tokens=1)
+    engine.step()
+    assert min(shared for _, _, shared in group.births) == 12
+    engine.run()
+    assert [row.num_computed for plan in engine.plans for row in plan.new if len(row.token_ids) == 15] == [
+        8,
+        8,
+        12,
+        14,
+        14,
+    ]
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
+
+
 def test_what_beams_write_is_not_kept():
     engine = Engine(64, 60, states=(8, 0))
     engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=40, ignore_eos=True)
@@ -285,8 +305,8 @@ def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
 # --- the books by themselves ------------------------------------------------------------------------------------------
 
 
-def sequence(manager: StateManager, tokens: list[int], computed: int, slot: int) -> Sequence:
-    request = Request("a", tokens, SamplingParams())
+def sequence(tokens: list[int], computed: int, slot: int) -> Sequence:
+    request = Request("a", tokens, SamplingParams(), salt="tenant")
     seq = Sequence(SequenceGroup(request, 0, WaitClock()), tokens)
     seq.num_computed, seq.slot = computed, slot
     return seq
@@ -298,37 +318,38 @@ def manager(snapshots: int, host: int = 0) -> StateManager:
 
 def test_a_snapshot_is_found_once_its_plan_is_made():
     states, plan = manager(2), StepPlan(0)
-    seq = sequence(states, prompt(9), 8, slot=3)
+    seq, hashes = sequence(prompt(9), 8, slot=3), []
+    chain(hashes, prompt(9), 4, "tenant")
     states.keep(seq, plan)
-    assert plan.state_copies == [(3, 8)] and states.longest(seq.hashes, 2) == 0
+    assert plan.state_copies == [(3, 8)] and states.longest(hashes, 2) == 0
     states.planned()
-    assert states.longest(seq.hashes, 2) == 2
+    assert states.longest(hashes, 2) == 2
     again = StepPlan(1)
     states.keep(seq, again)  # there is one of these tokens
     for computed in (0, 3, 9):  # no border
-        states.keep(sequence(states, prompt(9), computed, slot=3), again)
+        states.keep(sequence(prompt(9), computed, slot=3), again)
     assert not again.state_copies
     states.snapshots.check_integrity([])
 
 
 def test_a_snapshot_that_a_plan_reads_is_not_overwritten_by_it():
     states, plan = manager(1), StepPlan(0)
-    states.keep(sequence(states, prompt(9), 8, slot=0), plan)
+    states.keep(sequence(prompt(9), 8, slot=0), plan)
     states.planned()
-    found = sequence(states, prompt(9), 8, slot=1)
+    found = sequence(prompt(9), 8, slot=1)
     found.hashes = [*states.snapshots.block_of, *states.snapshots.block_of]
     plan = StepPlan(1)
     states.resume([found], plan)
-    states.keep(sequence(states, prompt(9, 2), 4, slot=2), plan)
+    states.keep(sequence(prompt(9, 2), 4, slot=2), plan)
     assert plan.state_copies == [(8, 1)]
     states.planned()
-    states.keep(sequence(states, prompt(9, 2), 4, slot=2), plan)
+    states.keep(sequence(prompt(9, 2), 4, slot=2), plan)
     assert plan.state_copies == [(8, 1), (2, 8)]
 
 
 def test_a_host_row_that_a_plan_reads_is_not_overwritten_by_it():
     states, plan = manager(0, 1), StepPlan(0)
-    seq = sequence(states, prompt(9), 5, slot=0)
+    seq = sequence(prompt(9), 5, slot=0)
     states.swap_out([seq], plan)
     states.planned()
     seq.slot = 4
