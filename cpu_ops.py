@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from cpu import compile_ahead, fuses_attention
+from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
 from cpu_experts import expert_down, expert_gate_up, plan_experts
 from cpu_latent import head_linear, latent_decode, latent_prefill
 from reference import (
@@ -46,10 +47,11 @@ from reference import (
 from reference import DecodePlan as LatentPlan
 
 __all__ = [
-    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "expert_down", "expert_gate_up", "head_linear", "keys_of", "latent_decode", "latent_prefill", "latent_store",
-    "layer_norm", "linear", "logprobs", "mask_words", "plan_decode", "plan_experts", "pool", "post_update",
-    "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route", "sample", "square_sums", "swap_blocks",
+    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "conv_silu",
+    "copy_blocks", "delta_rule", "expert_down", "expert_gate_up", "gated_norm", "head_linear", "keys_of",
+    "latent_decode", "latent_prefill", "latent_store", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
+    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route",
+    "sample", "sigmoid_mul", "square_sums", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
