@@ -10,6 +10,8 @@ Standard library only: processes that never import torch read this file.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -494,3 +496,34 @@ TEXT_HALVES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
+    "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
+    "ForConditionalGeneration": "logits", "Model": "none",
+}  # fmt: skip
+
+
+def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
+    """The name of an architecture's family, and the head that the architecture has.
+
+    Raises:
+        ValueError: it is of no family; the nearest names are named first.
+    """
+    name = str(architecture)
+    text = raw.get("text_config")
+    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
+        if (kind := text.get("model_type")) in TEXT_HALVES:
+            return TEXT_HALVES[kind], "logits"
+        raise ValueError(
+            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
+            f"{', '.join(TEXT_HALVES)}"
+        )
+    for ending, head in HEADS.items():
+        for full in ("ForCausalLM", "LMHeadModel"):
+            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
+                return name.removesuffix(ending) + full, head
+    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
+    base = re.sub("|".join(HEADS), "", name)
+    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
+    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
+    nearest = f" nearest to it are {', '.join(near)};" if near else ""
+    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")

@@ -8,23 +8,17 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
-from config_fields import Fields, number, typed, whole
-from families import FAMILIES, TEXT_HALVES, Family, Routing
+from config_fields import Fields, label_activation, labels, number, typed, whole
+from families import FAMILIES, Family, Routing, family_of
 from kv_layout import KVLayout, layout_of
 from quantization import Quantization, read_quantization
 
-HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
-    "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
-    "ForConditionalGeneration": "logits", "Model": "none",
-}  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 WINDOWED = ("sliding_attention", "chunked_attention")
 LAYER_TYPES = ("full_attention", *WINDOWED)
@@ -645,56 +639,3 @@ class Reading:
 def yarn_mscale(factor: float, mscale: float) -> float:
     """What YaRN multiplies by, so that attention over a context that is `factor` times as long stays as sharp."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
-    """The name of an architecture's family, and the head that the architecture has.
-
-    Raises:
-        ValueError: it is of no family; the nearest names are named first.
-    """
-    name = str(architecture)
-    text = raw.get("text_config")
-    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
-        if (kind := text.get("model_type")) in TEXT_HALVES:
-            return TEXT_HALVES[kind], "logits"
-        raise ValueError(
-            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
-            f"{', '.join(TEXT_HALVES)}"
-        )
-    for ending, head in HEADS.items():
-        for full in ("ForCausalLM", "LMHeadModel"):
-            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
-                return name.removesuffix(ending) + full, head
-    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
-    base = re.sub("|".join(HEADS), "", name)
-    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
-    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
-    nearest = f" nearest to it are {', '.join(near)};" if near else ""
-    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
-
-
-def labels(f: Fields) -> tuple[str, ...]:
-    """The names of a classification head's outputs. transformers writes down neither names nor number of two."""
-    if names := f.value("id2label", dict):
-        if set(names) != set(map(str, range(len(names)))):
-            raise ValueError(f"config.json: id2label names {list(names)!r:.80}; it must name 0 to {len(names) - 1}")
-        return tuple(str(names[str(i)]) for i in range(len(names)))
-    return tuple(f"LABEL_{i}" for i in range(f.whole("num_labels", 1, 2**16, 2)))
-
-
-def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
-    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
-    problem = f.value("problem_type", str)
-    if problem == "regression":
-        return "identity"
-    if problem == "multi_label_classification":
-        return "sigmoid"
-    nested = f.value("sentence_transformers", dict) or {}
-    named = nested.get("activation_fn") or f.get("sbert_ce_default_activation_function")
-    if problem is None and named is not None:
-        for name in ("sigmoid", "identity"):
-            if str(named).lower().endswith("." + name):
-                return "sigmoid" if name == "sigmoid" else "identity"
-        raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
-    return "sigmoid" if len(labels(f)) == 1 else "softmax"

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
+from compile_guard import LateCompile
 from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
@@ -33,10 +34,6 @@ from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
 
 Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
-
-
-class LateCompile(RuntimeError):
-    """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
 
 
 class Worker:

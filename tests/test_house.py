@@ -76,12 +76,12 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "ring": {"plan"},
     # device
     "worker": {
-        "batch_state", "config", "cpu", "memory", "model", "model_config", "parallel", "plan", "sampling_params",
-        "sanitizer"},
+        "batch_state", "compile_guard", "config", "cpu", "memory", "model", "model_config", "parallel", "plan",
+        "sampling_params", "sanitizer"},
     "startup": {
-        "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "model_config",
-        "parallel", "plan",
-        "pooling", "reference", "sampling_params", "sanitizer", "worker"},
+        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model",
+        "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "sanitizer", "worker"},
+    "compile_guard": set(),
     "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"latent_attention", "layers", "model_config", "parallel", "rope"},
     "layers": {"families", "model_config", "parallel"},
@@ -110,8 +110,8 @@ STDLIB_ONLY = {
     "pooling", "quantization", "sampling_params", "scheduler", "sequence",
 }  # fmt: skip
 DEVICE = {
-    "worker", "startup", "batch_state", "model", "layers", "latent_attention", "rope", "loader", "dequantize", "memory",
-    "parallel", "sanitizer",
+    "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "rope",
+    "loader", "dequantize", "memory", "parallel", "sanitizer",
 }  # fmt: skip
 # These define what kernels and cpu_ops pass on.
 HOMES_OF_OPS = {"reference", "matmul", "sampling", "experts", "latent", "cpu_experts", "cpu_latent"}
@@ -119,7 +119,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 63, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 65, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
