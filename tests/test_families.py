@@ -65,6 +65,12 @@ GEMMA4 = {
     "sliding_window": 9, "tie_word_embeddings": True,
 }  # fmt: skip
 
+DELTA = {
+    "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "num_hidden_layers": 4,
+}  # fmt: skip
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 40}
+
 CASES: dict[str, dict[str, Any]] = {
     "apertus": case("ApertusConfig", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
     "arcee-biases": case("ArceeConfig", mlp_bias=True, attention_bias=True),
@@ -156,6 +162,18 @@ CASES: dict[str, dict[str, Any]] = {
         "Qwen2MoeConfig", **EXPERTS, shared_expert_intermediate_size=40, num_hidden_layers=4, mlp_only_layers=[1]),
     "qwen3": case("Qwen3Config", head_dim=32),
     "qwen3-moe": case("Qwen3MoeConfig", **HEAD16, **EXPERTS, norm_topk_prob=True, decoder_sparse_step=2),
+    "qwen3-next": case("Qwen3NextConfig", **DELTA, **SHARED_EXPERT),
+    "qwen3-next-quirks": case(
+        "Qwen3NextConfig", **DELTA | {"linear_num_value_heads": 6, "linear_conv_kernel_dim": 2}, **SHARED_EXPERT,
+        attention_bias=True, mlp_only_layers=[1], norm_topk_prob=False, rope_parameters={
+            "rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        layer_types=["full_attention", "linear_attention", "linear_attention", "full_attention"]),
+    "qwen3.5": case("Qwen3_5TextConfig", **DELTA),
+    "qwen3.5-quirks": case(
+        "Qwen3_5TextConfig", **DELTA | {"linear_num_value_heads": 2, "num_hidden_layers": 3}, attention_bias=True,
+        linear_conv_kernel_dim=5, tie_word_embeddings=True,
+        layer_types=["linear_attention", "full_attention", "linear_attention"]),
+    "qwen3.5-moe": case("Qwen3_5MoeTextConfig", **DELTA, **SHARED_EXPERT, intermediate_size=ABSENT),
     "seed-oss": case("SeedOssConfig", **HEAD16, attention_bias=True, attention_out_bias=False),
     "smollm3": case("SmolLM3Config", num_hidden_layers=4),
     "stablelm": case("StableLmConfig", use_qkv_bias=True),
@@ -236,7 +254,7 @@ def test_what_gemma_4_does_not_have_is_refused(
 # One case of each path through kernels and cache: norms, RoPE, windows, caps, sinks, chunks, experts, latents.
 PATHS = (
     "qwen3", "cohere2", "falcon-7b", "gemma2", "gemma3", "gpt-oss", "llama4", "deepseek-v2", "deepseek-v3",
-    "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts",
+    "granite-moe", "minimax-m2", "ministral3", "opt", "gemma4", "gemma4-shared", "gemma4-experts", "qwen3-next", "qwen3.5",
 )  # fmt: skip
 
 

@@ -291,7 +291,7 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     """There are several rows where one cannot be so long. A count of CPU tensors stands in for CUDA's."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
-    made.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
+    made.model.forward = lambda batch, *args: seen.append(len(batch.input_ids)) or forward(batch, *args)
     with LiveBytes(*tensors(*made.model.owners())) as live:
         fake = SimpleNamespace(
             memory_allocated=lambda: live.now,
