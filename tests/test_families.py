@@ -253,7 +253,7 @@ def test_what_gemma_4_does_not_have_is_refused(
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Path, tmp_path: Path, name: str) -> None:
-    """What belongs to images and what predicts tokens ahead are passed over; RoPE's sections change nothing for text."""
+    """What is for images or predicts tokens ahead is passed over, and RoPE's sections change nothing for text."""
     folder = checkpoints / name
     text = json.loads((folder / "config.json").read_text())
     text["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
