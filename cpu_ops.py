@@ -30,7 +30,10 @@ from reference import (
     _first_keys,
     act,
     apply_writes,
+    conv_silu,
     copy_blocks,
+    delta_rule,
+    gated_norm,
     latent_store,
     linear,
     mask_words,
@@ -39,6 +42,7 @@ from reference import (
     prepare_inputs,
     rope_last,
     route,
+    sigmoid_mul,
     square_sums,
     swap_blocks,
     uniform,
@@ -46,10 +50,11 @@ from reference import (
 from reference import DecodePlan as LatentPlan
 
 __all__ = [
-    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "copy_blocks",
-    "expert_down", "expert_gate_up", "head_linear", "keys_of", "latent_decode", "latent_prefill", "latent_store",
-    "layer_norm", "linear", "logprobs", "mask_words", "plan_decode", "plan_experts", "pool", "post_update",
-    "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route", "sample", "square_sums", "swap_blocks",
+    "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "conv_silu",
+    "copy_blocks", "delta_rule", "expert_down", "expert_gate_up", "gated_norm", "head_linear", "keys_of",
+    "latent_decode", "latent_prefill", "latent_store", "layer_norm", "linear", "logprobs", "mask_words", "plan_decode",
+    "plan_experts", "pool", "post_update", "prepare_inputs", "qk_norm_rope_store", "rms_norm", "rope_last", "route",
+    "sample", "sigmoid_mul", "square_sums", "swap_blocks",
 ]  # fmt: skip
 
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile

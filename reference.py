@@ -15,6 +15,7 @@ layer of it: pool[:, layer]. Where a model caches one latent of R + P numbers fo
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -535,6 +536,122 @@ def latent_prefill(
     """
     rows = block_tables, slots, seq_lens, query_starts, max_query_len
     return attention_prefill(q, kv, *rows, scale, 0)[..., :rank]
+
+
+# A gated delta-rule layer (Gated DeltaNet, Yang et al., 2024; Qwen3-Next) has no keys and values of old tokens. Each
+# value head keeps a matrix S [dk, dv] for a sequence, a memory that maps keys to values. A token lets it fade by g,
+# replaces the part beta of what S has for its key k by its value v, and reads what S has for its query q. Before that,
+# q, k and v go through a causal convolution over the last K tokens, whose inputs are kept, too.
+#
+# A state lies in a row of a pool, which is the one of the sequence's batch slot; `state` is a part of the pool, and
+# its rows may lie apart. Row b of a step owns tokens starts[b] to starts[b + 1]. The first `num_decodes` rows have one
+# token each. A row whose context begins with its own tokens begins with zeros, whatever its state is.
+
+
+def conv_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decodes: int,
+    longest: int,
+) -> torch.Tensor:
+    """y[t] = silu(sum_j weight[:, j] x[t - K + 1 + j]), j < K; the state becomes the last K - 1 inputs of each row.
+
+    Inputs before a row's first token come from its state, the latest last.
+
+    Args:
+        x: [T, C], any float dtype; its rows may lie apart. weight: [C, K].
+        state: [N, C, K - 1] float32, changed in place.
+        slots: [B] int32, rows of the state; -1 for a padding row, which changes no state, and whose y is undefined.
+        starts: [B + 1] int32. seq_lens: [B] int32, tokens of context, including these.
+        num_decodes: rows of one token, which come first. longest: the most tokens of a row.
+
+    Returns:
+        y [T, C] in x's dtype, rounded once from float32.
+    """
+    y = x.new_zeros(x.shape)
+    for slot, tokens, before in _rows(state, slots, starts, seq_lens):
+        inputs = torch.cat((before, x[tokens].float().T), 1)
+        y[tokens] = F.silu((inputs.unfold(1, weight.shape[1], 1) * weight.float()[:, None]).sum(-1)).T.to(x.dtype)
+        state[slot] = inputs[:, -state.shape[2] :]
+    return y
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decodes: int,
+    longest: int,
+    key_heads: int,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """S <- g S; S <- S + k (beta (v - S^T k))^T; o = S^T q: for each token of a row in turn, and each value head.
+
+    q and k are divided by sqrt(sum of squares + 1e-6), and q by sqrt(dk), too. beta = sigmoid(b), and
+    g = exp(-exp(decay) softplus(a + dt_bias)). A key head serves Hv / Hk value heads that follow each other.
+
+    Args:
+        qkv: [T, 2 Hk dk + Hv dv], any float dtype; its rows may lie apart, and so may those of b and a.
+        b, a: [T, Hv], any float dtype. decay, dt_bias: [Hv] float32. key_heads: Hk.
+        state: [N, Hv, dk, dv] float32, changed in place. For the rows see `conv_silu`.
+        batch_invariant: a token's bits must not depend on which other tokens its row has in this step.
+
+    Returns:
+        o [T, Hv, dv] in qkv's dtype, rounded once from float32.
+    """
+    _, heads, dk, dv = state.shape
+    q, k, v = qkv.float().split((key_heads * dk, key_heads * dk, heads * dv), dim=1)
+    q, k = (x.unflatten(1, (key_heads, dk)).repeat_interleave(heads // key_heads, 1) for x in (q, k))
+    q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+    q, v = q * dk**-0.5, v.unflatten(1, (heads, dv))
+    beta, g = b.float().sigmoid(), (-decay.exp() * F.softplus(a.float() + dt_bias)).exp()
+    o = torch.zeros_like(v)
+    for slot, tokens, s in _rows(state, slots, starts, seq_lens):
+        for t in range(tokens.start, tokens.stop):
+            s = s * g[t, :, None, None]
+            change = beta[t, :, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
+            s = s + torch.einsum("hk,hv->hkv", k[t], change)
+            o[t] = torch.einsum("hkv,hk->hv", s, q[t])
+        state[slot] = s
+    return o.to(qkv.dtype)
+
+
+def _rows(
+    state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor
+) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    """The slot of each row that has tokens, these tokens, and the row's state before them."""
+    begins = starts.tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        begin, end = begins[row : row + 2]
+        if slot >= 0 and begin < end:
+            yield slot, slice(begin, end), state[slot] if length > end - begin else torch.zeros_like(state[slot])
+
+
+def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """y[t, h] = weight * o[t, h] * rsqrt(mean(o[t, h]^2) + eps) * silu(z[t, h]).
+
+    Args:
+        o: [T, H, D], any float dtype. z: [T, H D], whose rows may lie apart. weight: [D], any float dtype.
+
+    Returns:
+        y [T, H D] in o's dtype, rounded once from float32.
+    """
+    return (rms_norm(o.float(), weight, eps) * F.silu(z.float().view_as(o))).flatten(1).to(o.dtype)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """y = x * sigmoid(gate) for x and gate [T, N], whose rows may lie apart; y in x's dtype, rounded once."""
+    return (x.float() * gate.float().sigmoid()).to(x.dtype)
 
 
 class Adjust(NamedTuple):
