@@ -564,10 +564,10 @@ class Admission:
         By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
         them in the prefix cache.
         """
-        ahead = False  # whether a state has seen a token whose successor is yet to be sampled
+        # Whether states have seen tokens of which the next ones are to be sampled again: they cannot go back.
+        ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
             self.stop_decoding(seq)
-            ahead = ahead or seq.num_computed >= len(seq.tokens)
             seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
             self.space.pass_windows(seq)
         group.num_preemptions += 1
@@ -576,7 +576,7 @@ class Admission:
         held = self.space.held(group.seqs)
         num_held = sum(map(len, held))
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
-        swap = not (ahead and self.space.states) and self._swap_pays(group, held, tokens)
+        swap = not ahead and self._swap_pays(group, held, tokens)
         how = "swap" if swap else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})

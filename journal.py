@@ -96,10 +96,13 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler's latest step decided, in JSON's types."""
     flight = scheduler.in_flight[-1]
     plan = flight.plan
+    moves = [plan.swap_out, plan.swap_in, plan.copies]
+    if scheduler.space.states:
+        moves += [plan.state_out, plan.state_in, plan.state_copies]
     return {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
-        "moves": [len(plan.swap_out), len(plan.swap_in), len(plan.copies)],
+        "moves": [len(pairs) for pairs in moves],
         "held_up": list(scheduler.admission.held_up),
         "waiting": len(scheduler.waiting),
         "swapped": len(scheduler.swapped),

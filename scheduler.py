@@ -427,7 +427,7 @@ class Scheduler:
         missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
         if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
             return False
-        if self.space.states and not just_entered:
+        if self.space.states:
             for seq in group.seqs:
                 self.space.states.keep(seq, plan)
         for child, parent, shared in births:
