@@ -126,8 +126,8 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
     num_state_snapshots: int | None = option(
         None,
-        "for models with recurrent states: how many the prefix cache keeps (default: as many as max_num_seqs, on a CPU "
-        "only as far as they take no more memory than the KV cache may)",
+        "for models with recurrent states: how many the prefix cache keeps (default: as many as max_num_seqs, but on a "
+        "CPU no more than half of the free memory holds beside theirs)",
         0,
         2**20,
     )

@@ -121,13 +121,13 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
 
 def count_snapshots(config: EngineConfig, model: Transformer, room: int | None = None) -> int:
     """How many recurrent states the prefix cache keeps: what is asked for, or one for each of `max_num_seqs` sequences
-    as far as they fit into `room` bytes (None: all do). It keeps none where the model has none."""
+    as far as all states fit into `room` bytes (None: they do). It keeps none where the model has none."""
     if not model.state_size or not config.enable_prefix_caching:
         return 0
     if config.num_state_snapshots is not None:
         return config.num_state_snapshots
     most = config.max_num_seqs
-    return most if room is None else min(most, room // (4 * model.state_size))
+    return most if room is None else max(0, min(most, room // (4 * model.state_size) - most))
 
 
 def shares_experts(group: Group) -> bool:

@@ -252,18 +252,17 @@ class Startup:
     def fit_states(self) -> int:
         """How many recurrent states the prefix cache keeps; the memory plan then counts these.
 
-        On a CPU all states together may take as much memory as the two KV pools may. The default for the prefix cache
-        is as much as one of them may take.
+        On a CPU all states together may take as much memory as the KV pool and the host pool may.
 
         Raises:
             ValueError: the states do not fit.
         """
-        room = self.cpu_room if self.device == "cpu" else None
+        room = 2 * self.cpu_room if self.device == "cpu" else None
         count = self.group.min(count_snapshots(self.config, self.model, room))
         states = 4 * self.model.state_size * (self.config.max_num_seqs + count)
         self.memory = replace(self.memory, states=states)
-        if self.device == "cpu":
-            self.memory.beside_states(2 * self.cpu_room)
+        if room is not None:
+            self.memory.beside_states(room)
         return count
 
     @property
@@ -664,7 +663,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     else:
         free = available_bytes() - plan.weights * config.tensor_parallel_size
         room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
-        count = config.max_num_seqs + count_snapshots(config, model, room)
+        count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
         plan = replace(plan, states=4 * model.state_size * count)
         plan.beside_states(2 * room)
         where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
