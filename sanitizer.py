@@ -132,9 +132,8 @@ class KVSanitizer:
         self.state_shadow.move(plan.state_copies, self.state_shadow)
         for slot in plan.released:
             self._clear(slot)
-        if self.states.numel():
-            filled = {row for _, row in (*plan.state_in, *plan.state_copies)}
-            left = [slot for slot in plan.released if slot not in filled]
+        if self.states.numel():  # a beam may go on in the slot that it, or its parent, has just left
+            left = [*set(plan.released).difference(row.slot for row in plan.new)]
             self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
         for row in plan.new:
             self._clear(row.slot)

@@ -194,7 +194,8 @@ def test_on_a_cpu_states_take_half_of_the_memory(make, monkeypatch):
     for states, snapshots in ((2000, 400), (1300, 250), (800, 0)):
         assert start(states * STATE).facts()["states"]["snapshots"] == snapshots
     for states, fields, count in ((790, {}, 400), (1000, {"num_state_snapshots": 101}, 501)):
-        what = rf"prefix cache take {count * STATE} bytes, and {states * STATE // 2} are free for them: lower max_num_seqs or"
+        free = states * STATE // 2
+        what = rf"prefix cache take {count * STATE} bytes, and {free} are free for them: lower max_num_seqs or"
         with pytest.raises(ValueError, match=what):
             start(states * STATE, **fields)
 
