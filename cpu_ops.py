@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from cpu import compile_ahead, fuses_attention
+from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
 from cpu_experts import expert_down, expert_gate_up, plan_experts
 from cpu_latent import head_linear, latent_decode, latent_prefill
 from reference import (
@@ -30,10 +31,7 @@ from reference import (
     _first_keys,
     act,
     apply_writes,
-    conv_silu,
     copy_blocks,
-    delta_rule,
-    gated_norm,
     latent_store,
     linear,
     mask_words,
@@ -42,7 +40,6 @@ from reference import (
     prepare_inputs,
     rope_last,
     route,
-    sigmoid_mul,
     square_sums,
     swap_blocks,
     uniform,

@@ -96,15 +96,17 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
-    "kernels": {"experts", "latent", "matmul", "sampling"},
+    "kernels": {"delta", "experts", "latent", "matmul", "sampling"},
     "latent": {"matmul"},
+    "delta": {"matmul"},
     "experts": {"matmul"},
     "sampling": {"matmul"},
     "matmul": set(),
     "reference": set(),
-    "cpu_ops": {"cpu", "cpu_experts", "cpu_latent", "reference"},
+    "cpu_ops": {"cpu", "cpu_delta", "cpu_experts", "cpu_latent", "reference"},
     "cpu_experts": {"cpu"},
     "cpu_latent": {"reference"},
+    "cpu_delta": set(),
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
@@ -116,7 +118,9 @@ DEVICE = {
     "loader", "dequantize", "memory", "parallel", "sanitizer",
 }  # fmt: skip
 # These define what kernels and cpu_ops pass on.
-HOMES_OF_OPS = {"reference", "matmul", "sampling", "experts", "latent", "cpu_experts", "cpu_latent"}
+HOMES_OF_OPS = {
+    "reference", "matmul", "sampling", "experts", "latent", "delta", "cpu_experts", "cpu_latent", "cpu_delta",
+}  # fmt: skip
 TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "cpu"}
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}

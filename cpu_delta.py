@@ -1,0 +1,165 @@
+"""Gated delta-rule layers on a CPU. `cpu_ops` passes these ops on; for what they compute see reference.py.
+
+A state is large: 2 MiB for each layer of Qwen3-Next. So none is copied: each is changed in its place, row by row, while
+it is in the cache. Longer rows go in parts of 64 tokens, in the chunked form that `delta.delta_chunk_kernel` tells of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 64  # tokens of a row that are taken at a time
+
+
+def conv_silu(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decodes: int,
+    longest: int,
+) -> torch.Tensor:
+    """See `reference.conv_silu`."""
+    y, taps = x.new_empty(x.shape), weight.float().T.contiguous()
+    owners, tokens, longer = _split(state, slots, starts, seq_lens, num_decodes)
+    if len(tokens):
+        before, new = state.index_select(0, owners), x.index_select(0, tokens).float()
+        out = new * taps[-1]
+        for past, tap in zip(before.unbind(2), taps[:-1], strict=True):
+            out.addcmul_(past, tap)
+        y.index_copy_(0, tokens, F.silu(out).to(x.dtype))
+        state.index_copy_(0, owners, torch.cat((before[:, :, 1:], new[:, :, None]), 2))
+    for slot, begin, end in longer:
+        past = state[slot].T
+        inputs = torch.cat((past, x[begin:end].float()))
+        out = inputs[: end - begin] * taps[0]
+        for i in range(1, len(taps)):
+            out.addcmul_(inputs[i : i + end - begin], taps[i])
+        y[begin:end] = F.silu(out)
+        past.copy_(inputs[end - begin :])
+    return y
+
+
+def _split(
+    state: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor, num_decodes: int
+) -> tuple[torch.Tensor, torch.Tensor, Iterator[tuple[int, int, int]]]:
+    """(slots [D] and tokens [D], both int64, of rows of one token; (slot, begin, end) of each part of longer rows).
+
+    The states of rows whose context begins with these tokens become zeros.
+    """
+    counts, begins = starts.diff(), starts.tolist()
+    for slot in slots[(slots >= 0) & (counts > 0) & (seq_lens == counts)].tolist():
+        state[slot].zero_()
+    tokens = (slots[:num_decodes] >= 0).nonzero()[:, 0]
+    parts = (
+        (slot, begin, min(begin + CHUNK, begins[row + 1]))
+        for row, slot in enumerate(slots[num_decodes:].tolist(), num_decodes)
+        for begin in range(begins[row], begins[row + 1], CHUNK)
+        if slot >= 0
+    )
+    return slots.index_select(0, tokens).long(), tokens, parts
+
+
+class Inputs(NamedTuple):
+    """What the delta rule takes of n tokens. All is float32."""
+
+    q: torch.Tensor  # [n, Hv, dk], divided by its length, and by sqrt(dk)
+    k: torch.Tensor  # [n, Hv, dk], divided by its length
+    v: torch.Tensor  # [n, Hv, dv]
+    beta: torch.Tensor  # [n, Hv]
+    log_g: torch.Tensor  # [n, Hv]
+
+
+def delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    decay: torch.Tensor,
+    dt_bias: torch.Tensor,
+    state: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_decodes: int,
+    longest: int,
+    key_heads: int,
+    batch_invariant: bool = False,
+) -> torch.Tensor:
+    """See `reference.delta_rule`."""
+    _, heads, dk, dv = state.shape
+    rate = decay.exp()
+
+    def inputs(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Inputs:
+        qk, v = qkv.float().split_with_sizes((2 * key_heads * dk, heads * dv), 1)
+        qk = qk.unflatten(1, (2, key_heads, dk))
+        qk = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt_()
+        q, k = qk.repeat_interleave(heads // key_heads, 2).unbind(1)
+        log_g = F.softplus(a.float() + dt_bias).mul_(-rate)
+        return Inputs(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), b.float().sigmoid(), log_g)
+
+    o = qkv.new_empty(len(qkv), heads, dv)
+    owners, tokens, longer = _split(state, slots, starts, seq_lens, num_decodes)
+    if len(tokens):
+        steps = inputs(*(x.index_select(0, tokens) for x in (qkv, b, a)))
+        o.index_copy_(0, tokens, _step([state[slot] for slot in owners.tolist()], steps).to(o.dtype))
+    for slot, begin, end in longer:
+        part = inputs(qkv[begin:end], b[begin:end], a[begin:end])
+        o[begin:end] = _step([state[slot]] * (end - begin), part) if batch_invariant else _chunk(state[slot], part)
+    return o
+
+
+def _step(states: list[torch.Tensor], x: Inputs) -> torch.Tensor:
+    """o [n, Hv, dv] of n tokens one after the other, each with the state [Hv, dk, dv] that it changes.
+
+    With (r | u) = S^T (q | k), r' = S'^T q = g r + (q k) c, where c = beta (v - g u) is the change of S's value for k.
+    So a state is read once for both, and changed in two passes.
+    """
+    g, beta = x.log_g.exp(), x.beta[..., None]
+    lines = torch.stack((x.q, x.k), 2)  # [n, Hv, 2, dk]
+    found = torch.empty(*lines.shape[:3], x.v.shape[2])
+    change = torch.empty_like(x.v[:, :, None])
+    weight, target = (-beta * g[..., None])[..., None], (beta * x.v)[:, :, None]
+    each = zip(states, lines, x.k[..., None], g[..., None, None], weight, target, found, change, strict=True)
+    for s, line, k, fade, w, v, read, c in each:
+        torch.bmm(line, s, out=read)
+        torch.addcmul(v, read[:, 1:], w, out=c)
+        s.mul_(fade).addcmul_(k, c)
+    return found[:, :, 0] * g[..., None] + change[:, :, 0] * (x.q * x.k).sum(-1, keepdim=True)
+
+
+def _chunk(state: torch.Tensor, x: Inputs) -> torch.Tensor:
+    """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which changes."""
+    q, k, v = (part.transpose(0, 1) for part in (x.q, x.k, x.v))
+    n, beta = q.shape[1], x.beta.T[..., None]
+    # In float64, because sums over a strong decay and a weak one must keep what the weak one brings.
+    log_fade = x.log_g.T.double().cumsum(1)[..., None]  # [Hv, n, 1], from the chunk's beginning
+    fade, rest = log_fade.exp().float(), (log_fade[:, -1:] - log_fade).exp().float()
+    later = torch.ones(n, n, dtype=torch.bool).triu(1)
+    between = (log_fade - log_fade.mT).float().masked_fill_(later, -torch.inf).exp_()  # [Hv, n, n]
+    qk = torch.cat((q, k), 1)
+    scores, reads = (qk @ k.mT).unflatten(1, (2, n)) * between[:, None], (qk @ state).unflatten(1, (2, n))
+    reads = reads * fade[:, None]
+    # Of (I + A) c = beta (v - g S^T k); only what stands below the diagonal of the matrix is looked at.
+    change = torch.linalg.solve_triangular(
+        scores[:, 1] * beta, (v - reads[:, 1]) * beta, upper=False, unitriangular=True
+    )
+    state.mul_(fade[:, -1:]).baddbmm_((k * rest).mT, change)
+    return torch.baddbmm(reads[:, 0], scores[:, 0], change).transpose(0, 1)
+
+
+def gated_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `reference.gated_norm`."""
+    x = o.float()
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt_()
+    return x.mul_(weight.float()).mul_(F.silu(z.float()).view_as(x)).flatten(1).to(o.dtype)
+
+
+def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """See `reference.sigmoid_mul`."""
+    return gate.float().sigmoid().mul(x).to(x.dtype)
