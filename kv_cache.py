@@ -208,9 +208,9 @@ class StateManager:
     The state of a sequence that runs lies in the row of its slot, and has seen the tokens that are computed. Nothing
     can be taken back from it. So the prefix cache keeps snapshots, in the rows after those of the slots: what a state
     was at a border between two blocks, found by the chained hash of the tokens that it had seen. A step of a prompt
-    ends at such a border, where it can, and the next one begins with a copy of the state; that of the last border comes
-    before the prompt's last token, so that the same prompt finds it. (Marconi, Pan et al., 2024, chooses what to keep
-    likewise, and SGLang's cache for hybrid models, too.) Sequences that decode come by borders themselves.
+    ends at such a border, where it can, and the next one begins with a copy of the state. The last border comes before
+    the prompt's last token, so that the same prompt finds its state. Sequences that decode come by borders themselves.
+    That steps end at borders is vLLM's way; which states are worth keeping, Marconi asks (Pan et al., 2024).
 
     The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once. So
     a row is not both read and written by the copies of one plan: snapshots are found, and host rows reused, once the
@@ -498,7 +498,7 @@ class BlockSpaceManager:
         return min(most * size, last), tables, fetched
 
     def finds_prompt(self, seq: Sequence) -> bool:
-        """Whether a sample whose state branches off nobody's will find all of its prompt that can be found."""
+        """Whether, in a model with states, the prefix cache has as much of a sample's prompt as it will ever have."""
         if self.states is None:
             return False
         last = seq.group.request.num_prompt - 1
