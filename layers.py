@@ -202,8 +202,8 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
-        return linear(self.gated(self.attend(q, step), x), self.o, self.o_bias)
+        y = self.attend(self.store(linear(x, self.qkv, self.qkv_bias), step), step)
+        return linear(self.gated(y, x), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""

@@ -33,6 +33,7 @@ CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace o
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
 LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
+CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
 PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
 
 
@@ -180,7 +181,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     if model.row.out_gate:  # each element of the results has a gate, and is there twice while it goes through
         attention = max(attention, item * t * 3 * q)
     if c.delta:
-        attention = max(attention, delta_bytes(c.delta.share(group), h, item, t, r, config.batch_invariant or decode))
+        attention = max(attention, delta_bytes(c.delta.share(group), h, item, t, config.batch_invariant or decode))
     if c.latent:
         length = -(-model.max_model_len // config.block_size) * config.block_size
         context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
@@ -240,17 +241,17 @@ def attention_bytes(heads: int, kv_heads: int, dim: int, grown: bool, item: int,
     return max(stored, item * tokens * q + max(2 * item * tokens * q, item * rows * q + pieces))
 
 
-def delta_bytes(delta: Delta, hidden: int, item: int, tokens: int, rows: int, recurrent: bool) -> int:
-    """What a layer with the gated delta rule has alive at once for `tokens` of `rows`, in `item` bytes a number.
+def delta_bytes(delta: Delta, hidden: int, item: int, tokens: int, recurrent: bool) -> int:
+    """What a layer with the gated delta rule has alive at once for `tokens`, in `item` bytes a number.
 
     It has what its one product gave, and q, k and v after the convolution. Beside these are the heads' results with the
-    workspace of the chunked form, where not all tokens are `recurrent`, and then these results, normed ones, and what
-    the last product gave.
+    workspace of the chunked form, where not all tokens are `recurrent`. Later there are these results, the normed ones,
+    and what the last product gave.
     """
     values = delta.value_heads * delta.value_dim
-    held = item * tokens * (2 * delta.channels + values + 2 * delta.value_heads)
-    work = 0
-    return held + max(item * tokens * values + work, item * tokens * (2 * values + hidden))
+    held = 2 * delta.channels + values + 2 * delta.value_heads
+    chunked = 0 if recurrent else delta.value_heads * (item * 2 * CHUNK + 4 * 4)
+    return tokens * (item * held + max(item * values + chunked, item * (2 * values + hidden)))
 
 
 def sample_bytes(vocab_size: int) -> int:
