@@ -310,7 +310,7 @@ def compare(folder: Path, case: dict[str, Any], rng: random.Random) -> None:
     worker = start_worker(EngineConfig(str(folder), **options, **sizes), ModelConfig.from_folder(str(folder)))
     want, (short, long) = load_file(folder / "oracle.safetensors"), case["prompts"]
     seen, forward = [], worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]  # type: ignore
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]  # type: ignore
     kinds, _, per_seq = worker.state.block_tables.shape
     tables = torch.arange(2 * kinds * per_seq).view(2, kinds, per_seq).tolist()
     new = [NewRow(slot=i, token_ids=ids, blocks=tables[i]) for i, ids in enumerate(case["prompts"])]

@@ -18,13 +18,13 @@ pytest.importorskip("triton")
 
 import kernels
 import memory
+from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
-from startup import CompileGuard, Startup, pick_ops
+from startup import Startup, pick_ops
 from test_worker import SHAPE, row
-from worker import LateCompile
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -147,8 +147,8 @@ import kernels
 import memory
 from config import EngineConfig
 from model_config import ModelConfig
-from startup import CompileGuard, Startup
-from worker import LateCompile
+from startup import Startup
+from compile_guard import CompileGuard, LateCompile
 
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)
