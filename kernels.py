@@ -3,7 +3,8 @@
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
 values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py, those
-of experts in experts.py, and those of sampling in sampling.py.
+of experts in experts.py, those of latent attention in latent.py, those of delta-rule layers in delta.py, and those of
+sampling in sampling.py.
 
 Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
 has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
@@ -24,7 +25,11 @@ import torch
 import triton
 import triton.language as tl
 
-from experts import expert_down as expert_down  # ops like those below
+from delta import conv_silu as conv_silu  # ops like those below
+from delta import delta_rule as delta_rule
+from delta import gated_norm as gated_norm
+from delta import sigmoid_mul as sigmoid_mul
+from experts import expert_down as expert_down
 from experts import expert_gate_up as expert_gate_up
 from experts import plan_experts as plan_experts
 from experts import route as route
