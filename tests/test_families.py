@@ -366,7 +366,7 @@ def test_the_specification_gives_the_same(checkpoints: Path, name: str) -> None:
     ask(make_core(checkpoints / name, backend="reference"), known(checkpoints, name, 0, 10))
 
 
-QUICK = ("gemma2", "deepseek-v3", "gpt-oss")  # the others take the interpreter minutes
+QUICK = ("gemma2", "deepseek-v3", "gpt-oss", "qwen3.5")  # the others take the interpreter minutes
 
 
 @pytest.mark.interpreted

@@ -311,11 +311,12 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
+@pytest.mark.parametrize("shape", [{}, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["keys", "states"])
+def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch, shape):
     """With batch_invariant logits are bit-equal in one go, in chunks, beside another row, and as a decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
-    worker, found = make(dtype="bfloat16", batch_invariant=True), []
+    worker, found = make(shape, dtype="bfloat16", batch_invariant=True), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: found.append(logits(hidden)) or found[-1])
     prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(40)]
