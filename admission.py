@@ -206,6 +206,8 @@ class Admission:
         for seq in group.seqs:
             self.host.free(by_column(seq.host_tables))
             seq.host_tables = []
+            if self.space.states:
+                self.space.states.drop(seq)
 
     def first(self) -> SequenceGroup | None:
         """The group that comes in next, of all that wait or are swapped; None if there is none."""
@@ -380,6 +382,8 @@ class Admission:
         group.spare_slots = [self.free_slots.pop() for _ in range(group.width)]
         for seq in group.seqs:
             self.enter(seq, plan)
+        if self.space.states:
+            self.space.states.resume(group.seqs, plan)
         return True
 
     def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
@@ -458,12 +462,21 @@ class Admission:
             group.timeline.note(recomputed_tokens=again)
         seq.lost = 0
 
+    def branch_off(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
+        """Put a new beam into a slot, with what it shares with its parent; see `BlockSpaceManager.fork`."""
+        self.space.fork(child, parent, shared, plan)
+        self.enter(child, plan)
+        if self.space.states:
+            plan.state_copies.append((parent.slot, child.slot))
+
     # --- samples of one request -------------------------------------------------------------------------------------
 
     def _follows(self, group: SequenceGroup, plan: StepPlan) -> bool:
         """Whether a sample waits until another one has computed their prompt; if not, it may have to do so itself."""
         request = group.request
         if len(request.groups) == 1 or self._prompt_tables(group, plan):
+            return False
+        if request.leader is not group and self.space.finds_prompt(group.seqs[0]):
             return False
         if request.leader and request.leader is not group:
             if request.leader.status in (Status.RUNNING, Status.SWAPPED):
@@ -551,6 +564,8 @@ class Admission:
         By swap, its blocks move to host memory. By recompute they are freed: it will compute its tokens again, or find
         them in the prefix cache.
         """
+        # Whether states have seen tokens of which the next ones are to be sampled again: they cannot go back.
+        ahead = self.space.states is not None and any(seq.num_computed >= seq.num_tokens for seq in group.seqs)
         for seq in group.seqs:  # what a step in flight is about to sample is dropped, and sampled again
             self.stop_decoding(seq)
             seq.num_computed = min(seq.num_computed, len(seq.tokens) - 1)
@@ -561,7 +576,7 @@ class Admission:
         held = self.space.held(group.seqs)
         num_held = sum(map(len, held))
         tokens = min(sum(seq.num_computed for seq in group.seqs), len(held[0]) * self.config.block_size)
-        swap = self._swap_pays(group, held, tokens)
+        swap = not ahead and self._swap_pays(group, held, tokens)
         how = "swap" if swap else "recompute"
         self.preempted.append((group.name, how, cause.request_id))
         group.timeline.note(preempted={"for": cause.request_id, "by": how, "tokens": tokens})
@@ -585,15 +600,19 @@ class Admission:
         """Whether a group is to be preempted by swap, and can be.
 
         In mode `auto` beams are swapped, for that keeps what they share; and a single sequence, if moving its blocks
-        takes less time than computing anew what nobody else has, by the kind of layers that sees most.
+        takes less time than computing anew what nobody else has, by the kind of layers that sees most. Each sequence's
+        state moves, too.
         """
-        mode, count = self.config.preemption_mode, sum(map(len, held))
+        mode, count, states = self.config.preemption_mode, sum(map(len, held)), self.space.states
         if mode == "recompute" or not count or self.host.can_allocate(count, kept=0) is not AllocStatus.OK:
+            return False
+        if states and states.host.can_allocate(len(group.seqs), kept=0) is not AllocStatus.OK:
             return False
         if mode == "swap" or group.beams is not None:
             return True
         alone = sum(self.blocks.ref_counts[block] == 1 for block in held[0]) * self.config.block_size
-        return count * self.swap_cost < min(tokens, alone)
+        size = count + (states.room.blocks if states else 0)
+        return size * self.swap_cost < min(tokens, alone)
 
     def release(self, group: SequenceGroup) -> None:
         """Take all blocks and slots of a group."""

@@ -124,6 +124,13 @@ class EngineConfig:
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
     enable_prefix_caching: bool = option(True, "reuse the KV blocks of equal prompt beginnings")
+    num_state_snapshots: int | None = option(
+        None,
+        "for models with recurrent states: how many the prefix cache keeps (default: as many as max_num_seqs, but on a "
+        "CPU no more than half of the free memory holds beside theirs)",
+        0,
+        2**20,
+    )
     enable_chunked_prefill: bool = option(
         True, "cut long prompts and run them beside decodes; else whole prompts first, and alone"
     )
@@ -221,7 +228,8 @@ class EngineConfig:
         4096,
     )
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
-    num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew
+    num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew,
+    num_host_states: int | None = option(None, "")  # as is this
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     @property
@@ -235,6 +243,10 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
                 f"{self.max_num_seqs}"
+            )
+        if self.num_state_snapshots and not self.enable_prefix_caching:
+            raise ValueError(
+                f"num_state_snapshots is {self.num_state_snapshots}; without prefix caching it must be 0 or left out"
             )
         if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
             raise ValueError(

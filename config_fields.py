@@ -6,7 +6,7 @@ Every field is read, known to change nothing, or an error. Standard library only
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 from families import Family
 
@@ -106,3 +106,29 @@ def whole(name: str, value: Any, low: int, high: int, default: int | None = None
     if found != int(found):
         raise ValueError(f"config.json: {name} is {found}; it must be a whole number from {low} to {high}")
     return int(found)
+
+
+def labels(f: Fields) -> tuple[str, ...]:
+    """The names of a classification head's outputs. transformers writes down neither names nor number of two."""
+    if names := f.value("id2label", dict):
+        if set(names) != set(map(str, range(len(names)))):
+            raise ValueError(f"config.json: id2label names {list(names)!r:.80}; it must name 0 to {len(names) - 1}")
+        return tuple(str(names[str(i)]) for i in range(len(names)))
+    return tuple(f"LABEL_{i}" for i in range(f.whole("num_labels", 1, 2**16, 2)))
+
+
+def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
+    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
+    problem = f.value("problem_type", str)
+    if problem == "regression":
+        return "identity"
+    if problem == "multi_label_classification":
+        return "sigmoid"
+    nested = f.value("sentence_transformers", dict) or {}
+    named = nested.get("activation_fn") or f.get("sbert_ce_default_activation_function")
+    if problem is None and named is not None:
+        for name in ("sigmoid", "identity"):
+            if str(named).lower().endswith("." + name):
+                return "sigmoid" if name == "sigmoid" else "identity"
+        raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
+    return "sigmoid" if len(labels(f)) == 1 else "softmax"

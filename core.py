@@ -17,7 +17,7 @@ from config import VERSION, EngineConfig, say
 from executor import MpExecutor, Peers, WorkerError, new_executor
 from journal import Journal
 from model_config import ModelConfig
-from plan import EngineCoreRequest, EngineOutput, Outputs, StepPlan
+from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -57,7 +57,9 @@ class EngineCore:
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else self.model_config.eos_token_ids
+        states = self.facts.get("states")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": ends}
+        sizes["states"] = StateRoom(**states) if states else None
         self.scheduler, self.journal = Scheduler(config, **sizes), None
         suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that it writes
         if config.log_scheduler:
@@ -176,6 +178,8 @@ class EngineCore:
             WorkerError: they have not come up in `max_worker_restarts` times.
         """
         sizes = {name: self.facts[name] for name in ("max_model_len", "num_host_blocks")}
+        if states := self.facts["states"]:
+            sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
         config = dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
         most, pause = self.config.max_worker_restarts, 0.0
         assert isinstance(self.executor, MpExecutor)

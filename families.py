@@ -10,6 +10,8 @@ Standard library only: processes that never import torch read this file.
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,6 +69,7 @@ NAMES: dict[str, str | None] = {
     "kv_a": "self_attn.kv_a_proj_with_mqa",
     "kv_a_norm": "self_attn.kv_a_layernorm",
     "kv_b": "self_attn.kv_b_proj",
+    "delta": "linear_attn",  # all of a layer with the gated delta rule
 }
 
 
@@ -149,6 +152,9 @@ class Family:
             that share a key, [KV, G + 2, D].
         transposed: matrices are stored as [inputs, outputs].
         routing: of a family with experts. latent: attention by latents (DeepSeek).
+        out_gate: each head's results are multiplied by the sigmoid of a gate, which follows it in the tensor of q.
+        delta: some layers have the gated delta rule instead of attention (Qwen3-Next), and "split" or "by_heads" says
+            how their tensors lie; see `DeltaNet.slots`.
     """
 
     names: dict[str, str | None] = field(default_factory=dict)
@@ -192,6 +198,8 @@ class Family:
     transposed: bool = False
     routing: Routing | None = None
     latent: bool = False
+    out_gate: bool = False
+    delta: Literal["", "split", "by_heads"] = ""
 
     def name(self, part: str) -> str | None:
         """Where a part stands in a checkpoint."""
@@ -209,6 +217,15 @@ QWEN3 = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", window="qwen", defaults={"sliding_window": 4096}
 )
 QWEN_EXPERTS = Routing(renormalize="norm_topk_prob", layers="decoder_sparse_step")
+QWEN_NEXT = Family(
+    qkv_bias="attention_bias", o_bias="attention_bias", qk_norm="head", unit_offset=True, out_gate=True,
+    delta="split", fixed={"hidden_act": "silu", "attn_output_gate": True},  # the convolution has it, too
+    defaults={
+        "partial_rotary_factor": 0.25, "head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 2,
+        "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32},
+    names={"shared": "mlp.shared_expert"},
+)  # fmt: skip
 LOCAL = {"num_local_experts": "num_experts"}
 GEMMA = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", unit_offset=True, embed_scale="sqrt",
@@ -466,6 +483,12 @@ FAMILIES = {
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3MoeForCausalLM": QWEN3.but(
         routing=QWEN_EXPERTS, keys=LOCAL, defaults=QWEN3.defaults | {"norm_topk_prob": False}),
+    "Qwen3NextForCausalLM": QWEN_NEXT.but(
+        delta="by_heads", defaults=QWEN_NEXT.defaults | {"norm_topk_prob": True},
+        routing=dataclasses.replace(QWEN_EXPERTS, shared="shared_expert_intermediate_size", shared_gate=True)),
+    "Qwen3_5ForCausalLM": QWEN_NEXT.but(defaults=QWEN_NEXT.defaults | {"num_key_value_heads": 4}),
+    "Qwen3_5MoeForCausalLM": QWEN_NEXT.but(
+        routing=Routing(shared="shared_expert_intermediate_size", shared_gate=True)),
     "SeedOssForCausalLM": LLAMA.but(o_bias="attention_out_bias", defaults={"attention_bias": True, "head_dim": 128}),
     "SmolLM3ForCausalLM": LLAMA.but(
         rope="listed", window="pattern",
@@ -493,4 +516,37 @@ TEXT_HALVES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
+    "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
+    "ForConditionalGeneration": "logits", "Model": "none",
+}  # fmt: skip
+
+
+def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
+    """The name of an architecture's family, and the head that the architecture has.
+
+    Raises:
+        ValueError: it is of no family; the nearest names are named first.
+    """
+    name = str(architecture)
+    text = raw.get("text_config")
+    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
+        if (kind := text.get("model_type")) in TEXT_HALVES:
+            return TEXT_HALVES[kind], "logits"
+        raise ValueError(
+            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
+            f"{', '.join(TEXT_HALVES)}"
+        )
+    for ending, head in HEADS.items():
+        for full in ("ForCausalLM", "LMHeadModel"):
+            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
+                return name.removesuffix(ending) + full, head
+    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
+    base = re.sub("|".join(HEADS), "", name)
+    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
+    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
+    nearest = f" nearest to it are {', '.join(near)};" if near else ""
+    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from config import DiagnosticFile, EngineConfig
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
 from sequence import Request
@@ -96,10 +96,13 @@ def decisions(scheduler: Scheduler) -> dict[str, Any]:
     """What the scheduler's latest step decided, in JSON's types."""
     flight = scheduler.in_flight[-1]
     plan = flight.plan
+    moves = [plan.swap_out, plan.swap_in, plan.copies]
+    if scheduler.space.states:
+        moves += [plan.state_out, plan.state_in, plan.state_copies]
     return {
         "rows": [[seq.group.name, count] for seq, (_, count) in zip(flight.seqs, plan.rows, strict=True)],
         "preempted": [list(entry) for entry in scheduler.admission.preempted],
-        "moves": [len(plan.swap_out), len(plan.swap_in), len(plan.copies)],
+        "moves": [len(pairs) for pairs in moves],
         "held_up": list(scheduler.admission.held_up),
         "waiting": len(scheduler.waiting),
         "swapped": len(scheduler.swapped),
@@ -116,7 +119,10 @@ def replay(lines: Sequence[str]) -> Scheduler:
     now = 0.0
     try:
         head = json.loads(lines[0])
-        scheduler = Scheduler(EngineConfig(**head["config"]), **head["sizes"], clock=lambda: now)
+        sizes = head["sizes"]
+        if sizes.get("states"):
+            sizes["states"] = StateRoom(*sizes["states"])
+        scheduler = Scheduler(EngineConfig(**head["config"]), **sizes, clock=lambda: now)
     except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"this is no journal: {error!r}") from None
     for text in lines[1:]:

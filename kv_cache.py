@@ -2,7 +2,7 @@
 
 Blocks are integers here; the tensors behind them live in the worker. `BlockManager` keeps the books of one pool, the
 device's or the host's; `BlockSpaceManager` lets the two work together for the tables of sequences: sharing, copy on
-write, swapping, and host memory as the prefix cache's second tier.
+write, swapping, and host memory as the prefix cache's second tier. `StateManager` does so for recurrent states.
 
 A block is in one of three states:
 
@@ -19,6 +19,8 @@ p tokens is a hit if each kind's blocks that a token at p sees are found: all of
 and those of the last window for others. When a sequence is done, its last windows stay findable along with the whole of
 it. Blocks that a window has passed earlier were freed earlier, so they are reused earlier. Until then they make
 shorter beginnings a hit, too.
+
+Where a model has recurrent layers, a cached beginning is a hit only if a state that has seen just that is found, too.
 
 Every operation is O(1) a block. The idea of paging is vLLM's (Kwon et al., 2023); finding shared prefixes by chained
 hashes of full blocks is vLLM's automatic prefix caching.
@@ -37,7 +39,7 @@ from itertools import islice, zip_longest
 
 from config import EngineConfig
 from kv_layout import most_blocks
-from plan import StepPlan
+from plan import StateRoom, StepPlan
 from sequence import Sequence
 
 
@@ -153,6 +155,13 @@ class BlockManager:
             self.hashes[block] = digest
             self.block_of[digest] = block
 
+    def forget(self, digest: bytes) -> None:
+        """Let the block that is found by `digest`, if any is, be found no more; once it is idle it is reused first."""
+        if (block := self.block_of.pop(digest, None)) is not None:
+            self.hashes[block] = None
+            if block in self.idle:
+                self.idle.move_to_end(block, last=False)
+
     def reset_prefix_cache(self) -> None:
         """Forget every hash; blocks in use stay where they are."""
         self.block_of.clear()
@@ -193,6 +202,110 @@ class WatchedBlockManager(BlockManager):
         self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]
 
 
+class StateManager:
+    """The rows of the state pools, for models with recurrent layers.
+
+    The state of a sequence that runs lies in the row of its slot, and has seen the tokens that are computed. Nothing
+    can be taken back from it. So the prefix cache keeps snapshots, in the rows after those of the slots: what a state
+    was at a border between two blocks, found by the chained hash of the tokens that it had seen. A step of a prompt
+    ends at such a border, where it can, and the next one begins with a copy of the state. The last border comes before
+    the prompt's last token, so that the same prompt finds its state. Sequences that decode come by borders themselves.
+    That steps end at borders is vLLM's way; which states are worth keeping, Marconi asks (Pan et al., 2024).
+
+    The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once. So
+    a row is not both read and written by the copies of one plan: snapshots are found, and host rows reused, once the
+    plan is made.
+
+    Args:
+        config: block size, slots, prefix caching, and whether prompts may be cut.
+        room: how many rows there are.
+    """
+
+    def __init__(self, config: EngineConfig, room: StateRoom):
+        self.room, self.size, self.num_slots = room, config.block_size, config.max_num_seqs
+        self.snapshots = BlockManager(room.snapshots, config.block_size, config.enable_prefix_caching)
+        self.host = BlockManager(room.host, config.block_size, False)
+        self.keeps = config.enable_prefix_caching and room.snapshots > 0
+        self.cuts = self.keeps and config.enable_chunked_prefill
+        self.taken: list[tuple[int, bytes]] = []  # snapshots of the plan that is being made, and their hashes
+        self.pinned: list[int] = []  # snapshots to free once the plan is made
+        self.host_pinned: list[int] = []  # and host rows
+
+    def longest(self, hashes: Ints[bytes], most: int) -> int:
+        """Of the beginnings of `most` blocks at most, the longest one with a snapshot, in blocks."""
+        while most and hashes[most - 1] not in self.snapshots.block_of:
+            most -= 1
+        return most
+
+    def cut(self, seq: Sequence, count: int) -> int:
+        """Of `count` tokens that a sequence may compute, how many it does, to end where its state is wanted.
+
+        That is where a beam is to branch off it, and in a prompt at the last border there is. Beams keep nothing of
+        what they write.
+        """
+        begin, group, last = seq.num_computed, seq.group, len(seq.tokens) - 1
+        end = min([begin + count, *(shared for _, parent, shared in group.births if parent is seq)])
+        if group.beams is not None:
+            last = min(last, group.request.num_prompt)
+        border = min(end, last) // self.size * self.size
+        return (border if self.cuts and begin < border and begin + 1 < end else end) - begin
+
+    def keep(self, seq: Sequence, plan: StepPlan) -> None:
+        """Take a snapshot of a sequence's state, if it is at a border and there is none of these tokens.
+
+        Of the borders in its output a sequence keeps the latest, so that a long one does not flush the cache.
+        """
+        count, pool, request = seq.num_computed, self.snapshots, seq.group.request
+        # With more than two steps in flight, the tokens that the state has seen may not be known yet.
+        if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
+            return
+        chain(seq.hashes, seq.tokens, self.size, request.salt)
+        digest = seq.hashes[count // self.size - 1]
+        if digest in pool.block_of:
+            return
+        if count > request.num_prompt:
+            if seq.group.beams is not None:
+                return
+            pool.forget(seq.kept_state)
+            seq.kept_state = digest
+        if pool.num_free:
+            (row,) = pool.allocate(1)
+            plan.state_copies.append((seq.slot, self.num_slots + row))
+            self.taken.append((row, digest))
+
+    def resume(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
+        """Bring states into the slots that `seqs` have got: from host memory, or of what the prefix cache had."""
+        for seq in seqs:
+            if seq.host_state >= 0:
+                plan.state_in.append((seq.host_state, seq.slot))
+                self.host_pinned.append(seq.host_state)
+                seq.host_state = -1
+            elif seq.num_computed:
+                row = self.snapshots.block_of[seq.hashes[seq.num_computed // self.size - 1]]
+                plan.state_copies.append((self.num_slots + row, seq.slot))
+                self.snapshots.share([row])
+                self.pinned.append(row)
+
+    def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
+        """Copy the states of `seqs` to host memory, which has room for them."""
+        for seq, row in zip(seqs, self.host.allocate(len(seqs)), strict=True):
+            plan.state_out.append((seq.slot, row))
+            seq.host_state = row
+
+    def drop(self, seq: Sequence) -> None:
+        """Give up the state of a swapped sequence."""
+        self.host.free([seq.host_state])
+        seq.host_state = -1
+
+    def planned(self) -> None:
+        """The plan is made: its snapshots can be found from now on."""
+        for row, digest in self.taken:
+            self.snapshots.publish(row, digest)
+        self.snapshots.free([*self.pinned, *(row for row, _ in self.taken)])
+        self.host.free(self.host_pinned)
+        self.taken, self.pinned, self.host_pinned = [], [], []
+
+
 class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
@@ -211,9 +324,17 @@ class BlockSpaceManager:
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
+        room: for recurrent states, where the model has some.
     """
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: Ints[int]):
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        windows: Ints[int],
+        room: StateRoom | None = None,
+    ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
         self.chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else sys.maxsize
@@ -224,6 +345,7 @@ class BlockSpaceManager:
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
+        self.states = None if room is None else StateManager(config, room)
         self.pinned: list[int] = []  # device blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and host blocks
 
@@ -340,16 +462,20 @@ class BlockSpaceManager:
         if not self.device.enable_prefix_caching:
             return 0, tables, fetched
         chain(seq.hashes, seq.tokens, self.block_size, seq.group.request.salt)
-        device, host, size = self.device.block_of, self.host.block_of, self.block_size
+        device, host, size, states = self.device.block_of, self.host.block_of, self.block_size, self.states
+        branch = min((shared for _, _, shared in seq.group.births), default=last + 1)
+        if states:  # who branches off does so from the state at that very place, which is yet to come
+            last = min(last, branch - 1) // size * size
         hashes = seq.hashes[: -(-last // size)]
         most = len(hashes)
         for window, mark in zip(self.windows, self.marks, strict=True):
             if not window:
                 keys = (digest + mark for digest in hashes[:most])
                 most = next((i for i, key in enumerate(keys) if key not in device and key not in host), most)
+        if states:
+            most = states.longest(hashes, most)
         # Of a window only the last blocks count. Where one is missing, the hit can only end before it. Beams that will
         # branch off see a window of their own, from the first token on that they do not share.
-        branch = min((shared for _, _, shared in seq.group.births), default=last)
         begins = [0] * len(tables)
         known, kind = [most] * len(tables), 0  # of each kind: from here up to `most` all blocks are found
         while kind < len(tables):
@@ -360,7 +486,7 @@ class BlockSpaceManager:
                     i -= 1
                 known[kind] = i
                 if i > begins[kind]:
-                    most, kind = i - 1, -1
+                    most, kind = states.longest(hashes, i - 1) if states else i - 1, -1
             kind += 1
         for kind, (begin, mark) in enumerate(zip(begins, self.marks, strict=True)):
             tables[kind] = [-1] * begin
@@ -370,6 +496,13 @@ class BlockSpaceManager:
                     fetched[column, kind] = host[key]
                 tables[kind].append(block)
         return min(most * size, last), tables, fetched
+
+    def finds_prompt(self, seq: Sequence) -> bool:
+        """Whether, in a model with states, the prefix cache has as much of a sample's prompt as it will ever have."""
+        if self.states is None:
+            return False
+        last = seq.group.request.num_prompt - 1
+        return not self.states.keeps or self._find(seq, last)[0] == last // self.block_size * self.block_size
 
     def fork(self, child: Sequence, parent: Sequence, shared: int, plan: StepPlan) -> None:
         """Give `child` its parent's first `shared` tokens by reference; the block that it goes on in is copied."""
@@ -383,14 +516,29 @@ class BlockSpaceManager:
             table += own
         child.num_computed, child.num_published = shared, full
 
+    def to_fork(self, births: list[tuple[Sequence, Sequence, int]]) -> list[tuple[Sequence, Sequence, int]]:
+        """Which of `births` come now: all, when every parent is so far; with states, each when its parent is there."""
+        if self.states:
+            return [birth for birth in births if birth[1].num_computed == birth[2]]
+        return births if all(parent.num_computed >= shared for _, parent, shared in births) else []
+
+    def cut(self, seq: Sequence, count: int) -> int:
+        """How many of `count` tokens a sequence computes in a step that may be cut; see `StateManager.cut`."""
+        return self.states.cut(seq, count) if self.states else count
+
     def blocks_to_fork(self, child: Sequence, shared: int) -> int:
         """Blocks that `fork` will take."""
         return len(self.windows) * (self.device.blocks_for(len(child.tokens)) - shared // self.block_size)
 
     def can_branch(self, prompt_tables: list[list[int]], length: int) -> bool:
-        """Whether windows have passed no block that the last of `length` tokens in `prompt_tables` sees."""
+        """Whether a sample can go on from the `length` tokens in `prompt_tables`: no window has passed what it sees.
+
+        A recurrent state has gone on itself. There it is the prefix cache that has what samples share.
+        """
         kinds = zip(self.windows, prompt_tables, strict=True)
-        return all(not w or -1 not in table[max(0, length - w) // self.block_size :] for w, table in kinds)
+        return not self.states and all(
+            not w or -1 not in table[max(0, length - w) // self.block_size :] for w, table in kinds
+        )
 
     def pass_windows(self, seq: Sequence) -> None:
         """Give back the blocks that no layer sees any more, neither the sequence's own nor of who is to branch off."""
@@ -445,6 +593,8 @@ class BlockSpaceManager:
         for block, host_block in moved.items():
             if (key := self.device.hashes[block]) is not None:
                 self.host.publish(host_block, key)
+        if self.states:
+            self.states.swap_out(seqs, plan)
 
     def swap_in(self, seqs: Ints[Sequence], most: int, kept: int, plan: StepPlan) -> bool:
         """Bring back what `seqs` had computed, if blocks for their tokens can be had with `kept` more left free.
@@ -491,13 +641,24 @@ class BlockSpaceManager:
         self.host.free(kept + self.host_pinned)
         self.device.free(self.pinned)
         self.pinned, self.host_pinned = [], []
+        if self.states:
+            self.states.planned()
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and in host memory."""
         self.device.reset_prefix_cache()
         self.host.reset_prefix_cache()
+        self.forget_states()
 
-    def check_integrity(self, tables: list[list[int]], host_tables: list[list[int]]) -> None:
-        """Assert that the books of both pools agree with the tables of all that own blocks."""
+    def forget_states(self) -> None:
+        """Forget all snapshots of states: a step that was to take one, or to bring a state there, may have failed."""
+        if self.states:
+            self.states.snapshots.reset_prefix_cache()
+
+    def check_integrity(self, tables: list[list[int]], host_tables: list[list[int]], host_states: list[int]) -> None:
+        """Assert that the books of all pools agree with the tables, and host rows of states, of all that own some."""
         self.device.check_integrity(tables)
         self.host.check_integrity(host_tables)
+        if self.states:
+            self.states.snapshots.check_integrity([])
+            self.states.host.check_integrity([host_states])

@@ -32,6 +32,7 @@ class Batch:
     slots: torch.Tensor  # [B] row of the batch state
     block_tables: torch.Tensor  # [K, S, M] of all slots
     num_decodes: int  # this many rows come first and have one token
+    starts: torch.Tensor  # [B + 1] where each row begins
     query_starts: torch.Tensor  # [B - num_decodes + 1] where each longer row begins, counted from the first of them
     max_query_len: int
     longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
@@ -46,6 +47,7 @@ class Step:
     rotations: list[torch.Tensor]  # [T, 2, dim] for each kind of RoPE; see `rope_table`
     query_scales: list[torch.Tensor | None]  # [T, 1, 1] for each kind of RoPE
     plans: list[Any]  # of `plan_decode`, for each kind of layers
+    states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `Transformer.states_of`
     rows: list[Any] | None = None  # how latent attention goes through the longer rows, once a layer has asked
 
 
@@ -58,6 +60,7 @@ class Slot(NamedTuple):
     transposed: bool = False  # it is stored as [inputs, outputs]
     shape: tuple[int, ...] = ()  # of a tensor that is all for other ranks
     copies: int = 1  # ranks that hold the same of what is divided by "kv"
+    heads: int = 0  # of this rank; each head has its rows of all targets side by side. 0: they do not lie by heads
 
 
 class StackedSlot(NamedTuple):
@@ -112,7 +115,7 @@ def new_norm(c: ModelConfig, ops: ModuleType, part: str, new: New) -> Norm | Non
 class Attention:
     """Attention of some layer over the paged context, with the heads of this rank. q, k and v are one product."""
 
-    matrices: tuple[str, ...] = ("qkv", "o")
+    matrices: tuple[str, ...] = ("qkv", "gate", "o")
     factors: tuple[str, ...] = ("q_norm", "k_norm")
 
     def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, heads: int, new: New):
@@ -127,6 +130,8 @@ class Attention:
         self.kind, self.place = c.layout(group.size).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
+        self.gate: Weight | None = new(q_size, c.hidden_size) if row.out_gate else None
+        self.gate_bias = new(q_size) if row.out_gate and row.qkv_bias else None
         self.o = new(c.hidden_size, q_size)
         self.o_bias = new(c.hidden_size) if row.o_bias else None
         dtype = torch.float32 if row.unit_offset else None
@@ -152,6 +157,11 @@ class Attention:
                     slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed, copies=copies)
                     continue
                 slots[f"{row.name('q')}.{ending}"] = Slot(parts[:1], ("col",), transposed=transposed)
+                if row.out_gate:
+                    gate = self.gate if ending == "weight" else self.gate_bias
+                    assert isinstance(gate, torch.Tensor)
+                    both = Slot((parts[0], gate), ("col", "col"), heads=self.heads)
+                    slots[f"{row.name('q')}.{ending}"] = both
                 if tied and self.stores:
                     slots[f"{row.name('k')}.{ending}"] = Slot(parts[1:], words[1:], "same", transposed, copies=copies)
                 elif self.stores:
@@ -192,12 +202,16 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
-        return linear(self.attend(q, step), self.o, self.o_bias)
+        y = self.attend(self.store(linear(x, self.qkv, self.qkv_bias), step), step)
+        return linear(self.gated(y, x), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""
-        self.store(linear(x, self.qkv, self.qkv_bias), step)
+        self.gated(self.store(linear(x, self.qkv, self.qkv_bias), step).flatten(1), x)
+
+    def gated(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The heads' results y [T, heads * dim], through their gates where there are some, for hidden states x."""
+        return y if self.gate is None else self.ops.sigmoid_mul(y, linear(x, self.gate, self.gate_bias))
 
     def store(self, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         """The rotated queries [T, heads, dim] of `qkv`, whose keys and values go into the pool."""
@@ -504,9 +518,12 @@ class LayerGate:
 
 
 class Layer:
-    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states."""
+    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states.
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Attention, new: New):
+    What stands in the place of attention may be a `DeltaNet`.
+    """
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
         self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
             new_norm(c, ops, part, new) for part in ("attn_in", "attn_out", "mlp_in", "mlp_out")
         )

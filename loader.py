@@ -190,7 +190,11 @@ def skipped(saved: str, model: Transformer) -> bool:
 def unused(name: str, i: int, model: Transformer) -> bool:
     """Whether a tensor of layer i is of keys and values that it has not, because it reads those of another layer."""
     sources, parts = model.config.kv_sources, ("k", "v", "k_norm")
-    return i < len(sources) and sources[i] != i and name.startswith(tuple(f"{model.row.name(part)}." for part in parts))
+    return (
+        i < len(sources)
+        and 0 <= sources[i] != i
+        and name.startswith(tuple(f"{model.row.name(part)}." for part in parts))
+    )
 
 
 def read_ahead(path: str) -> None:
@@ -293,8 +297,10 @@ def fill_dummy(model: Transformer, seed: int) -> None:
             continue
         targets = [piece.target for piece in part.pieces]
         if len(part.shape) == 1 or "norm" in name:
+            scales = name.endswith(("weight", "scale", "scalar"))
+            less_one = model.row.unit_offset and not name.endswith(f"{model.row.name('delta')}.norm.weight")
             for target in targets:
-                target.fill_(1.0 if name.endswith(("weight", "scale", "scalar")) and not model.row.unit_offset else 0.0)
+                target.fill_(1.0 if scales and not less_one else 0.0)
             continue
         like = targets[0] if targets else model.embedding  # an expert of another rank has no target
         whole = like if targets and like.shape == part.shape else like.new_empty(part.shape)

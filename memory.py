@@ -24,6 +24,7 @@ from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
+from sizes import Delta
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -32,6 +33,7 @@ CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace o
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
 LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
+CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
 PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
 
 
@@ -42,6 +44,7 @@ class MemoryPlan:
     Attributes:
         weights: the weights and RoPE's table.
         state: the batch state with `max_num_seqs` slots.
+        states: the recurrent states of `max_num_seqs` sequences, and those that the prefix cache keeps.
         activations: the largest step before it has logits, the exchange of several ranks' logits included.
         logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
         sampling: the workspace of `ops.sample` for these rows.
@@ -53,6 +56,7 @@ class MemoryPlan:
 
     weights: int
     state: int
+    states: int
     activations: int
     logits: int
     sampling: int
@@ -73,8 +77,24 @@ class MemoryPlan:
             budget: what the engine may use.
             used: what weights and context take of it.
             measured: what the largest step took, if it was run. The larger of this and the prediction counts.
+
+        Raises:
+            ValueError: the recurrent states do not fit.
         """
-        return max(0, budget - used - max(self.step, measured) - self.state - self.graphs)
+        return max(0, self.beside_states(budget - used - max(self.step, measured) - self.state - self.graphs))
+
+    def beside_states(self, room: int) -> int:
+        """What the recurrent states leave of `room` bytes.
+
+        Raises:
+            ValueError: they do not fit.
+        """
+        if self.states > max(0, room):
+            raise ValueError(
+                f"the recurrent states of all sequences and of the prefix cache take {self.states} bytes, and "
+                f"{max(0, room)} are free for them: lower max_num_seqs or num_state_snapshots"
+            )
+        return room - self.states
 
 
 def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
@@ -89,6 +109,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
+        states=4 * model.state_size * (rows + count_snapshots(config, model)),
         activations=activations,
         logits=logits,
         sampling=sampling,
@@ -97,6 +118,17 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         context=CONTEXT + NCCL * (model.group.size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
+
+
+def count_snapshots(config: EngineConfig, model: Transformer, room: int | None = None) -> int:
+    """How many recurrent states the prefix cache keeps: what is asked for, or one for each of `max_num_seqs` sequences
+    as far as all states fit into `room` bytes (None: they do). It keeps none where the model has none."""
+    if not model.state_size or not config.enable_prefix_caching:
+        return 0
+    if config.num_state_snapshots is not None:
+        return config.num_state_snapshots
+    most = config.max_num_seqs
+    return most if room is None else max(0, min(most, room // (4 * model.state_size) - most))
 
 
 def shares_experts(group: Group) -> bool:
@@ -146,6 +178,10 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
     grown = any(rope.growth for rope in c.ropes)
     attention = max(attention_bytes(model.num_heads, *shape, grown, item, t, r) for shape in kv_shapes)
     q = model.num_heads * max(dim for _, dim in kv_shapes)
+    if model.row.out_gate:  # each element of the results has a gate, and is there twice while it goes through
+        attention = max(attention, item * t * 3 * q)
+    if c.delta:
+        attention = max(attention, delta_bytes(c.delta.share(group), h, item, t, config.batch_invariant or decode))
     if c.latent:
         length = -(-model.max_model_len // config.block_size) * config.block_size
         context = min(max(CONTEXT_TOKENS, length), config.max_num_seqs * length)
@@ -203,6 +239,19 @@ def attention_bytes(heads: int, kv_heads: int, dim: int, grown: bool, item: int,
     pieces = 4 * max(2 * PROCESSORS, kv_heads) * 2 * (heads // kv_heads) * (dim + 1)
     stored = item * tokens * ((3 if grown else 2) * q + 2 * kv)
     return max(stored, item * tokens * q + max(2 * item * tokens * q, item * rows * q + pieces))
+
+
+def delta_bytes(delta: Delta, hidden: int, item: int, tokens: int, recurrent: bool) -> int:
+    """What a layer with the gated delta rule has alive at once for `tokens`, in `item` bytes a number.
+
+    It has what its one product gave, and q, k and v after the convolution. Beside these are the heads' results with the
+    workspace of the chunked form, where not all tokens are `recurrent`. Later there are these results, the normed ones,
+    and what the last product gave.
+    """
+    values = delta.value_heads * delta.value_dim
+    held = 2 * delta.channels + values + 2 * delta.value_heads
+    chunked = 0 if recurrent else delta.value_heads * (item * 2 * CHUNK + 4 * 4)
+    return tokens * (item * held + max(item * values + chunked, item * (2 * values + hidden)))
 
 
 def sample_bytes(vocab_size: int) -> int:
@@ -288,6 +337,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         yield f"for each of {model.group.size} ranks:"
     yield line("weights", plan.weights)
     yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
+    if plan.states:
+        count = plan.states // (4 * model.state_size) - rows
+        size = f"{4 * model.state_size / MIB:,.1f} MiB each"
+        yield line("recurrent states", plan.states, f"{rows:,} of sequences and {count:,} of cached prefixes, {size}")
     if config.pools:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     else:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from delta_net import DeltaNet
 from latent_attention import LatentAttention
 from layers import Attention, ExpertMlp, Layer, LayerInputs, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
@@ -76,7 +77,9 @@ class Transformer:
             self.positions = new(config.max_position + self.row.position_offset, size)
         heads = self.num_heads
 
-        def attention(i: int) -> Attention:
+        def attention(i: int) -> Attention | DeltaNet:
+            if i in config.delta_layers:
+                return DeltaNet(config, ops, group.size, config.delta_layers.index(i), new)
             if config.latent:
                 return LatentAttention(config, ops, i, heads, max_model_len, new)
             return Attention(config, ops, group, i, heads, new)
@@ -96,7 +99,7 @@ class Transformer:
         self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
-        self.layout = config.layout(group.size)
+        self.layout, self.state_size = config.layout(group.size), config.state_size(group.size)
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
@@ -172,6 +175,8 @@ class Transformer:
             return Part(slot.shape, ())
         if slot.layout in ("heads", "groups"):
             return self.fused_part(slot)
+        if slot.heads:
+            return self.part_by_heads(slot)
         pieces, offset, shape = [], 0, list(slot.targets[0].shape)
         for target, word in zip(slot.targets, slot.words, strict=True):
             dim = 1 if word == "row" else 0
@@ -210,6 +215,18 @@ class Transformer:
         ]
         return Part((math.prod(view[:3]), *rest), tuple(pieces), view)
 
+    def part_by_heads(self, slot: Slot) -> Part:
+        """As `part`, of a tensor [all heads, rows of the first target, rows of the second, .., inputs]."""
+        heads, rest = slot.heads, slot.targets[0].shape[1:]
+        length, begin, end = self.share("col", heads)
+        pieces, offset = [], 0
+        for target in slot.targets:
+            rows = len(target) // heads
+            at = slice(begin, end), slice(offset, offset + rows)
+            pieces.append(Piece(target.view(heads, rows, *rest), at))
+            offset += rows
+        return Part((length * offset, *rest), tuple(pieces), (length, offset, *rest))
+
     def stacked_part(self, slot: StackedSlot) -> Part:
         """As `part`, of a tensor for all experts."""
         parts, halves, pieces = len(slot.words), slot.target.chunk(len(slot.words), dim=1), []
@@ -232,7 +249,7 @@ class Transformer:
         self.pack(lambda weight: lambda x, bias: self.ops.linear(x, weight, bias), None)
         for layer in self.layers:
             for part in layer.parts():
-                if isinstance(part, ExpertMlp | LatentAttention):
+                if isinstance(part, ExpertMlp | LatentAttention | DeltaNet):
                     part.batch_invariant = True
 
     def finish(self) -> None:
@@ -262,13 +279,14 @@ class Transformer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, pool: torch.Tensor) -> torch.Tensor:
-        """Run one step; keys and values of its tokens go into `pool` [blocks, numbers of a page], see `views`.
+    def forward(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Run one step; keys and values of its tokens go into `pool` [blocks, numbers of a page], see `views`, and the
+        `states` [rows, size] of its rows change, see `states_of`.
 
         Returns the hidden states [T, hidden] after the last norm.
         """
         c, add_up = self.config, self.group.all_reduce
-        step = self.new_step(batch, pool)
+        step = self.new_step(batch, pool, states)
         residual = self.embed(batch.input_ids, batch.positions)
         inputs = None
         if own := self.layer_inputs:
@@ -304,8 +322,8 @@ class Transformer:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
         x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)
         nowhere = torch.full((len(self.layout.windows), rows), -1)
-        batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, 1, [])
-        step = self.new_step(batch, pool)
+        batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
+        step = self.new_step(batch, pool, x.new_empty(0, self.state_size, dtype=torch.float32))
         self.enter(x)
         for layer in self.layers:
             layer.attention.rehearse(x, step)
@@ -314,8 +332,8 @@ class Transformer:
         if self.head is not None:
             self.logits(x[:1])
 
-    def new_step(self, batch: Batch, pool: torch.Tensor) -> Step:
-        """What all layers need: views of the pool, rotations, and the decodes' work list for each window."""
+    def new_step(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> Step:
+        """What all layers need: views of the pools, rotations, and the decodes' work list for each window."""
         rows = batch.slots[: batch.num_decodes], batch.seq_lens[: batch.num_decodes], self.num_heads
         kinds = zip(batch.block_tables, self.layout.windows, strict=True) if batch.num_decodes else ()
         chunked = self.row.chunked
@@ -326,7 +344,21 @@ class Transformer:
         ]
         rotations = [table[batch.positions] for table in self.rotations]
         grown = [None if scales is None else scales[batch.positions] for scales in self.query_scales]
-        return Step(batch, layers, rotations, grown, plans)
+        return Step(batch, layers, rotations, grown, plans, self.states_of(states))
+
+    def states_of(self, states: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What each layer with a state sees of the pool of states [rows, size] float32, in the layers' order.
+
+        These are the matrices [rows, Hv, dk, dv] of this rank's heads, and the latest inputs of the convolution,
+        [rows, C, K - 1]. A row holds the matrices of all layers and then the inputs of all layers.
+        """
+        if not self.config.delta:
+            return []
+        delta, count, rows = self.config.delta.share(self.group.size), len(self.config.delta_layers), len(states)
+        matrices, inputs = states[:, : count * sum(delta.state)].split([count * size for size in delta.state], 1)
+        shape = rows, count, delta.value_heads, delta.key_dim, delta.value_dim
+        inputs = inputs.view(rows, count, delta.channels, delta.kernel - 1)
+        return list(zip(matrices.view(shape).unbind(1), inputs.unbind(1), strict=True))
 
     def views(self, pool: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
         """What layers see of the pool [blocks, numbers of a page], by their kind and their place in a page.
@@ -399,6 +431,8 @@ def check_division(config: ModelConfig, group: Group) -> None:
             f"may be no more ranks in all than the model has experts, {e.count}"
         )
     counts = [("num_attention_heads", config.num_heads)]
+    if config.delta:
+        counts.append(("linear_num_key_heads", config.delta.key_heads))
     if not all(config.expert_layers) or (config.row.routing and config.row.routing.beside):
         counts.append(("intermediate_size", config.intermediate_size))
     if e:

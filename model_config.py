@@ -8,26 +8,21 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-import difflib
-import math
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
-from config_fields import Fields, number, typed, whole
-from families import FAMILIES, TEXT_HALVES, Family, Routing
+from config_fields import Fields, label_activation, labels, number, typed, whole
+from families import FAMILIES, Family, Routing, family_of
 from kv_layout import KVLayout, layout_of
 from quantization import Quantization, read_quantization
+from sizes import Delta, Experts, Latent, Rope, yarn_mscale
 
-HEADS: dict[str, Literal["logits", "labels", "none"]] = {  # an architecture's last part and the head that it means
-    "ForCausalLM": "logits", "LMHeadModel": "logits", "ForSequenceClassification": "labels",
-    "ForConditionalGeneration": "logits", "Model": "none",
-}  # fmt: skip
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 WINDOWED = ("sliding_attention", "chunked_attention")
 LAYER_TYPES = ("full_attention", *WINDOWED)
+DELTA_TYPES = ("linear_attention", "full_attention")
 MODEL_DTYPES = ("bfloat16", "float16", "float32")
 ACTIVATIONS = {  # config.json's names and ours
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
@@ -36,57 +31,6 @@ ACTIVATIONS = {  # config.json's names and ours
 }  # fmt: skip
 GATES = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 EXPERT_GATES = ("silu", "gelu_tanh")  # see `ops.expert_gate_up`
-
-
-@dataclass(frozen=True)
-class Rope:
-    """How the positions of some layers are told: `dim` elements of each head are rotated; 0 for no rotation.
-
-    With `growth` (beta, period, offset), queries at position p are multiplied by
-    1 + beta log(1 + floor((p + offset) / period)), so that attention stays sharp over a long context (Llama 4).
-    """
-
-    theta: float
-    dim: int
-    scaling: dict[str, Any]  # empty, or {"rope_type": ..., and that type's factors}
-    growth: tuple[float, int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A layer's experts; see `Routing` and `ops.route`."""
-
-    count: int
-    top_k: int
-    size: int  # of an expert's intermediate layer
-    shared_size: int  # of the shared expert's; 0 for none
-    renormalize: bool
-    groups: int
-    top_groups: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class Latent:
-    """Sizes of attention by latents (DeepSeek V2): of the latents of queries (0: there are none), and of keys and
-    values; of the rotated and the other part of a query; and of a value."""
-
-    q_rank: int
-    kv_rank: int
-    rope_dim: int
-    nope_dim: int
-    v_dim: int
-
-    @property
-    def width(self) -> int:
-        """Numbers that the cache holds of a token in a layer: the latent, and the rotated part of a key."""
-        return self.kv_rank + self.rope_dim
-
-    def weights(self, hidden_size: int, heads: int) -> int:
-        """Numbers in a layer's matrices."""
-        q, kv = heads * (self.nope_dim + self.rope_dim), self.kv_rank * heads * (self.nope_dim + self.v_dim)
-        queries = self.q_rank * (hidden_size + q) if self.q_rank else hidden_size * q
-        return queries + kv + hidden_size * (self.width + heads * self.v_dim)
 
 
 @dataclass(frozen=True)
@@ -110,7 +54,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     windows: tuple[int, ...]  # per layer: how many latest tokens attention sees; 0 is all
     kv_shapes: tuple[tuple[int, int], ...]  # per layer: KV heads, and head_dim
-    kv_sources: tuple[int, ...]  # per layer: the layer whose keys and values it reads, which is mostly itself
+    kv_sources: tuple[int, ...]  # per layer: whose keys and values it reads, mostly its own; -1: it has a state instead
     scale: float  # of attention's scores
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -123,6 +67,7 @@ class ModelConfig:
     experts: Experts | None = None
     expert_layers: tuple[bool, ...] = ()
     latent: Latent | None = None
+    delta: Delta | None = None  # of the layers that have no keys and values
     head: Literal["logits", "labels", "none"] = "logits"  # what follows the last norm
     labels: tuple[str, ...] = ()  # names of the classification head's outputs
     label_activation: Literal["softmax", "sigmoid", "identity"] = "softmax"  # what makes of these what is returned
@@ -139,17 +84,28 @@ class ModelConfig:
         kv_heads, head_dim = self.kv_shapes[layer]
         return 2, max(1, kv_heads // ranks), head_dim
 
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers with the gated delta rule."""
+        return tuple(i for i, source in enumerate(self.kv_sources) if source < 0)
+
+    def state_size(self, ranks: int) -> int:
+        """Float32 numbers of a sequence's state over all layers on each of `ranks`: a multiple of 4, for alignment."""
+        if not self.delta:
+            return 0
+        return -(-len(self.delta_layers) * sum(self.delta.share(ranks).state) // 4) * 4
+
     def mlp_size(self, layer: int) -> int:
         """Of a layer's dense MLP, which may be twice as wide in layers without keys of their own."""
         return self.intermediate_size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
 
     def layout(self, ranks: int) -> KVLayout:
         """How the layers lie in the pages of each rank's pool. Layers without keys of their own have no place there,
-        but that of the layer whose keys they read."""
+        but that of the layer whose keys they read, if they read any."""
         owners = [i for i, source in enumerate(self.kv_sources) if source == i]
         found = layout_of([self.windows[i] for i in owners], [self.page(ranks, i) for i in owners])
         places = dict(zip(owners, found.places, strict=True))
-        return found._replace(places=tuple(places[source] for source in self.kv_sources))
+        return found._replace(places=tuple(places.get(source, (-1, -1)) for source in self.kv_sources))
 
     @classmethod
     def from_folder(cls, folder: str) -> ModelConfig:
@@ -218,6 +174,7 @@ class Reading:
             experts=experts,
             expert_layers=expert_layers,
             latent=latent,
+            delta=self.delta(),
             head=self.head,
             labels=labels(f) if self.head == "labels" else (),
             label_activation=label_activation(f) if self.head == "labels" else "softmax",
@@ -329,10 +286,29 @@ class Reading:
         here.check_rest()
         return found
 
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """Which layers have attention, and which the gated delta rule: listed, or each n-th has attention."""
+        f, layers = self.fields, self.layers
+        every, kinds = f.whole("full_attention_interval", 1, 1024), f.value("layer_types", list)
+        if not kinds:
+            kinds = [DELTA_TYPES[(i + 1) % every == 0] for i in range(layers)]
+        if len(kinds) != layers:
+            raise ValueError(f"layer_types has {len(kinds)} entries for {layers} layers")
+        if unknown := [kind for kind in kinds if kind not in DELTA_TYPES]:
+            raise ValueError(
+                f"layer_types has {unknown[0]!r:.80}; Manta has {' and '.join(DELTA_TYPES)} in this family"
+            )
+        if "full_attention" not in kinds:
+            raise ValueError("config.json asks for no layer of full_attention; Manta needs at least one")
+        return tuple(kinds)
+
     def kv_sources(self) -> tuple[int, ...]:
         """The layer whose keys and values each layer reads: the last ones may read those of the last layer before all
         of them that sees as much (Gemma 4)."""
         row, own = self.row, self.layers
+        if row.delta:
+            return tuple(i if kind == "full_attention" else -1 for i, kind in enumerate(self.kinds))
         if row.kv_shared:
             own -= self.fields.whole(row.kv_shared, 0, self.layers - 1, 0)
         sources = list(range(own))
@@ -344,9 +320,12 @@ class Reading:
         return tuple(sources)
 
     def intermediate_size(self) -> int:
-        """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it."""
-        four = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
-        return self.fields.whole("intermediate_size", 1, 2**20, four)
+        """Of the MLP; GPT-2 and Falcon have four times the hidden size where they do not say it. Where all layers have
+        experts nothing need be said."""
+        default = 4 * self.hidden_size if self.name in ("GPT2LMHeadModel", "FalconForCausalLM") else None
+        if self.name == "Qwen3_5MoeForCausalLM":
+            default = self.fields.whole("moe_intermediate_size", 1, 2**20)
+        return self.fields.whole("intermediate_size", 1, 2**20, default)
 
     def layer_input_size(self, vocab_size: int) -> int:
         """Of what each layer gets of a token beside its hidden states; 0 for nothing."""
@@ -374,6 +353,24 @@ class Reading:
             nope_dim=f.whole("qk_nope_head_dim", 1, 1024, 128),
             v_dim=f.whole("v_head_dim", 1, 1024, 128),
         )
+
+    def delta(self) -> Delta | None:
+        f = self.fields
+        if not self.row.delta:
+            return None
+        found = Delta(
+            key_heads=f.whole("linear_num_key_heads", 1, 1024),
+            value_heads=f.whole("linear_num_value_heads", 1, 1024),
+            key_dim=f.whole("linear_key_head_dim", 1, 1024),
+            value_dim=f.whole("linear_value_head_dim", 1, 1024),
+            kernel=f.whole("linear_conv_kernel_dim", 2, 64),
+        )
+        if found.value_heads % found.key_heads:
+            raise ValueError(
+                f"config.json: linear_num_value_heads is {found.value_heads}; it must be a multiple of "
+                f"linear_num_key_heads, {found.key_heads}"
+            )
+        return found
 
     def experts(self) -> tuple[Experts | None, tuple[bool, ...]]:
         """The layers' experts, and which layers have some."""
@@ -435,6 +432,8 @@ class Reading:
     def windows(self) -> tuple[int, ...]:
         """The window of each layer: from `layer_types` where given, else by the family's own rule."""
         f, row, layers = self.fields, self.row, self.layers
+        if row.delta:
+            return (0,) * layers
         window = f.whole(row.window_field, 0, 2**31, 0)
         by_qwen = f.value("use_sliding_window", bool) if row.window == "qwen" or row.rope == "listed" else None
         if (row.window == "qwen" or (row.rope == "listed" and not row.chunked)) and not by_qwen:
@@ -640,61 +639,3 @@ class Reading:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise ValueError(f"eos_token_id has {token!r:.80}; allowed: token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
-
-
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """What YaRN multiplies by, so that attention over a context that is `factor` times as long stays as sharp."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-
-def family_of(architecture: Any, raw: dict[str, Any]) -> tuple[str, Literal["logits", "labels", "none"]]:
-    """The name of an architecture's family, and the head that the architecture has.
-
-    Raises:
-        ValueError: it is of no family; the nearest names are named first.
-    """
-    name = str(architecture)
-    text = raw.get("text_config")
-    if name.endswith("ForConditionalGeneration") and isinstance(text, dict):
-        if (kind := text.get("model_type")) in TEXT_HALVES:
-            return TEXT_HALVES[kind], "logits"
-        raise ValueError(
-            f"config.json is of a {name!r:.80} whose text is of {kind!r:.80}; Manta runs the text of "
-            f"{', '.join(TEXT_HALVES)}"
-        )
-    for ending, head in HEADS.items():
-        for full in ("ForCausalLM", "LMHeadModel"):
-            if name.endswith(ending) and name.removesuffix(ending) + full in FAMILIES:
-                return name.removesuffix(ending) + full, head
-    short = [known.removesuffix("ForCausalLM").removesuffix("LMHeadModel") for known in FAMILIES]
-    base = re.sub("|".join(HEADS), "", name)
-    near = difflib.get_close_matches(base, short, 3, 0.5) if architecture else []
-    what = f"is of a {architecture!r:.80}" if architecture else "names no architecture"
-    nearest = f" nearest to it are {', '.join(near)};" if near else ""
-    raise ValueError(f"config.json {what};{nearest} docs/families.md has the {len(short)} families that Manta runs")
-
-
-def labels(f: Fields) -> tuple[str, ...]:
-    """The names of a classification head's outputs. transformers writes down neither names nor number of two."""
-    if names := f.value("id2label", dict):
-        if set(names) != set(map(str, range(len(names)))):
-            raise ValueError(f"config.json: id2label names {list(names)!r:.80}; it must name 0 to {len(names) - 1}")
-        return tuple(str(names[str(i)]) for i in range(len(names)))
-    return tuple(f"LABEL_{i}" for i in range(f.whole("num_labels", 1, 2**16, 2)))
-
-
-def label_activation(f: Fields) -> Literal["softmax", "sigmoid", "identity"]:
-    """What is made of a classification head's outputs, in vLLM's order: sentence-transformers' word comes last."""
-    problem = f.value("problem_type", str)
-    if problem == "regression":
-        return "identity"
-    if problem == "multi_label_classification":
-        return "sigmoid"
-    nested = f.value("sentence_transformers", dict) or {}
-    named = nested.get("activation_fn") or f.get("sbert_ce_default_activation_function")
-    if problem is None and named is not None:
-        for name in ("sigmoid", "identity"):
-            if str(named).lower().endswith("." + name):
-                return "sigmoid" if name == "sigmoid" else "identity"
-        raise ValueError(f"config.json asks for the activation {named!r:.80} of labels; Manta has Sigmoid and Identity")
-    return "sigmoid" if len(labels(f)) == 1 else "softmax"

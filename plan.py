@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sampling_params import PoolingParams, SamplingParams
 
@@ -62,8 +62,24 @@ class StepPlan:
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
+    # Recurrent states to move likewise, where the model has some: rows of the state pools, see `StateRoom`.
+    state_out: list[tuple[int, int]] = field(default_factory=list)  # (slot, host row)
+    state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
+    # (from, to): of a snapshot to a slot, of a slot to a snapshot, or of a beam's slot to another's. No row is in both.
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
     # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
     freed: list[tuple[int, bool]] = field(default_factory=list)
+
+
+class StateRoom(NamedTuple):
+    """How many recurrent states of sequences there is room for.
+
+    The device has a row for each slot, where the sequence's state lies, and after these the rows of the snapshots.
+    """
+
+    snapshots: int  # states that the prefix cache may keep
+    host: int  # rows in host memory, for the states of swapped sequences
+    blocks: float  # the size of a state, in KV blocks
 
 
 @dataclass(slots=True)

@@ -8,11 +8,12 @@ is freed is poisoned. Every step is checked in two ways before the model runs:
             old generation is a block that was freed too early.
     shadow  on the device. Each KV slot has a hash of the tokens up to and including the one whose key it holds, and of
             the kind of layers that it is for. A context that does not hash to the sequence's own tokens is a stale
-            prefix, a wrong slot, another kind's block, or another sequence's overwrite.
+            prefix, a wrong slot, another kind's block, or another sequence's overwrite. Each row of recurrent states
+            has the hash of the tokens that it has seen.
 
 The hash of t_0 .. t_i is sum_j mix(t_j, j) mod 2^64, so each token just adds to it (AdHash: Bellare and Micciancio,
-"Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN. If a kernel reads where no table points,
-the NaN shows in the hidden states.
+"Incrementality at reduced cost", 1997). Freed blocks are also filled with NaN, and so are the states of slots that a
+sequence has left. If a kernel reads where no table points, the NaN shows in the hidden states.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ class KVSanitizer:
         block_tables: [kinds, slots, max_blocks] int32, the worker's own tables, which attention reads.
         block_size: tokens in a block.
         windows: of each kind of layers, the most tokens that its attention sees; 0 for all.
+        states: the pool of recurrent states [rows, size], which is filled with NaN here, too; None: there are none.
+        num_host_states: rows of the host's.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class KVSanitizer:
         block_tables: torch.Tensor,
         block_size: int,
         windows: Sequence[int],
+        states: torch.Tensor | None = None,
+        num_host_states: int = 0,
     ):
         (kinds, slots, columns), device = block_tables.shape, str(pool.device)
         self.pool, self.token_ids, self.block_tables = pool, token_ids, block_tables
@@ -99,7 +104,13 @@ class KVSanitizer:
         self.tables, self.tags = (np.full((kinds, slots, columns), -1, dtype=np.int64) for _ in range(2))
         # [slot, i] is the hash of the sequence's first i tokens. The last row is for padding.
         self.hashes = torch.zeros(slots + 1, columns * block_size + 1, dtype=torch.int64, device=device)
-        pool.fill_(torch.nan)
+        # A state is like a block of one place, which holds the hash of all tokens so far.
+        self.states = pool.new_empty(0, 0) if states is None else states
+        self.state_shadow, self.host_state_shadow = (
+            Shadow(rows, 1, device) for rows in (len(self.states), num_host_states)
+        )
+        for poisoned in (pool, self.states):
+            poisoned.fill_(torch.nan)
 
     # --- what a plan changes ----------------------------------------------------------------------------------------
 
@@ -116,8 +127,14 @@ class KVSanitizer:
                 self.pool[list(empty)] = torch.nan
         self.host_shadow.move(plan.swap_in, self.shadow)
         self.shadow.move(plan.copies, self.shadow)
+        self.state_shadow.move(plan.state_out, self.host_state_shadow)
+        self.host_state_shadow.move(plan.state_in, self.state_shadow)
+        self.state_shadow.move(plan.state_copies, self.state_shadow)
         for slot in plan.released:
             self._clear(slot)
+        if self.states.numel():  # a beam may go on in the slot that it, or its parent, has just left
+            left = [*set(plan.released).difference(row.slot for row in plan.new)]
+            self.states[left], self.state_shadow.hashes[left] = torch.nan, POISON
         for row in plan.new:
             self._clear(row.slot)
             self.names[row.slot], self.computed[row.slot] = row.name, row.num_computed
@@ -164,6 +181,8 @@ class KVSanitizer:
         rows = torch.from_numpy(slots).to(device)
         last = seq_lens.long() - 1  # the device may have sampled this token, and no plan has told it
         self.hashes[rows, last + 1] = self.hashes[rows, last] + mix(self.token_ids[rows, last], last)
+        if self.states.numel():
+            self._check_states(plan.step, slots, seq_lens.long(), torch.from_numpy(counts).to(device))
         hashes = self.hashes[owners, positions.long()] + mix(input_ids, positions)
         for kind, window in enumerate(self.windows):
             self._check_books(plan.step, kind, window, slots, counts, (owners, positions, slot_mapping[kind], hashes))
@@ -214,6 +233,28 @@ class KVSanitizer:
             block = int(tables[row, place // self.block_size])
             mapped = slot_mapping[(owners == int(slots[row])) & (positions == place)].tolist()
             self._report_read(step, int(slots[row]), block, place, int(held[row, place]), mapped)
+
+    def _check_states(self, step: int, slots: np.ndarray, seq_lens: torch.Tensor, counts: torch.Tensor) -> None:
+        """Check that the state of each row [B] has seen the tokens before the step's, and note that it sees these."""
+        rows = torch.from_numpy(slots).to(seq_lens.device)
+        held, begins = self.state_shadow.hashes[rows, 0], seq_lens - counts
+        wrong = (begins > 0) & (held != self.hashes[rows, begins])
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            slot, begin, writer = int(slots[row]), int(begins[row]), self.state_shadow.writers[slots[row]]
+            found = (self.hashes == held[row]).nonzero().tolist()
+            if held[row] == POISON:
+                what = "holds nothing that was written since it was given back"
+            elif found:
+                what = f"has seen the first {found[0][1]} tokens of request {self.names[found[0][0]]!r}"
+            else:
+                what = f"holds what request {writer!r} wrote in step {self.state_shadow.steps[slot]}"
+            raise SanitizerError(
+                f"KV sanitizer: step {step}, request {self.names[slot]!r}: the recurrent state in row {slot} {what}, "
+                f"not this sequence's first {begin}"
+            )
+        self.state_shadow.hashes[rows, 0] = self.hashes[rows, seq_lens]
+        self.state_shadow.writers[slots], self.state_shadow.steps[slots] = self.names[slots], step
 
     def check_hidden(self, plan: StepPlan, hidden: torch.Tensor) -> None:
         """Check that the hidden states [T, hidden] of a step have no NaN, which they would get from poison.

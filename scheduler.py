@@ -40,7 +40,7 @@ from admission import Admission, SchedulingBudget
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
-from plan import EngineOutput, Logprobs, Outputs, StepPlan, StepResult, bit_words
+from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from sequence import OUTPUT_WEIGHT, DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock
 
 COUNTERS = (
@@ -97,6 +97,7 @@ class Scheduler:
         num_host_blocks: size of the host pool, for preemption by swap and for cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`: blocks are given back behind the tokens that its layers see.
         swap_cost: tokens whose computing takes as long as moving one block to the host and back.
+        states: room for the recurrent states of sequences, where the model has such states.
         clock: in seconds; only the classic order's delay and what `explain` reports depend on it.
 
     Raises:
@@ -113,6 +114,7 @@ class Scheduler:
         num_host_blocks: int = 0,
         windows: Ints[int] = (0,),
         swap_cost: float = 0.0,
+        states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         if not (config.enable_chunked_prefill or config.pools) and config.max_num_batched_tokens < max_model_len:
@@ -123,7 +125,7 @@ class Scheduler:
         self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
         self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
-        self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, windows)
+        self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, windows, states)
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
@@ -332,7 +334,7 @@ class Scheduler:
             else:
                 seq = group.seqs[0]
                 most = flight.budget.tokens if self.config.enable_chunked_prefill else self.max_model_len
-                flight.take(seq, min(len(seq.tokens) - seq.num_computed, most))
+                flight.take(seq, self.space.cut(seq, min(len(seq.tokens) - seq.num_computed, most)))
 
     def _schedule_running(self, flight: Flight) -> bool:
         """Give every running sequence its next tokens, preempting from the back where blocks run out.
@@ -390,7 +392,7 @@ class Scheduler:
             self.space.pass_windows(seq)
         count = seq.num_known - seq.num_computed
         if count > 1:
-            count = min(count, most)
+            count = self.space.cut(seq, min(count, most))
         reach = seq.num_computed + count
         missing = self.space.lacks(seq, reach, reach)
         if missing > self.blocks.num_free and not self._make_room(missing, group, flight.plan):
@@ -401,7 +403,9 @@ class Scheduler:
                 flight.grown.append(seq)
         if seq.batch is not None:
             self.decodes.expect(seq)
-        else:
+        if self.space.states:
+            self.space.states.keep(seq, flight.plan)
+        if seq.batch is None:
             flight.take(seq, count)
         return True
 
@@ -413,10 +417,9 @@ class Scheduler:
 
         Returns what `_schedule_sequence` does.
         """
-        plan, length, births = flight.plan, len(group.seqs[0].tokens), group.births
+        plan, length = flight.plan, len(group.seqs[0].tokens)
         # A block that this very plan copies something into cannot be copied from: who just entered is no parent yet.
-        if just_entered or not all(parent.num_computed >= shared for _, parent, shared in births):
-            births = []
+        births = [] if just_entered else self.space.to_fork(group.births)
         if self.space.windowed and not (just_entered or births):  # what this plan moves must stay
             for seq in group.seqs:
                 self.space.pass_windows(seq)
@@ -424,12 +427,13 @@ class Scheduler:
         missing += sum(self.space.lacks(seq, length, seq.num_computed + most) for seq in group.seqs)
         if missing > self.blocks.num_free and not self._make_room(missing, group, plan):
             return False
+        if self.space.states:
+            for seq in group.seqs:
+                self.space.states.keep(seq, plan)
         for child, parent, shared in births:
-            self.space.fork(child, parent, shared, plan)
-            self.admission.enter(child, plan)
+            self.admission.branch_off(child, parent, shared, plan)
             group.seqs.append(child)
-        if births:
-            group.births = []
+        group.births = [birth for birth in group.births if birth not in births]
         # A token for each is kept for who runs; who was just let in may find fewer left, and waits for the next step.
         together = not group.births and all(seq.num_computed == length - 1 for seq in group.seqs)
         together = together and most >= len(group.seqs)
@@ -439,7 +443,7 @@ class Scheduler:
                 self.admission.enter(seq, plan)
             if self.space.lacks(seq, length, seq.num_computed + most):
                 plan.new_blocks.append((seq.slot, self.space.grow(seq, length, seq.num_computed + most)))
-            if (count := min(goal - seq.num_computed, most)) > 0:
+            if (count := self.space.cut(seq, min(goal - seq.num_computed, most))) > 0:
                 most -= count
                 flight.take(seq, count)
         return True
@@ -612,6 +616,7 @@ class Scheduler:
             news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
             outputs.append(news)
         self._stop_running(now)
+        self.space.forget_states()
         if lost:
             self.admission.lose_pools(now)
             self.admission.start_turn()
@@ -675,7 +680,7 @@ class Scheduler:
         tables = [table for group in groups for seq in group.seqs for table in seq.tables]
         tables += [table for request in self.admission.prompt_holders for table in request.prompt_tables]
         host_tables = [table for group in groups for seq in group.seqs for table in seq.host_tables]
-        self.space.check_integrity(tables, host_tables)
+        self.space.check_integrity(tables, host_tables, [seq.host_state for group in groups for seq in group.seqs])
         self.admission.check_integrity(requests, self.running)
         keys = [group.key for group in self.running]
         assert keys == sorted(keys)

@@ -57,8 +57,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "batch", "computed_before", "delivered", "due", "group", "hashes", "host_tables", "logprob", "lost",
-        "next_delivery", "num_published", "place", "slot", "stale", "tables",
+        "batch", "computed_before", "delivered", "due", "group", "hashes", "host_state", "host_tables", "kept_state",
+        "logprob", "lost", "next_delivery", "num_published", "place", "slot", "stale", "tables",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
@@ -71,6 +71,8 @@ class Sequence:
         self.hashes: list[bytes] = []
         self.tables: list[list[int]] = []  # for each kind of layers its blocks; -1 for those that a window has passed
         self.host_tables: list[list[int]] = []  # of what was computed, while swapped
+        self.host_state = -1  # the row of its recurrent state there, if it has one
+        self.kept_state = b""  # by which hash the prefix cache has its latest state behind the prompt
         self.slot = -1  # a row of the workers' batch state while running
         self.lost = 0  # tokens that had been computed when it was preempted, to be computed again
         self.stale = False  # the workers' last token of it is not the one that it goes on with

@@ -8,15 +8,11 @@ does the same arithmetic without a device.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from functools import partial
-from itertools import chain
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
@@ -26,12 +22,14 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
+from compile_guard import CompileGuard
 from config import EngineConfig
 from loader import checkpoint_files, fill_dummy, load_weights
 from memory import (
     available_bytes,
     blocks_per_seq,
     captures_graphs,
+    count_snapshots,
     fit_pool,
     gpu_bytes,
     largest_step,
@@ -46,14 +44,13 @@ from plan import NewRow, StepPlan
 from pooling import settle
 from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
-from worker import LateCompile, Worker
+from worker import Worker
 
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
 PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
 SWAP_SPACE = 4.0  # GiB of the host pool, by default
 MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each costs the scheduler 200 bytes
 CUDA_BLOCK_SIZES = (16, 32, 64, 128)
-ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
 
 
 def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, rendezvous: str = "") -> Worker:
@@ -93,14 +90,20 @@ class Startup:
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
             self.load()
         self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # read before the KV pool takes some
+        self.num_snapshots = self.fit_states()
         self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
         if self.device == "cuda" and self.guard:
             with self.phase("kernels"):
                 self.rehearse()
         with self.phase("KV pool"):
             self.num_blocks = self.count_blocks()
-            pool, host_pool = self.new_pool(self.num_blocks), self.new_host_pool()
-            self.worker = self.new_worker(pool, host_pool, self.new_state(config.max_num_seqs))
+            pool, host_states = self.new_pool(self.num_blocks), self.new_host_states()
+            host_pool, states = (
+                self.new_host_pool(host_states),
+                self.new_states(config.max_num_seqs + self.num_snapshots),
+            )
+            state = self.new_state(config.max_num_seqs)
+            self.worker = self.new_worker(pool, host_pool, states, host_states, state)
         if self.group.experts:
             self.group.experts.connect(config.expert_rendezvous, self.device, config.startup_timeout)
         with self.phase("warm-up"):
@@ -108,10 +111,10 @@ class Startup:
         self.worker.exchange(0)
         self.worker.info["startup"] = self.seconds
         if config.sanitize_kv:
-            state = self.worker.state
             self.worker.sanitizer = KVSanitizer(
-                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.model.layout.windows
-            )
+                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.model.layout.windows,
+                states, len(host_states),
+            )  # fmt: skip
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -126,10 +129,14 @@ class Startup:
         `windows` are of each kind of layers. `blocks_per_request` is how many a request holds at its full length.
         `swap_cost` is how many tokens are computed in the time in which one block goes out to the host and comes back.
         It is 0 where nobody has to choose between the two. `step_seconds` is what the largest step takes, by the speed
-        of a prompt. `startup` has the seconds of each phase: `kernels` is compiling for a GPU, and `KV pool` includes
-        measuring the largest step.
+        of a prompt. `states` is what `StateRoom` has, if the model has states. `startup` has the seconds of each phase:
+        `kernels` is compiling for a GPU, and `KV pool` includes measuring the largest step.
         """
         auto, worker = self.config.preemption_mode == "auto", self.worker
+        states: dict[str, float] | None = None
+        if self.model.state_size:
+            size = worker.states[0].nbytes / self.memory.block
+            states = {"snapshots": self.num_snapshots, "host": len(worker.host_states), "blocks": size}
         return {
             "max_model_len": self.max_model_len,
             "vocab_size": self.model_config.vocab_size,
@@ -144,6 +151,7 @@ class Startup:
             "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
             "windows": list(self.model.layout.windows),
             "blocks_per_request": self.blocks_per_seq(),
+            "states": states,
             "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
             "compile_seconds": compile_seconds,
             "step_seconds": token_seconds
@@ -188,7 +196,8 @@ class Startup:
             self.pack(model)
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
-            twin = Worker(config, model, pool, pool, self.new_state(config.max_num_seqs, "meta"))
+            states = torch.empty(2, model.state_size)
+            twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
             with self.guard.rehearse():
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
@@ -201,15 +210,26 @@ class Startup:
                         logits, news = twin.forward(shape._replace(adjusted=adjusted))
                         ops.logprobs(logits, news[0].long(), int(adjusted))
                 model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
-                ops.copy_blocks(pool, pairs)
-                ops.swap_blocks(pool, pool, pairs)
+                for moved in (pool, states) if model.state_size else (pool,):
+                    ops.copy_blocks(moved, pairs)
+                    ops.swap_blocks(moved, moved, pairs)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def new_worker(self, pool: torch.Tensor, host_pool: torch.Tensor, state: BatchState) -> Worker:
+    def new_worker(
+        self,
+        pool: torch.Tensor,
+        host_pool: torch.Tensor,
+        states: torch.Tensor,
+        host_states: torch.Tensor,
+        state: BatchState,
+    ) -> Worker:
         """A worker over these pools and this batch state. It is not warmed up yet."""
-        watch = self.guard.watch if self.guard else contextlib.nullcontext
-        return Worker(self.config, self.model, pool, host_pool, state, self.greedy_head, watch)
+        watch, pools = (
+            self.guard.watch if self.guard else contextlib.nullcontext,
+            (pool, host_pool, states, host_states),
+        )
+        return Worker(self.config, self.model, *pools, state, self.greedy_head, watch)
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
@@ -222,37 +242,94 @@ class Startup:
             return cpu.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def new_host_pool(self) -> torch.Tensor:
-        """A pool in the host's memory for blocks that the device has no room for.
+    def new_states(self, rows: int) -> torch.Tensor:
+        """A pool of recurrent states [rows, size] of zeros; the size is 0 where the model has none."""
+        shape = rows, self.model.state_size
+        if self.device == "cpu" and shape[1]:
+            return cpu.zeros(shape, torch.float32)
+        return torch.zeros(shape, device=self.device)
 
-        They belong to preempted sequences and to cached prefixes. The ranks of a machine share its memory. On a CPU
-        both pools lie in the same memory. So there is a host pool only where it is asked for, and it has no more blocks
-        than all sequences at full length can use.
+    def fit_states(self) -> int:
+        """How many recurrent states the prefix cache keeps; the memory plan then counts these.
+
+        On a CPU all states together may take as much memory as the KV pool and the host pool may.
+
+        Raises:
+            ValueError: the states do not fit.
+        """
+        room = 2 * self.cpu_room if self.device == "cpu" else None
+        count = self.group.min(count_snapshots(self.config, self.model, room))
+        states = 4 * self.model.state_size * (self.config.max_num_seqs + count)
+        self.memory = replace(self.memory, states=states)
+        if room is not None:
+            self.memory.beside_states(room)
+        return count
+
+    @property
+    def swap_space(self) -> float:
+        """GiB of the host's memory for what the devices have no room for. On a CPU it is the same memory as theirs, so
+        there is some only where it is asked for."""
+        if self.config.swap_space is not None:
+            return self.config.swap_space
+        return SWAP_SPACE if self.device == "cuda" or self.config.preemption_mode == "swap" else 0.0
+
+    def host_bytes(self) -> int:
+        """Bytes of it that this rank may use; the ranks of a machine share its memory."""
+        room = int(PINNED_SHARE * available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
+        return min(int(self.swap_space * 2**30 / self.group.local_size), room)
+
+    def new_host_states(self) -> torch.Tensor:
+        """Rows in the host's memory for the recurrent states of preempted sequences, in at most half of its bytes.
+
+        Raises:
+            ValueError: preemption by swap is asked for, and not one state fits.
+        """
+        config, size = self.config, 4 * self.model.state_size
+        if not size:
+            return torch.empty(0, 0)
+        count = min(self.host_bytes() // 2 // size, config.max_num_seqs) if config.preemption_mode != "recompute" else 0
+        if config.num_host_states is not None:
+            count = config.num_host_states
+        count = self.group.min(count)
+        states = self.new_host(count, (self.model.state_size,), torch.float32)
+        if config.num_host_states is not None and len(states) < count:  # the scheduler counts on them already
+            raise ValueError(f"num_host_states is {count}; the system lets {len(states)} of them be pinned")
+        if config.preemption_mode == "swap" and not len(states):
+            size *= 2 * self.group.local_size
+            raise ValueError(f"swap_space is {self.swap_space} GiB; twice a recurrent state takes {size} bytes")
+        return states
+
+    def new_host_pool(self, states: torch.Tensor) -> torch.Tensor:
+        """A pool in the host's memory for blocks that the device has no room for, beside the host's `states`.
+
+        The blocks belong to preempted sequences and to cached prefixes. On a CPU there are no more of them than all
+        sequences at full length can use.
 
         Raises:
             ValueError: preemption by swap is asked for, and not one block fits.
         """
-        config, cuda, shape = self.config, self.device == "cuda", self.block_shape()
+        config, cuda = self.config, self.device == "cuda"
         useful = config.preemption_mode != "recompute" or config.enable_prefix_caching
-        space = config.swap_space
-        if space is None:
-            space = SWAP_SPACE if cuda or config.preemption_mode == "swap" else 0.0
-        asked = int(space * 2**30 / self.group.local_size) if useful else 0
-        room = int(PINNED_SHARE * available_bytes() / self.sharers) if cuda else self.cpu_room
-        count = min(min(asked, room) // self.memory.block, MAX_HOST_POOLS * self.num_blocks)
+        space = max(0, self.host_bytes() - states.nbytes) if useful else 0
+        count = min(space // self.memory.block, MAX_HOST_POOLS * self.num_blocks)
         if not cuda:  # cached prefixes that fill gigabytes of the same memory would look like a leak
             count = min(count, self.blocks_per_seq() * config.max_num_seqs)
         if config.num_host_blocks is not None:
             count = config.num_host_blocks
-        count, dtype = self.group.min(count), self.model.embedding.dtype
-        pool = pinned(count, shape, dtype) if cuda else torch.empty(count, *shape, dtype=dtype)
-        pool = pool[: self.group.min(len(pool))]  # another rank may have got less
+        count = self.group.min(count)
+        pool = self.new_host(count, self.block_shape(), self.model.embedding.dtype)
         if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
             raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
         if config.preemption_mode == "swap" and not len(pool):
             size = self.memory.block * self.group.local_size
-            raise ValueError(f"swap_space is {space} GiB; one KV block takes {size} bytes")
+            raise ValueError(f"swap_space is {self.swap_space} GiB; one KV block takes {size} bytes")
         return pool
+
+    def new_host(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host [count, *shape], pinned beside a GPU, of which each rank then has as many rows."""
+        cuda = self.device == "cuda"
+        pool = pinned(count, shape, dtype) if cuda else torch.empty(count, *shape, dtype=dtype)
+        return pool[: self.group.min(len(pool))]  # another rank may have got less
 
     def new_state(self, slots: int, device: str = "") -> BatchState:
         """The batch state of `slots` sequences, on this worker's device or on another one."""
@@ -294,7 +371,8 @@ class Startup:
         length = min(tokens, self.max_model_len)
         count = min(tokens // length, config.max_num_seqs)
         pool = self.new_pool(1)
-        worker = self.new_worker(pool, pool[:0], self.new_state(count))
+        states = self.new_states(count)
+        worker = self.new_worker(pool, pool[:0], states, states[:0], self.new_state(count))
         blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -348,7 +426,12 @@ class Startup:
             worker.execute(StepPlan(0, rows=[(row.slot, length) for row in new], new=new)).result()
             seconds = time.perf_counter() - begun
             worker.execute(StepPlan(1, rows=[(0, 1)])).result()
-        worker.execute(StepPlan(2, released=[row.slot for row in new], copies=[(0, 0)]))
+        moves: dict[str, Any] = {"copies": [(0, 0)]}
+        if self.model.state_size:
+            moves["state_copies"] = [(0, 0)]
+        if len(worker.host_states):
+            moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
+        worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
         if self.guard:  # the head's product for many rows may be another specialization
             self.model.logits(self.model.embedding[:1].repeat(self.config.max_num_seqs, 1))
         return seconds / (count * length)
@@ -418,128 +501,6 @@ class Startup:
         return min(seconds) / count
 
 
-class CompileGuard:
-    """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
-
-    Compiling takes up to seconds, in which every stream stands still, and it would happen whenever a new kind of load
-    comes. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
-    itself says what it compiles. Its interpreter compiles nothing, so there the guard works out from a launch's
-    arguments what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
-
-    A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
-    same time, and runs none.
-
-    Args:
-        ops: the module `kernels`. Kernels are looked for in each file that its ops come from.
-    """
-
-    def __init__(self, ops: ModuleType):
-        import triton  # imported here, because a machine that runs plain torch may not have it
-
-        self.runtime = triton.knobs.runtime
-        modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
-        found = chain.from_iterable(vars(module).items() for module in modules.values())
-        self.kernels = {name: kernel for name, kernel in found if name.endswith("_kernel")}
-        self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
-        self.armed = False  # True once the worker is warm
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watch the launches inside the `with` block.
-
-        Raises:
-            LateCompile: a launch would compile a kernel, and the guard is armed.
-        """
-        runtime = self.runtime
-        if not runtime.interpret:
-            before, runtime.jit_cache_hook = runtime.jit_cache_hook, self._compile
-            try:
-                yield
-            finally:
-                runtime.jit_cache_hook = before
-            return
-        hooks = {name: partial(self._launch, name) for name in self.kernels}
-        for name, hook in hooks.items():
-            self.kernels[name].pre_run_hooks.append(hook)
-        try:
-            yield
-        finally:
-            for name, hook in hooks.items():
-                self.kernels[name].pre_run_hooks.remove(hook)
-
-    @contextlib.contextmanager
-    def rehearse(self) -> Iterator[None]:
-        """Compile the kernels that are launched inside the `with` block, and run none of them.
-
-        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
-        torch's `meta` device, where they have no memory.
-        """
-        import triton
-
-        for name, kernel in self.kernels.items():
-            kernel.run = partial(self._rehearse, name, kernel.run)
-        try:
-            with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
-                yield
-        finally:
-            for kernel in self.kernels.values():
-                del kernel.run  # uncovers the method of the class
-
-    def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        """Stands in for a kernel's `run`."""
-        if self.runtime.interpret:
-            self._launch(name, *args)  # the options are for Triton; the kernel has no such parameters
-        else:
-            run(*args, grid=grid, warmup=True, **options)
-
-    def _compile(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton calls this before it compiles a kernel, or loads it from its cache on disk; False lets it go on.
-
-        `compile` holds each parameter's name and type, and the constants and attributes by the parameter's index.
-        """
-        if self.armed:
-            kinds, constants, (attributes,) = [], compile["constants"], compile["configs"]
-            for i, (param, kind) in enumerate(compile["signature"].items()):
-                if (i,) in constants:
-                    kind = repr(constants[i,])
-                elif (i,) in attributes:
-                    kind += " aligned"
-                kinds.append(f"{param}: {kind}")
-            raise LateCompile(f"{fn.name}({', '.join(kinds)}) was not compiled in warm-up")
-        return False
-
-    def _launch(self, name: str, *args: Any, **kwargs: Any) -> None:
-        """The interpreter calls this before it runs a kernel."""
-        kernel = self.kernels[name]
-        arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-        kinds = [f"{param}: {specialization(kernel, param, value)}" for param, value in arguments.items()]
-        if (launch := f"{name}({', '.join(kinds)})") in self.seen:
-            return
-        if self.armed:
-            raise LateCompile(f"{launch} was not launched in warm-up")
-        self.seen.add(launch)
-
-
-def specialization(kernel: Any, name: str, value: Any) -> str:
-    """What Triton specializes on in an argument: a constexpr's value, else the type and whether 16 divides the value.
-
-    Args:
-        kernel: the interpreted kernel. name: its parameter. value: the argument.
-    """
-    if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
-        return repr(value)
-    unaligned = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())
-    if isinstance(value, torch.Tensor):
-        return f"*{value.dtype}" + (" aligned" if not unaligned and value.data_ptr() % ALIGNED == 0 else "")
-    if isinstance(value, float):
-        return "fp32"
-    if name in (kernel.kwargs["do_not_specialize"] or ()):
-        return "i32" if -(2**31) <= value < 2**31 else "i64"
-    if value == 1:
-        return "1"
-    return ("i32" if -(2**31) <= value < 2**31 else "i64") + (" aligned" if value % ALIGNED == 0 else "")
-
-
 def graph_sizes(most: int) -> list[int]:
     """The numbers of rows that decode steps are padded to: 1, 2, 4, the multiples of 8, and `most`."""
     return sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most})
@@ -572,10 +533,13 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     """How many tokens a sequence may have.
 
     Raises:
-        ValueError: this device does not have the `block_size`, or the model does not have the `max_model_len`.
+        ValueError: this device does not have the `block_size`, or the model has no such `max_model_len`, or no states.
     """
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+    if config.num_state_snapshots and not model_config.delta:
+        count, name = config.num_state_snapshots, model_config.architecture
+        raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")
     max_model_len = config.max_model_len or model_config.max_position
     if max_model_len > model_config.max_position:
         raise ValueError(
@@ -593,7 +557,11 @@ def check_room(
         ValueError: names what they take and what is free.
     """
     c = model_config
-    attention = sum(c.hidden_size * 2 * (c.num_heads + kv_heads) * dim for kv_heads, dim in c.kv_shapes)
+    with_keys = [shape for i, shape in enumerate(c.kv_shapes) if i not in c.delta_layers]
+    q = c.num_heads * (3 if c.row.out_gate else 2)  # heads of queries, gates and results
+    attention = sum(c.hidden_size * (q + 2 * kv_heads) * dim for kv_heads, dim in with_keys)
+    if c.delta:
+        attention += len(c.delta_layers) * c.delta.weights(c.hidden_size)
     if c.latent:
         attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
     tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
@@ -695,6 +663,9 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     else:
         free = available_bytes() - plan.weights * config.tensor_parallel_size
         room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
+        count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
+        plan = replace(plan, states=4 * model.state_size * count)
+        plan.beside_states(2 * room)
         where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
     for line in report(config, model, plan, room, where):
         print(line)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
+from compile_guard import LateCompile
 from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
@@ -35,10 +36,6 @@ from sanitizer import KVSanitizer
 Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
 
 
-class LateCompile(RuntimeError):
-    """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
-
-
 class Worker:
     """Runs the model on one device, or this rank's share of it: all ranks get the same plans and give the same results.
 
@@ -48,6 +45,9 @@ class Worker:
         pool: the KV pool [num_blocks, L, 2, KV, block_size, D] on the device, or one of latents, for L layers in a page
             (see `KVLayout`).
         host_pool: blocks of the same shape in the host's memory.
+        states: recurrent states [rows, size] float32 on the device, those of the slots first; see `StepPlan`. Where no
+            layer has a state, the size is 0.
+        host_states: rows of the same size in the host's memory.
         state: what the device knows of the sequences that run.
         greedy_head: finds greedy tokens on a CPU without computing all logits, where that pays.
         watch: a context in which kernels are launched; see `CompileGuard`.
@@ -59,12 +59,15 @@ class Worker:
         model: Transformer,
         pool: torch.Tensor,
         host_pool: torch.Tensor,
+        states: torch.Tensor,
+        host_states: torch.Tensor,
         state: BatchState,
         greedy_head: GreedyHead | None = None,
         watch: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.config, self.model, self.ops, self.group = config, model, model.ops, model.group
         self.pool, self.host_pool, self.state, self.device = pool, host_pool, state, state.device
+        self.states, self.host_states = states, host_states
         self.greedy_head, self.watch = greedy_head, watch
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # the rows that the batch state holds
@@ -116,7 +119,7 @@ class Worker:
         self.state.enter(plan)
         if plan.new:  # a slot may belong to another sequence now
             self.rows = None
-        if plan.swap_out or plan.swap_in or plan.copies:
+        if plan.swap_out or plan.swap_in or plan.copies or plan.state_out or plan.state_in or plan.state_copies:
             self.mark("move_blocks")
             self.move_blocks(plan)
             self.mark("apply")
@@ -312,11 +315,11 @@ class Worker:
         if plan:
             held = [(count, state.num_blocks[slot][0]) for slot, count in plan.rows[n:]]
         batch = Batch(
-            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, longer, shape.max_query_len,
-            held,
+            input_ids, positions, slot_mapping, seq_lens, slots, state.block_tables, n, starts, longer,
+            shape.max_query_len, held,
         )  # fmt: skip
         self.mark("model")
-        hidden = self.model.forward(batch, self.pool)
+        hidden = self.model.forward(batch, self.pool, self.states)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
         if self.config.pools:
@@ -355,13 +358,17 @@ class Worker:
         return pooled if self.model.score is None else F.linear(pooled, self.model.score)
 
     def move_blocks(self, plan: StepPlan) -> None:
-        """Swap and copy blocks in the plan's order: out, in, copies."""
-        if plan.swap_out:
-            self.ops.swap_blocks(self.pool, self.host_pool, self.to_device(np.array(plan.swap_out, dtype=np.int64)))
-        if plan.swap_in:
-            self.ops.swap_blocks(self.host_pool, self.pool, self.to_device(np.array(plan.swap_in, dtype=np.int64)))
-        if plan.copies:
-            self.ops.copy_blocks(self.pool, self.to_device(np.array(plan.copies, dtype=np.int64)))
+        """Swap and copy blocks in the plan's order: out, in, copies; and then recurrent states in the same way."""
+        for device, host, out, back, copies in (
+            (self.pool, self.host_pool, plan.swap_out, plan.swap_in, plan.copies),
+            (self.states, self.host_states, plan.state_out, plan.state_in, plan.state_copies),
+        ):
+            if out:
+                self.ops.swap_blocks(device, host, self.to_device(np.array(out, dtype=np.int64)))
+            if back:
+                self.ops.swap_blocks(host, device, self.to_device(np.array(back, dtype=np.int64)))
+            if copies:
+                self.ops.copy_blocks(device, self.to_device(np.array(copies, dtype=np.int64)))
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy of a host array on this worker's device; see `batch_state.to_device`."""

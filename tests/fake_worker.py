@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from beam import BeamSearch
 from config import EngineConfig
-from plan import Logprobs, StepPlan, StepResult
+from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request, SequenceGroup, derived_seed
@@ -70,10 +70,19 @@ def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n
 
 
 class FakeWorker:
-    """Follows plans over a pool of integers."""
+    """Follows plans over a pool of integers, and over one of states: what a sequence's has seen, all of its tokens."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: tuple[int, ...]):
-        self.size, self.windows = config.block_size, windows
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        windows: tuple[int, ...],
+        room: StateRoom | None = None,
+    ):
+        self.size, self.windows, self.room = config.block_size, windows, room
+        rows = (config.max_num_seqs + room.snapshots, room.host) if room else (0, 0)
+        self.states, self.host_states = ([None] * n for n in rows)
         self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
 
@@ -95,6 +104,9 @@ class FakeWorker:
             (plan.swap_out, self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
             (plan.copies, self.pool, self.pool),
+            (plan.state_out, self.states, self.host_states),
+            (plan.state_in, self.host_states, self.states),
+            (plan.state_copies, self.states, self.states),
         ):  # all at once, as a kernel does: it may not read what it writes, nor write twice
             assert len({target for _, target in pairs}) == len(pairs)
             assert origin is not goal or not {source for source, _ in pairs} & {target for _, target in pairs}
@@ -112,6 +124,10 @@ class FakeWorker:
                     assert (block, offset) not in written and block >= 0
                     written.add((block, offset))
                     self.pool[block][offset] = kind, row["tokens"][i]
+            if self.room:
+                seen = self.states[slot] if row["computed"] else []
+                assert seen == row["tokens"][: row["computed"]], "a state has seen something else"
+                self.states[slot] = row["tokens"][: row["computed"] + count]
             row["computed"] += count
         sampled, stopped, logprobs, scores = [], [], {}, {}
         for i, (slot, count) in enumerate(plan.rows):
@@ -139,7 +155,10 @@ class FakeWorker:
 
 
 class Engine:
-    """Scheduler and fake worker, checked after every step; a plan is made with `depth` - 1 results still to come."""
+    """Scheduler and fake worker, checked after every step; a plan is made with `depth` - 1 results still to come.
+
+    Sequences have states if there is room for some: snapshots, and rows in host memory.
+    """
 
     def __init__(
         self,
@@ -149,6 +168,7 @@ class Engine:
         windows: tuple[int, ...] = (0,),
         swap_cost: float = 0.0,
         depth: int = 1,
+        states: tuple[int, int] | None = None,
         **fields,
     ):
         fields = {"block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 16,
@@ -156,10 +176,11 @@ class Engine:
         self.now = 0.0  # a clock that a test turns by hand
         self.config = EngineConfig(**fields)
         self.max_model_len = max_model_len
+        room = StateRoom(*states, blocks=1.5) if states else None
         self.scheduler = Scheduler(
-            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost,
+            self.config, num_blocks, max_model_len, VOCAB, [EOS], num_host_blocks, windows, swap_cost, room,
             clock=lambda: self.now)  # fmt: skip
-        self.worker_args = self.config, num_blocks, num_host_blocks, windows
+        self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
         self.worker = FakeWorker(*self.worker_args)
         self.depth, self.flying = depth, deque()
         self.answers: dict[str, dict[int, list[int]]] = {}
@@ -218,6 +239,9 @@ class Engine:
         plan = self.scheduler.schedule()
         if not lost:
             self.worker.step(plan)
+            for failed in (*(plan for plan, _ in self.flying), plan):
+                for _, row in failed.state_copies:  # of states that have not come as far as they were to
+                    self.worker.states[row] = ["failed"]
         self._start_over(lost, cause)
 
     def _start_over(self, lost: bool, cause: str | None) -> None:

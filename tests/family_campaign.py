@@ -69,10 +69,18 @@ def kinds_of_layers(rng: random.Random, so_far: dict[str, Any]) -> list[str] | N
     return [rng.choice(("full_attention", "sliding_attention")) for _ in range(so_far["num_hidden_layers"])]
 
 
+def delta_layers(rng: random.Random, so_far: dict[str, Any]) -> list[str]:
+    """Layers with the gated delta rule, and one at least with attention."""
+    kinds = [rng.choice(DELTA_TYPES) for _ in range(so_far["num_hidden_layers"])]
+    kinds[rng.randrange(len(kinds))] = "full_attention"
+    return kinds
+
+
 def some_layers(share: float) -> Draw:
     return lambda rng, so_far: [i for i in range(so_far["num_hidden_layers"]) if rng.random() < share]
 
 
+DELTA_TYPES = ("linear_attention", "linear_attention", "full_attention")
 EXPERT_GATE = ("silu", "gelu_pytorch_tanh")
 GATE, PLAIN = ("silu", "gelu", "gelu_pytorch_tanh", "relu"), ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
 # How fields are drawn, in this order. A class gets those that it has.
@@ -120,17 +128,23 @@ FIELDS: dict[str, Draw] = {
     "qk_nope_head_dim": one_of(8, 16, 24),
     "qk_rope_head_dim": one_of(4, 8, 16),
     "v_head_dim": one_of(4, 8, 12),
+    "linear_conv_kernel_dim": one_of(2, 3, 4, 7),
+    "linear_key_head_dim": one_of(4, 8, 12),
+    "linear_value_head_dim": one_of(4, 8, 10),
+    "linear_num_key_heads": one_of(1, 2, 3),
+    "linear_num_value_heads": lambda rng, so_far: so_far["linear_num_key_heads"] * rng.choice((1, 2, 3)),
 }  # fmt: skip
+QWEN_NEXT = ("Qwen3NextConfig", "Qwen3_5TextConfig", "Qwen3_5MoeTextConfig")
 LEFT_ALONE = {  # what Manta has one value of, or what another field says
     "Ernie4_5Config": {"use_bias"}, "Phi3Config": {"attention_bias"}, "PhiConfig": {"qk_layernorm"},
     "MiniMaxM2Config": {"use_qk_norm"}, "Llama4TextConfig": {"layer_types", "sliding_window"},
     "DeepseekV2Config": {"mlp_bias", "norm_topk_prob"}, "SmolLM3Config": {"layer_types"},
-    "Gemma3TextConfig": {"attn_logit_softcapping"},
+    "Gemma3TextConfig": {"attn_logit_softcapping"}, **{name: {"layer_types"} for name in QWEN_NEXT},
 }  # fmt: skip
 PARTIAL = {"partial_rotary_factor"}
 PARTLY_ROTATED = {
     "GlmConfig", "Glm4Config", "Glm4MoeConfig", "GPTNeoXConfig", "PhiConfig", "Phi3Config", "NemotronConfig",
-    "StableLmConfig", "MiniMaxM2Config",
+    "StableLmConfig", "MiniMaxM2Config", *QWEN_NEXT,
 }  # fmt: skip
 
 
@@ -161,6 +175,8 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             shape[name] = field(rng, shape)
     if "layer_types" in has and not shape.get("sliding_window", 1):  # these classes look for one
         shape["sliding_window"] = rng.randint(2, 24)
+    if config in QWEN_NEXT:
+        shape["layer_types"] = delta_layers(rng, shape)
     if config == "FalconConfig":
         shape["parallel_attn"] |= shape["new_decoder_architecture"]
         if not shape["new_decoder_architecture"]:
@@ -175,7 +191,7 @@ def draw(rng: random.Random, config: str, has: dict[str, Any]) -> dict[str, Any]
             if "topk_method" in has:
                 shape["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
     act = next((n for n in ("hidden_act", "hidden_activation", "activation_function", "activation") if n in has), "")
-    if act and config not in ("GptOssConfig", "ApertusConfig"):
+    if act and config not in ("GptOssConfig", "ApertusConfig", *QWEN_NEXT):
         if config.startswith("Gemma"):
             shape[act] = "gelu_pytorch_tanh"
         else:
@@ -310,7 +326,7 @@ def compare(folder: Path, case: dict[str, Any], rng: random.Random) -> None:
     worker = start_worker(EngineConfig(str(folder), **options, **sizes), ModelConfig.from_folder(str(folder)))
     want, (short, long) = load_file(folder / "oracle.safetensors"), case["prompts"]
     seen, forward = [], worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]  # type: ignore
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]  # type: ignore
     kinds, _, per_seq = worker.state.block_tables.shape
     tables = torch.arange(2 * kinds * per_seq).view(2, kinds, per_seq).tolist()
     new = [NewRow(slot=i, token_ids=ids, blocks=tables[i]) for i, ids in enumerate(case["prompts"])]
@@ -405,6 +421,8 @@ KNOWN = {  # what people know a family by, where its name does not say it
     "Olmo3ForCausalLM": "OLMo 3", "SmolLM3ForCausalLM": "SmolLM3", "SeedOssForCausalLM": "Seed-OSS",
     "Gemma2ForCausalLM": "Gemma 2", "GraniteMoeForCausalLM": "Granite 3 MoE", "OlmoeForCausalLM": "OLMoE",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-57B-A14B", "Qwen3MoeForCausalLM": "Qwen3 MoE",
+    "Qwen3NextForCausalLM": "Qwen3-Next", "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5 MoE (text)",
 }  # fmt: skip
 BEGIN, END = "<!-- the table: python tests/family_campaign.py --table -->", "<!-- its end -->"
 TRAITS = {  # what a row's field says, in words
@@ -418,7 +436,9 @@ TRAITS = {  # what a row's field says, in words
     "full_heads": {True: "other heads in layers that see all"}, "v_norm": {True: "norm of values"},
     "kv_shared": {"num_kv_shared_layers": "shared keys"},
     "layer_inputs": {"hidden_size_per_layer_input": "embeddings for each layer"},
-    "embed_scale": {"sqrt": "scaled embeddings"}, "interleaved": {True: "interleaved RoPE"},
+    "delta": {"split": "gated delta rule in some layers", "by_heads": "gated delta rule in some layers"},
+    "out_gate": {True: "gated attention"}, "embed_scale": {"sqrt": "scaled embeddings"},
+    "interleaved": {True: "interleaved RoPE"},
 }  # fmt: skip
 
 

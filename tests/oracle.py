@@ -38,8 +38,10 @@ def make(name: str, case: dict, folder: Path) -> None:
     kind = getattr(transformers, case.get("head", "AutoModelForCausalLM"))
     model = kind.from_config(config, attn_implementation="eager", **more).float()
     with torch.no_grad():  # wide enough that the logits differ clearly and every weight matters
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if parameter.ndim == 1 and parameter.mean() > 0.5 else 0.0, 0.15)
+            if name.endswith(".A_log"):  # of recurrent states, which then remember some tens of tokens
+                parameter.sub_(3.0)
         for name, buffer in model.named_buffers():
             if name.endswith(".layer_scalar"):  # Gemma 4's, which is saved like a weight
                 buffer.normal_(0.8, 0.15)

@@ -18,13 +18,13 @@ pytest.importorskip("triton")
 
 import kernels
 import memory
+from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
-from startup import CompileGuard, Startup, pick_ops
-from test_worker import SHAPE, row
-from worker import LateCompile
+from startup import Startup, pick_ops
+from test_worker import HYBRID, SHAPE, row
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -57,8 +57,13 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
         (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
         ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
         pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
+        pytest.param(
+            HYBRID,
+            {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8},
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["swap", "windows", "batch invariant", "latents"],
+    ids=["swap", "windows", "batch invariant", "latents", "states"],
 )
 def test_warm_up_covers_random_traffic(make, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
@@ -119,8 +124,18 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
         ({}, {"batch_invariant": True}),
         (LATENT, {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2}),
         pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
+        (HYBRID, {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2}),
+        pytest.param(HYBRID, {"batch_invariant": True}, marks=pytest.mark.long),
     ],
-    ids=["plain", "windows", "batch invariant", "latents", "latents, batch invariant"],
+    ids=[
+        "plain",
+        "windows",
+        "batch invariant",
+        "latents",
+        "latents, batch invariant",
+        "states",
+        "states, batch invariant",
+    ],
 )
 def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
     core = make(shape, **fields)
@@ -147,8 +162,8 @@ import kernels
 import memory
 from config import EngineConfig
 from model_config import ModelConfig
-from startup import CompileGuard, Startup
-from worker import LateCompile
+from startup import Startup
+from compile_guard import CompileGuard, LateCompile
 
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)

@@ -343,7 +343,7 @@ def logprob(llm):
     )
     worker = start_worker(config, llm.core.model_config)
     seen, forward = [], worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
 
     def total(prompt: str, answer: list[int]) -> float:
         ids = llm.tokenizer.encode(prompt) + answer

@@ -59,7 +59,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "config": set(),
     "families": set(),
     "config_fields": {"families"},
-    "model_config": {"config", "config_fields", "families", "kv_layout", "quantization"},
+    "model_config": {"config", "config_fields", "families", "kv_layout", "quantization", "sizes"},
+    "sizes": set(),
     "quantization": set(),
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
@@ -76,17 +77,18 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "ring": {"plan"},
     # device
     "worker": {
-        "batch_state", "config", "cpu", "memory", "model", "model_config", "parallel", "plan", "sampling_params",
-        "sanitizer"},
+        "batch_state", "compile_guard", "config", "cpu", "memory", "model", "model_config", "parallel", "plan",
+        "sampling_params", "sanitizer"},
     "startup": {
-        "batch_state", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model", "model_config",
-        "parallel", "plan",
-        "pooling", "reference", "sampling_params", "sanitizer", "worker"},
+        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model",
+        "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "sanitizer", "worker"},
+    "compile_guard": set(),
     "batch_state": {"cpu", "plan", "sampling_params"},
-    "model": {"latent_attention", "layers", "model_config", "parallel", "rope"},
+    "model": {"delta_net", "latent_attention", "layers", "model_config", "parallel", "rope"},
     "layers": {"families", "model_config", "parallel"},
     "latent_attention": {"layers", "model_config"},
-    "rope": {"model_config"},
+    "delta_net": {"layers", "model_config"},
+    "rope": {"sizes"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
     "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel"},
@@ -109,11 +111,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
-    "pooling", "quantization", "sampling_params", "scheduler", "sequence",
+    "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
-    "worker", "startup", "batch_state", "model", "layers", "latent_attention", "rope", "loader", "dequantize", "memory",
-    "parallel", "sanitizer",
+    "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",
+    "loader", "dequantize", "memory", "parallel", "sanitizer",
 }  # fmt: skip
 # These define what kernels and cpu_ops pass on.
 HOMES_OF_OPS = {
@@ -177,7 +179,7 @@ def test_every_backend_has_the_specifications_ops():
         assert set(found) - set(ops) == beside
     text = "".join(
         (ROOT / f"{name}.py").read_text()
-        for name in ("batch_state", "latent_attention", "layers", "model", "worker", "startup")
+        for name in ("batch_state", "delta_net", "latent_attention", "layers", "model", "worker", "startup")
     )
     used = set(re.findall(r"\bops\.([a-z_]+)\(", text))
     # keys_of is for those who look into a pool from outside, too.

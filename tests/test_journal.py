@@ -16,16 +16,18 @@ from config import EngineConfig
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
 from journal import Journal, replay
-from plan import StepResult
+from plan import StateRoom, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
-def record(path: Path, depth: int = 1, **fields) -> list[str]:
+def record(path: Path, depth: int = 1, states: tuple[int, int] | None = None, **fields) -> list[str]:
     """Traffic over a small pool, with `depth` steps in flight and its journal written to `path`."""
     flying = deque()
-    engine = Engine(num_blocks=16, max_model_len=48, num_host_blocks=20, **fields)
+    engine = Engine(num_blocks=16, max_model_len=48, num_host_blocks=20, states=states, **fields)
     sizes = {"num_blocks": 16, "max_model_len": 48, "vocab_size": VOCAB, "eos_token_ids": [EOS], "num_host_blocks": 20}
+    if states:
+        sizes["states"] = StateRoom(*states, blocks=1.5)
     journal = Journal(str(path), engine.config, sizes)
     engine.scheduler.clock = journal.clock
     for i in range(12):
@@ -70,8 +72,9 @@ def record(path: Path, depth: int = 1, **fields) -> list[str]:
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 48, "scheduler_delay_factor": 0.5},
         {"enable_prefix_caching": False, "max_num_seqs": 3},
         {"depth": 2, "preemption_mode": "swap"},
+        {"states": (4, 3), "preemption_mode": "swap"},
     ],
-    ids=["defaults", "swap", "priority", "fair", "classic", "few slots", "ahead"],
+    ids=["defaults", "swap", "priority", "fair", "classic", "few slots", "ahead", "states"],
 )
 def test_replay_makes_the_same_decisions(tmp_path, fields):
     lines = record(tmp_path / "journal", **fields)
@@ -80,6 +83,8 @@ def test_replay_makes_the_same_decisions(tmp_path, fields):
     assert not scheduler.has_work()
     if "max_num_seqs" not in fields:
         assert any(json.loads(line).get("preempted") for line in lines)
+    moves = [json.loads(line)["moves"] for line in lines if "moves" in json.loads(line)]
+    assert [*map(any, zip(*moves, strict=True))][3:] == ([True] * 3 if "states" in fields else [])
 
 
 def test_the_journal_says_why_a_request_waits(tmp_path):

@@ -127,14 +127,14 @@ def forward(model: Transformer, pool: torch.Tensor, rows: list[tuple[int, list[i
     positions = torch.cat([torch.arange(before, before + len(tokens)) for before, tokens, _ in rows])
     owners = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
     lens = torch.tensor([before + len(tokens) for before, tokens, _ in rows], **ints)
-    starts = torch.tensor([0, *accumulate(counts[decodes:])], **ints)
+    starts, longer = (torch.tensor([0, *accumulate(some)], **ints) for some in (counts, counts[decodes:]))
     batch = Batch(
         torch.tensor([token for _, tokens, _ in rows for token in tokens]), positions,
         (tables[owners, positions // 16].long() * 16 + positions % 16)[None], lens,
-        torch.arange(len(rows), **ints), tables[None], decodes, starts, max(counts),
+        torch.arange(len(rows), **ints), tables[None], decodes, starts, longer, max(counts),
         [(len(tokens), held) for _, tokens, held in rows[decodes:]],
     )  # fmt: skip
-    return model.forward(batch, pool)
+    return model.forward(batch, pool, torch.empty(len(rows), 0))
 
 
 @pytest.fixture

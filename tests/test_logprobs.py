@@ -251,7 +251,7 @@ def forced(llm: LLM, ids: list[int]) -> torch.Tensor:
     llm.core.reset_prefix_cache()  # these blocks are written past its books
     worker, seen = llm.core.executor.worker, []
     forward = worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     blocks = list(range(-(-len(ids) // llm.config.block_size)))
     try:
         worker.step(StepPlan(0, rows=[(0, len(ids))], new=[NewRow(slot=0, token_ids=ids, blocks=[blocks])]))

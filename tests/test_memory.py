@@ -135,12 +135,18 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": None,
 }  # fmt: skip
 MOE = {"enable_moe_block": True, "top_k_experts": 4, "num_experts_per_tok": None}
+DELTA = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    "layer_types": ["full_attention", "linear_attention"], "head_dim": 8,
+}  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "Gemma2ForCausalLM": {"head_dim": 8, "sliding_window": 16},
     "Gemma4ForCausalLM": GEMMA4 | EXPERTS | MOE,
     "GptOssForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 4},
     "Qwen3MoeForCausalLM": EXPERTS,
+    "Qwen3NextForCausalLM": EXPERTS | DELTA | {"shared_expert_intermediate_size": 32},
+    "Qwen3_5ForCausalLM": DELTA,
     "DeepseekV3ForCausalLM": EXPERTS | {
         "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "q_lora_rank": 24,
         "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_experts": None},
@@ -169,6 +175,8 @@ def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
     layers = model.layout.layers[model.layout.places[0][0]]
     pool = torch.zeros(1, layers, parts, heads, 64, dim, dtype=torch.bfloat16)
     assert plans[0].block == pool.nbytes and plans[0].graphs == plans[0].context == 0
+    matrices, inputs = torch.zeros(10, 8 // size, 16, 8), torch.zeros(10, 192 // size, 3)  # 5 sequences, 5 prefixes
+    assert plans[0].states == (matrices.nbytes + inputs.nbytes if "linear_key_head_dim" in raw else 0)
 
 
 WIDE, HEADS, VOCAB = {"intermediate_size": 320}, {"num_attention_heads": 8, "head_dim": 32}, {"vocab_size": 9000}
@@ -179,6 +187,13 @@ LATENT = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
     "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0, "max_position_embeddings": 48,
 }  # fmt: skip
+
+
+STATES = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **DELTA, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}  # fmt: skip
+GATED = STATES | {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "head_dim": 64}
 
 
 @pytest.mark.interpreted
@@ -201,10 +216,14 @@ LATENT = {
          "bfloat16"),
         ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, [40], 1, "float32"),
         ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4, **EXPERTS, **MOE}, [40], 1, "float32"),
+        (STATES, [40], 1, "float32"),
+        (STATES, [40], 1, "bfloat16"),
+        (STATES, [1] * 8, 1, "float32"),
+        (GATED, [40], 1, "float32"),
     ],
     ids=["latents", "latents in bfloat16", "mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary",
          "vocabulary of two", "mlp of two", "experts", "shared expert",
-         "inputs of layers", "experts beside"],
+         "inputs of layers", "experts beside", "states", "states in bfloat16", "states of decodes", "gated"],
 )  # fmt: skip
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
@@ -248,10 +267,10 @@ def test_products_of_our_own_have_room_for_their_parts(make):
 
 
 def test_the_plan_knows_the_kernels_constants():
-    kernels, matmul, sampling = (pytest.importorskip(name) for name in ("kernels", "matmul", "sampling"))
+    kernels, matmul, sampling, delta = map(pytest.importorskip, ("kernels", "matmul", "sampling", "delta"))
     assert (sampling.SAMPLE_CHUNK, sampling.SAMPLE_BUFFER, sampling.SAMPLE_GROUP) == (4096, 16384, 64)
     assert (matmul.LINEAR_ROWS, 2 * matmul.LINEAR_PROGRAMS * 128) == (64, 2**15)
-    assert kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
+    assert delta.CHUNK == memory.CHUNK and kernels.DECODE_PROGRAMS == 2 and kernels.PROCESSORS <= memory.PROCESSORS
 
 
 @pytest.mark.interpreted
@@ -291,7 +310,7 @@ def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
     """There are several rows where one cannot be so long. A count of CPU tensors stands in for CUDA's."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
-    made.model.forward = lambda batch, pool: seen.append(len(batch.input_ids)) or forward(batch, pool)
+    made.model.forward = lambda batch, *args: seen.append(len(batch.input_ids)) or forward(batch, *args)
     with LiveBytes(*tensors(*made.model.owners())) as live:
         fake = SimpleNamespace(
             memory_allocated=lambda: live.now,

@@ -78,7 +78,7 @@ def answers(worker: Worker) -> dict:
     The second prompt's tokens are drawn, and the others' are the likeliest.
     """
     seen, forward = [], worker.model.forward
-    worker.model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    worker.model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     vocab = worker.model.config.vocab_size
     new = [NewRow(slot=slot, token_ids=[(3 * i * i + slot) % vocab for i in range(n)],
                   blocks=[list(range(slot * PER_SEQ, (slot + 1) * PER_SEQ))], temperature=float(slot == 1), seed=7)

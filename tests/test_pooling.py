@@ -133,7 +133,7 @@ def test_a_checkpoint_for_text_is_an_embedder_too(checkpoints, llm):
     assert embedder.core.executor.worker.model.head is None
     seen, model = [], llm.core.executor.worker.model
     forward = model.forward
-    model.forward = lambda batch, pool: seen.append(forward(batch, pool)) or seen[-1]
+    model.forward = lambda *args: seen.append(forward(*args)) or seen[-1]
     llm.generate(prompt, SamplingParams(max_tokens=1), use_tqdm=False)
     model.forward = forward
     (found,) = embedder.embed(prompt, RAW, use_tqdm=False)

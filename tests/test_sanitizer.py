@@ -22,11 +22,12 @@ from config import EngineConfig
 from engine import EngineCore, SamplingParams
 from fake_worker import VOCAB, FakeWorker, prompt
 from kv_cache import BlockManager, BlockSpaceManager
-from plan import EngineCoreRequest, StepPlan, StepResult
+from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
 from sanitizer import KVSanitizer, SanitizerError
 from scheduler import Scheduler
 from test_engine import FEW, GREEDY, STORY, tokens
-from test_worker import SHAPE
+from test_worker import HYBRID, SHAPE, STATE
+from worker import Worker
 
 LONG = SamplingParams(temperature=0, max_tokens=40)
 
@@ -207,20 +208,117 @@ def test_a_copy_that_was_planned_and_not_made(make_core, monkeypatch):
     )
 
 
+# --- recurrent states -----------------------------------------------------------------------------------------------
+
+
+def violation_of(make_core, monkeypatch, change, **fields) -> str:
+    """What is said where a plan's moves of states are others than the scheduler has decided: `change(plan)` says which.
+
+    Request b begins as a did, which has ended, and c as nobody did. Where blocks run out they are preempted.
+    """
+    execute, core = Worker.execute, make_core(HYBRID, **fields)
+    monkeypatch.setattr(
+        Worker, "execute", lambda worker, plan: execute(worker, change(plan) if worker.sanitizer else plan)
+    )
+    for names in ("a", "bc"):
+        for name in names:
+            core.add(EngineCoreRequest(name, prompt(10, 2 if name == "c" else 1), LONG))
+        if names == "a":
+            run(core)
+    with pytest.raises(SanitizerError) as violation:
+        run(core)
+    return str(violation.value)
+
+
+def test_a_state_that_was_not_brought(make_core, monkeypatch):
+    def change(plan: StepPlan) -> StepPlan:
+        return replace(plan, state_copies=[(row, to) for row, to in plan.state_copies if row < 8])
+
+    assert violation_of(make_core, monkeypatch, change) == (
+        "KV sanitizer: step 41, request 'b': the recurrent state in row 0 holds what request 'a' wrote in step 40, not "
+        "this sequence's first 8"
+    )
+
+
+def test_a_state_of_other_tokens(make_core, monkeypatch):
+    """The snapshot that b gets is the one of a's latest output."""
+
+    def change(plan: StepPlan) -> StepPlan:
+        return replace(plan, state_copies=[(9 if row >= 8 else row, to) for row, to in plan.state_copies])
+
+    assert violation_of(make_core, monkeypatch, change) == (
+        "KV sanitizer: step 41, request 'b': the recurrent state in row 0 holds what request 'a' wrote in step 39, "
+        "not this sequence's first 8"
+    )
+
+
+def test_a_state_that_saw_too_much(make_core, monkeypatch):
+    """A snapshot is taken one step too late."""
+    late = []
+
+    def change(plan: StepPlan) -> StepPlan:
+        late.append([(row, to) for row, to in plan.state_copies if to >= 8])
+        now = [(row, to) for row, to in plan.state_copies if to < 8]
+        return replace(plan, state_copies=now + (late[-2] if len(late) > 1 else []))
+
+    found = violation_of(make_core, monkeypatch, change)
+    assert "'b': the recurrent state in row 0 has seen the first 10 tokens of request 'b', not this sequence's" in found
+
+
+def test_a_state_that_comes_back_as_another_ones(make_core, monkeypatch):
+    """The states of two preempted requests change places."""
+
+    def change(plan: StepPlan) -> StepPlan:
+        return replace(plan, state_out=[(row, 1 - to) for row, to in plan.state_out])
+
+    fields = {"preemption_mode": "swap", "num_gpu_blocks_override": 20, "enable_prefix_caching": False}
+    found = violation_of(make_core, monkeypatch, change, **fields, schedule_conservativeness=0.0)
+    assert re.search(r"request 'c': the recurrent state in row \d holds nothing that was written since", found), found
+
+
+def test_a_state_that_was_planned_and_not_moved(make_core, monkeypatch):
+    """Only the poison in the pool shows it."""
+    copy_blocks = cpu_ops.copy_blocks
+
+    def forgetful(pool: torch.Tensor, pairs: torch.Tensor) -> None:
+        if pool.shape[1] != STATE // 4:
+            copy_blocks(pool, pairs)
+
+    monkeypatch.setattr(cpu_ops, "copy_blocks", forgetful)
+    core = make_core(HYBRID)
+    core.add(EngineCoreRequest("a", prompt(10), replace(LONG, max_tokens=2)))
+    core.add(EngineCoreRequest("c", prompt(10, 2), LONG))
+    for _ in range(6):  # a has left its slot
+        core.step()
+    core.add(EngineCoreRequest("b", prompt(10), LONG))
+    with pytest.raises(SanitizerError, match="request 'b': its hidden state is NaN"):
+        run(core)
+
+
 # --- no false alarms ------------------------------------------------------------------------------------------------
 
 
 class CheckedWorker(FakeWorker):
     """The worker made of integers, with a sanitizer that follows it. Its pool holds the tokens themselves."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int, windows: tuple[int, ...]):
-        super().__init__(config, num_blocks, num_host_blocks, windows)
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_blocks: int,
+        num_host_blocks: int,
+        windows: tuple[int, ...],
+        room: StateRoom | None,
+    ):
+        super().__init__(config, num_blocks, num_host_blocks, windows, room)
         columns = -(-64 // self.size)
         self.state = BatchState(config.max_num_seqs, 64, columns, self.size, VOCAB, "cpu", len(windows))
         self.kv, self.host_kv = (torch.zeros(n, self.size) for n in (num_blocks, num_host_blocks))
+        self.sums = torch.zeros(len(self.states), 1)  # of the tokens that each state has seen
+        self.host_sums = torch.zeros(len(self.host_states), 1)
         self.sanitizer = KVSanitizer(
-            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, windows
-        )
+            self.kv, num_host_blocks, self.state.token_ids, self.state.block_tables, self.size, windows,
+            self.sums if room else None, len(self.host_sums),
+        )  # fmt: skip
 
     def step(self, plan: StepPlan) -> StepResult:
         state, sanitizer = self.state, self.sanitizer
@@ -228,7 +326,8 @@ class CheckedWorker(FakeWorker):
         state.apply(reference)
         for pairs, source, target in (
             (plan.swap_out, self.kv, self.host_kv), (plan.swap_in, self.host_kv, self.kv),
-            (plan.copies, self.kv, self.kv),
+            (plan.copies, self.kv, self.kv), (plan.state_out, self.sums, self.host_sums),
+            (plan.state_in, self.host_sums, self.sums), (plan.state_copies, self.sums, self.sums),
         ):  # fmt: skip
             if pairs:
                 reference.swap_blocks(source, target, torch.tensor(pairs))
@@ -250,6 +349,11 @@ class CheckedWorker(FakeWorker):
             place = torch.arange(begin, end)
             held = self.kv[state.block_tables[kind, slot, place // self.size].long(), place % self.size]
             assert torch.equal(held, state.token_ids[slot, place].float()), "poison came where it must not"
+        for slot, count, end in rows if self.room else ():
+            known = state.token_ids[slot, :end].float()
+            before = self.sums[slot] if end > count else torch.zeros(1)
+            self.sums[slot] = before + known[end - count :].sum()
+            assert self.sums[slot] == known.sum(), "poison came where it must not"
         result = super().step(plan)
         samples = np.array(result.token_ids) >= 0
         at = torch.tensor(np.where(samples, samples.cumsum() - 1, -1)).int()
@@ -267,14 +371,16 @@ def test_no_false_alarm_in_random_scenarios(monkeypatch, part):
         test_scenarios.run_scenario(seed)
 
 
-@pytest.mark.parametrize("window", [None, 5], ids=["whole context", "window"])
+@pytest.mark.parametrize(
+    "shape", [{}, {"sliding_window": 5}, HYBRID], ids=["whole context", "window", "recurrent states"]
+)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_no_false_alarm_on_a_random_model(make_core, window, mode):
+def test_no_false_alarm_on_a_random_model(make_core, shape, mode):
     """Samples, beams, chunks and prefixes come and go in a pool that is far too small."""
     answers = []
     for checked in (True, False):
         core = make_core(
-            {"sliding_window": window}, sanitize_kv=checked, preemption_mode=mode, num_gpu_blocks_override=18,
+            shape, sanitize_kv=checked, preemption_mode=mode, num_gpu_blocks_override=18,
             max_num_batched_tokens=16, schedule_conservativeness=0.0, seed=3,
         )  # fmt: skip
         got: dict[tuple[str, int], list[int]] = {}

@@ -14,6 +14,7 @@ from kv_layout import most_blocks
 from scheduler import Scheduler
 from sequence import Request
 
+STATES = (None, None, (0, 0), (1, 2), (2, 0), (3, 6), (8, 6))  # snapshots of states, and rows for them in host memory
 KINDS = ((0,), (0,), (7,), (0, 7), (0, 3), (9, 4), (0, 5, 5))  # windows of the kinds of layers
 
 
@@ -31,7 +32,7 @@ class Scenario:
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
-                 poison=None):  # fmt: skip
+                 poison=None, states=None):  # fmt: skip
         blocks += 4 * len(windows) - 4  # so that each kind can have some
 
         def needed(length):
@@ -39,7 +40,7 @@ class Scenario:
 
         self.limit, self.fair = max(n for n in range(2, 41) if needed(n) <= blocks), policy == "fair"
         self.engine = Engine(
-            blocks, self.limit, host, windows, 1.5, depth, block_size=size, max_num_seqs=seqs,
+            blocks, self.limit, host, windows, 1.5, depth, states, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
             schedule_conservativeness=reserve, num_lookahead_slots=ahead,
@@ -132,7 +133,8 @@ class Scenario:
                 continue
             for index, tokens in engine.answers[name].items():
                 assert tokens == expected(ids, max_tokens, self.limit, seed=sample_seed(index))
-        for pool in (engine.scheduler.blocks, engine.scheduler.space.host):
+        space = engine.scheduler.space
+        for pool in (space.device, space.host, *((space.states.snapshots, space.states.host) if space.states else ())):
             assert pool.num_free == pool.num_blocks
 
 
@@ -143,7 +145,7 @@ def run_scenario(seed: int) -> Scheduler:
         rng.randint(8, 24), rng.choice((0, 5, 24)), rng.choice((1, 3, 4)), rng.randint(1, 6), rng.randint(6, 20),
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
-        rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)),
+        rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
@@ -176,7 +178,7 @@ class Traffic(RuleBasedStateMachine):
         tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
         reserve=st.sampled_from((0.0, 1.0)), windows=st.sampled_from(KINDS), ahead=st.integers(0, 3),
-        depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3))  # fmt: skip
+        depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3), states=st.sampled_from(STATES))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)
 

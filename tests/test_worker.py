@@ -116,6 +116,101 @@ def test_preemption_by_swap_needs_room(make):
         make(preemption_mode="swap", swap_space=0.0)
 
 
+# --- recurrent states -------------------------------------------------------------------------------------------------
+
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 8, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 3, "linear_conv_kernel_dim": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_hidden_layers": 3,
+}  # fmt: skip
+STATE = 4 * 2 * (4 * 4 * 3 + 28 * 2)  # bytes: in 2 layers 4 heads of 4 x 3, and 28 channels' latest 2 inputs
+
+
+def test_states_move_in_the_plans_order(make):
+    """Out to the host, in from it, and then copies, of which each takes what was there before the step's tokens."""
+    worker = make(HYBRID, max_num_seqs=3, num_state_snapshots=2, preemption_mode="swap", swap_space=0.001)
+    assert worker.states.shape == (5, STATE // 4) and len(worker.host_states) == 3
+    worker.states[:] = torch.arange(5.0)[:, None]
+    worker.host_states[:] = torch.arange(10.0, 13.0)[:, None]
+    plan = StepPlan(0, state_out=[(0, 1), (2, 0)], state_in=[(1, 2), (2, 0)], state_copies=[(2, 3), (4, 1)])
+    worker.step(plan)
+    assert worker.states[:, 0].tolist() == [12, 4, 0, 0, 4] and worker.host_states[:, 0].tolist() == [2, 0, 12]
+    assert (worker.states == worker.states[:, :1]).all()
+
+
+def test_a_state_goes_on_wherever_it_was_moved(make):
+    """Between two parts of a prompt it goes to the host and comes back elsewhere, or becomes a beginning for others."""
+    worker = make(HYBRID, max_num_seqs=3, num_state_snapshots=2, preemption_mode="swap", swap_space=0.001)
+    tokens = [3 + 7 * i % 90 for i in range(30)]
+    (want,) = worker.step(StepPlan(0, rows=[(0, 30)], new=[row(0, tokens, blocks=[0, 1])])).token_ids
+    worker.states.fill_(torch.nan)  # who begins anew reads nothing
+    worker.step(StepPlan(1, rows=[(0, 16)], released=[0], new=[row(0, tokens, blocks=[2, 3])]))
+    worker.step(StepPlan(2, released=[0], state_out=[(0, 1)]))
+    worker.states.fill_(torch.nan)
+    new = [row(2, tokens, 16, blocks=[2, 4])]
+    found = worker.step(StepPlan(3, rows=[(2, 14)], new=new, state_in=[(1, 2)], state_copies=[]))
+    assert found.token_ids == [want]
+    worker.step(StepPlan(4, released=[2], new=[row(1, tokens, blocks=[5, 6])], rows=[(1, 16)]))
+    worker.step(StepPlan(5, state_copies=[(1, 4)], rows=[(1, 14)]))
+    new = [row(0, tokens, 16, blocks=[5, 7])]
+    assert worker.step(StepPlan(6, new=new, rows=[(0, 14)], state_copies=[(4, 0)])).token_ids == [want]
+
+
+def test_rows_that_only_fill_up_a_step_leave_states_alone(make):
+    worker = make(HYBRID, max_num_seqs=4)
+    worker.graph_sizes = [4]
+    worker.states.fill_(1.0)
+    worker.step(StepPlan(0, rows=[(1, 1)], new=[row(1, [5])]))
+    assert worker.rows.shape.rows == 4
+    assert (worker.states != 1).any(1).tolist() == [False, True, *[False] * 6]
+
+
+@pytest.mark.parametrize(
+    ("fields", "snapshots", "host"),
+    [
+        ({}, 8, 0),
+        ({"num_state_snapshots": 3}, 3, 0),
+        ({"num_state_snapshots": 0}, 0, 0),
+        ({"enable_prefix_caching": False}, 0, 0),
+        ({"swap_space": 20.5 * STATE / 2**30}, 8, 8),  # one for each sequence, in half of it
+        ({"swap_space": 7.5 * STATE / 2**30}, 8, 3),
+        ({"swap_space": 1.0, "preemption_mode": "recompute"}, 8, 0),
+        ({"swap_space": 1.0, "num_host_states": 5}, 8, 5),
+    ],
+)  # fmt: skip
+def test_the_engine_is_told_how_many_states_there_are(make, fields, snapshots, host):
+    worker = make(HYBRID, **{"swap_space": 0.0} | fields)
+    assert len(worker.states) == 8 + snapshots and len(worker.host_states) == host
+    block = 16 * 2 * 2 * 8 * 4
+    assert worker.facts()["states"] == {"snapshots": snapshots, "host": host, "blocks": STATE / block}
+    assert worker.facts()["memory"]["states"] == (8 + snapshots) * STATE
+
+
+def test_on_a_cpu_states_take_half_of_the_memory(make, monkeypatch):
+    def start(free: int, **fields) -> Worker:
+        monkeypatch.setattr(startup, "available_bytes", lambda: free)
+        return make(HYBRID, max_num_seqs=400, max_model_len=16, num_gpu_blocks_override=9, **fields)
+
+    for states, snapshots in ((2000, 400), (1300, 250), (800, 0)):
+        assert start(states * STATE).facts()["states"]["snapshots"] == snapshots
+    for states, fields, count in ((790, {}, 400), (1000, {"num_state_snapshots": 101}, 501)):
+        free = states * STATE // 2
+        what = rf"prefix cache take {count * STATE} bytes, and {free} are free for them: lower max_num_seqs or"
+        with pytest.raises(ValueError, match=what):
+            start(states * STATE, **fields)
+
+
+def test_a_model_without_states_keeps_none(make):
+    worker = make()
+    assert worker.facts()["states"] is None and worker.states.shape == (8, 0) and not len(worker.host_states)
+    with pytest.raises(ValueError, match="num_state_snapshots is 2; MistralForCausalLM has no recurrent states"):
+        make(num_state_snapshots=2)
+    with pytest.raises(ValueError, match="num_state_snapshots is 2; without prefix caching it must be 0"):
+        make(HYBRID, num_state_snapshots=2, enable_prefix_caching=False)
+    with pytest.raises(ValueError, match=rf"swap_space is 0.0 GiB; twice a recurrent state takes {2 * STATE} bytes"):
+        make(HYBRID, preemption_mode="swap", swap_space=0.0)
+
+
 def test_swap_cost_is_in_tokens(make, monkeypatch):
     monkeypatch.setattr(Startup, "run_prompts", lambda self: 0.003)
     monkeypatch.setattr(Startup, "time_swap", lambda self: 0.001)
@@ -216,11 +311,12 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 
 
 @pytest.mark.interpreted
-def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch):
+@pytest.mark.parametrize("shape", [{}, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["keys", "states"])
+def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch, shape):
     """With batch_invariant logits are bit-equal in one go, in chunks, beside another row, and as a decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
-    worker, found = make(dtype="bfloat16", batch_invariant=True), []
+    worker, found = make(shape, dtype="bfloat16", batch_invariant=True), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: found.append(logits(hidden)) or found[-1])
     prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(40)]
@@ -347,15 +443,16 @@ def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     worker = make()
     monkeypatch.setattr(startup, "available_bytes", lambda: 101 * BLOCK_BYTES)
     monkeypatch.setattr(startup, "pinned", lambda count, shape, dtype: torch.zeros(min(count, 60), *shape))
-    facts = {"block_shape": lambda: tuple(worker.pool.shape[1:]), "memory": SimpleNamespace(block=BLOCK_BYTES)}
-    facts |= {"group": worker.group, "device": "cuda", "model": worker.model, "num_blocks": 1000}
+    made, states = Startup.__new__(Startup), worker.host_states
+    made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
+    made.memory = SimpleNamespace(block=BLOCK_BYTES)
     for fields, sharers, blocks in (({}, 1, 50), ({}, 2, 25), ({"num_host_blocks": 60}, 1, 60)):
-        config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
-        made = SimpleNamespace(**facts, config=config, sharers=sharers)
-        assert len(Startup.new_host_pool(made)) == blocks
-    made.config = dataclasses.replace(config, num_host_blocks=61)
+        made.config = dataclasses.replace(worker.config, swap_space=1.0, preemption_mode="auto", **fields)
+        made.sharers = sharers
+        assert len(made.new_host_pool(states)) == blocks
+    made.config = dataclasses.replace(made.config, num_host_blocks=61)
     with pytest.raises(ValueError, match="num_host_blocks is 61; the system lets 60 of them be pinned"):
-        Startup.new_host_pool(made)
+        made.new_host_pool(states)
 
 
 def test_the_specification_runs_without_graphs():

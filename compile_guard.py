@@ -1,0 +1,143 @@
+"""Watches that no kernel is compiled once a worker is ready, and compiles all of them at the same time before that."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+import torch
+
+ALIGNED = 16  # Triton compiles a separate kernel for pointers and integers that are multiples of this
+
+
+class LateCompile(RuntimeError):
+    """A step needs a specialization of a kernel that warm-up has not compiled; the message says which."""
+
+
+class CompileGuard:
+    """Watches the launches of kernels: once a worker is warm, a kernel that would be compiled is an error.
+
+    Compiling takes up to seconds, in which every stream stands still, and it would happen whenever a new kind of load
+    comes. So warm-up compiles all that can be launched, and this checks that nothing was forgotten. On a GPU Triton
+    itself says what it compiles. Its interpreter compiles nothing, so there the guard works out from a launch's
+    arguments what Triton would have compiled for them. In this way a machine without a GPU finds what a warm-up lacks.
+
+    A launch waits until its kernel is compiled. So a rehearsal comes before warm-up: it compiles all kernels at the
+    same time, and runs none.
+
+    Args:
+        ops: the module `kernels`. Kernels are looked for in each file that its ops come from.
+    """
+
+    def __init__(self, ops: ModuleType):
+        import triton  # imported here, because a machine that runs plain torch may not have it
+
+        self.runtime = triton.knobs.runtime
+        modules = {op.__module__: inspect.getmodule(op) for op in vars(ops).values() if inspect.isfunction(op)}
+        found = chain.from_iterable(vars(module).items() for module in modules.values())
+        self.kernels = {name: kernel for name, kernel in found if name.endswith("_kernel")}
+        self.seen: set[str] = set()  # the specializations that the interpreter has stood in for
+        self.armed = False  # True once the worker is warm
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Watch the launches inside the `with` block.
+
+        Raises:
+            LateCompile: a launch would compile a kernel, and the guard is armed.
+        """
+        runtime = self.runtime
+        if not runtime.interpret:
+            before, runtime.jit_cache_hook = runtime.jit_cache_hook, self._compile
+            try:
+                yield
+            finally:
+                runtime.jit_cache_hook = before
+            return
+        hooks = {name: partial(self._launch, name) for name in self.kernels}
+        for name, hook in hooks.items():
+            self.kernels[name].pre_run_hooks.append(hook)
+        try:
+            yield
+        finally:
+            for name, hook in hooks.items():
+                self.kernels[name].pre_run_hooks.remove(hook)
+
+    @contextlib.contextmanager
+    def rehearse(self) -> Iterator[None]:
+        """Compile the kernels that are launched inside the `with` block, and run none of them.
+
+        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
+        torch's `meta` device, where they have no memory.
+        """
+        import triton
+
+        for name, kernel in self.kernels.items():
+            kernel.run = partial(self._rehearse, name, kernel.run)
+        try:
+            with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+                yield
+        finally:
+            for kernel in self.kernels.values():
+                del kernel.run  # uncovers the method of the class
+
+    def _rehearse(self, name: str, run: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        """Stands in for a kernel's `run`."""
+        if self.runtime.interpret:
+            self._launch(name, *args)  # the options are for Triton; the kernel has no such parameters
+        else:
+            run(*args, grid=grid, warmup=True, **options)
+
+    def _compile(self, *, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Triton calls this before it compiles a kernel, or loads it from its cache on disk; False lets it go on.
+
+        `compile` holds each parameter's name and type, and the constants and attributes by the parameter's index.
+        """
+        if self.armed:
+            kinds, constants, (attributes,) = [], compile["constants"], compile["configs"]
+            for i, (param, kind) in enumerate(compile["signature"].items()):
+                if (i,) in constants:
+                    kind = repr(constants[i,])
+                elif (i,) in attributes:
+                    kind += " aligned"
+                kinds.append(f"{param}: {kind}")
+            raise LateCompile(f"{fn.name}({', '.join(kinds)}) was not compiled in warm-up")
+        return False
+
+    def _launch(self, name: str, *args: Any, **kwargs: Any) -> None:
+        """The interpreter calls this before it runs a kernel."""
+        kernel = self.kernels[name]
+        arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
+        kinds = [f"{param}: {specialization(kernel, param, value)}" for param, value in arguments.items()]
+        if (launch := f"{name}({', '.join(kinds)})") in self.seen:
+            return
+        if self.armed:
+            raise LateCompile(f"{launch} was not launched in warm-up")
+        self.seen.add(launch)
+
+
+def specialization(kernel: Any, name: str, value: Any) -> str:
+    """What Triton specializes on in an argument: a constexpr's value, else the type and whether 16 divides the value.
+
+    Args:
+        kernel: the interpreted kernel. name: its parameter. value: the argument.
+    """
+    if "constexpr" in str(kernel.fn.__annotations__.get(name)) or value is None:
+        return repr(value)
+    unaligned = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())
+    if isinstance(value, torch.Tensor):
+        return f"*{value.dtype}" + (" aligned" if not unaligned and value.data_ptr() % ALIGNED == 0 else "")
+    if isinstance(value, float):
+        return "fp32"
+    if name in (kernel.kwargs["do_not_specialize"] or ()):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if value == 1:
+        return "1"
+    return ("i32" if -(2**31) <= value < 2**31 else "i64") + (" aligned" if value % ALIGNED == 0 else "")

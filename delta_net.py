@@ -1,0 +1,91 @@
+"""Layers with the gated delta rule (Gated DeltaNet, Yang et al., 2024), as Qwen3-Next and Qwen3.5 have them.
+
+Such a layer has no keys and values. What it knows of a sequence is a state of fixed size: a matrix for each head, which
+decays with every token and is corrected where it mispredicts the token's value from its key, and the latest inputs of a
+short convolution. `ops.delta_rule` and `ops.conv_silu` have the formulas. A sequence's state lies in the row of its
+slot; see `Transformer.states_of`.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from layers import New, Slot, Slots, Step, Weight, linear
+from model_config import ModelConfig
+
+
+class DeltaNet:
+    """The gated delta rule of some layer, with the heads of this rank.
+
+    Hk heads of q and k, of dk numbers each, serve Hv heads of v of dv numbers. Beside q, k and v each token has z, the
+    gate of what comes out, and for each head of v two numbers: b, of how far the state is corrected, and a, of how fast
+    it decays. All of these are one product.
+
+    Args:
+        c: the model's shape. ranks: which divide the heads. place: of the layer among those with states.
+    """
+
+    matrices = ("inputs", "o")
+    factors = ("conv",)
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, ranks: int, place: int, new: New):
+        assert c.delta
+        self.ops, self.row, self.eps, self.place, self.batch_invariant = ops, c.row, c.norm_eps, place, False
+        self.delta = delta = c.delta.share(ranks)
+        keys, self.values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+        self.sizes = keys, keys, self.values, self.values, delta.value_heads, delta.value_heads  # of q, k, v, z, b, a
+        self.inputs: Weight = new(sum(self.sizes), c.hidden_size)
+        self.conv = new(delta.channels, delta.kernel)
+        self.decay, self.dt_bias = (new(delta.value_heads, dtype=torch.float32) for _ in range(2))
+        self.norm = new(delta.value_dim, dtype=torch.float32)  # not stored less 1, whatever the other norms are
+        self.o: Weight = new(c.hidden_size, self.values)
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it.
+
+        Qwen3-Next has q, k, v and z in one tensor, and b and a in another one, both by heads of k. Qwen3.5 has q, k and
+        v in one, one after the other, and each of the others by itself.
+        """
+        assert isinstance(self.inputs, torch.Tensor) and isinstance(self.o, torch.Tensor)
+        parts, convs = self.inputs.split(self.sizes), self.conv[:, None].split(self.sizes[:3])
+        col, heads = ("col",), self.delta.key_heads
+        if self.row.delta == "by_heads":
+            slots = {
+                "in_proj_qkvz.weight": Slot(parts[:4], 4 * col, heads=heads),
+                "in_proj_ba.weight": Slot(parts[4:], 2 * col, heads=heads),
+            }
+        else:
+            slots = {"in_proj_qkv.weight": Slot(parts[:3], 3 * col)}
+            slots |= {f"in_proj_{name}.weight": Slot((part,), col) for name, part in zip("zba", parts[3:], strict=True)}
+        slots |= {
+            "conv1d.weight": Slot(convs, 3 * col),
+            "A_log": Slot((self.decay,), col),
+            "dt_bias": Slot((self.dt_bias,), col),
+            "norm.weight": Slot((self.norm,), ("all",)),
+            "out_proj.weight": Slot((self.o,), ("row",)),
+        }
+        return {f"{self.row.name('delta')}.{name}": slot for name, slot in slots.items()}
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]. States change."""
+        batch, ops, (matrices, inputs) = step.batch, self.ops, step.states[self.place]
+        qkv, z, b, a = linear(x, self.inputs).split((self.delta.channels, *self.sizes[3:]), 1)
+        # Where all rows have one token, padding rows may be among them, whichever kernel of attention has them.
+        decodes = len(batch.slots) if batch.max_query_len == 1 else batch.num_decodes
+        rows = batch.slots, batch.starts, batch.seq_lens, decodes, batch.max_query_len
+        qkv = ops.conv_silu(qkv, self.conv, inputs, *rows)
+        y = ops.delta_rule(
+            qkv, b, a, self.decay, self.dt_bias, matrices, *rows, self.delta.key_heads, self.batch_invariant
+        )
+        return linear(ops.gated_norm(y, z, self.norm, self.eps), self.o)
+
+    def rehearse(self, x: torch.Tensor, step: Step) -> None:
+        """Do all of it for x [T, hidden] but what changes states."""
+        _, z, *_ = linear(x, self.inputs).split((self.delta.channels, *self.sizes[3:]), 1)
+        y = z.contiguous().view(len(x), self.delta.value_heads, self.delta.value_dim)
+        linear(self.ops.gated_norm(y, z, self.norm, self.eps), self.o)

@@ -1,0 +1,360 @@
+"""Recurrent states: whose they are, which of them the prefix cache keeps, and their way to host memory and back."""
+
+from __future__ import annotations
+
+import pytest
+
+from config import EngineConfig
+from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from kv_cache import StateManager, chain
+from plan import StateRoom, StepPlan
+from sampling_params import SamplingParams
+from sequence import Request, Sequence, SequenceGroup, Status, WaitClock
+
+
+def chunks(engine: Engine) -> list[int]:
+    """The tokens of each row that has run, if none was more than a chunk of one prompt."""
+    return [count for plan in engine.plans for _, count in plan.rows]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("max_tokens", "border"), [(11, 16), (12, 20), (14, 20), (16, 24)])
+def test_the_next_turn_of_a_conversation_finds_the_latest_border_of_the_answer(max_tokens, border, depth):
+    """A state is copied when the step after it is planned: the last token of an answer is never computed."""
+    engine = Engine(states=(4, 0), depth=depth)
+    engine.add("first", prompt(10), max_tokens=max_tokens, ignore_eos=True)
+    engine.run()
+    turn = prompt(10) + engine.outputs["first"] + prompt(5, 30)
+    second = engine.add("second", turn, max_tokens=5, ignore_eos=True)
+    engine.run()
+    assert second.request.num_cached == border
+    assert engine.outputs["second"] == expected(turn, 5, 64, ignore_eos=True)
+
+
+@pytest.mark.parametrize(("length", "border"), [(3, 0), (4, 0), (5, 4), (16, 12), (17, 16), (18, 16)])
+def test_the_same_prompt_finds_its_last_border(length, border):
+    engine = Engine(states=(4, 0), max_num_batched_tokens=64)
+    engine.add("first", prompt(length), max_tokens=1)
+    engine.run()
+    assert chunks(engine) == ([border] if border else []) + [length - border]
+    again = engine.add("again", prompt(length), max_tokens=1)
+    engine.run()
+    assert again.request.num_cached == border
+    other = engine.add("other", [9, *prompt(length)], max_tokens=1)
+    assert other.request.num_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows"),
+    [
+        ({}, [16, 12, 2]),
+        ({"max_num_batched_tokens": 15}, [12, 12, 4, 2]),
+        ({"max_num_batched_tokens": 3}, [3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 3, 1, 2]),
+        ({"states": (0, 0)}, [16, 14]),
+        ({"enable_prefix_caching": False}, [16, 14]),
+        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, [30]),
+        ({"states": None}, [16, 14]),
+    ],
+    ids=str,
+)
+def test_chunks_end_where_states_are_kept(fields, rows):
+    engine = Engine(**{"states": (4, 0), "max_num_seqs": 2} | fields)
+    engine.add("a", prompt(30), max_tokens=1)
+    engine.run()
+    assert chunks(engine) == rows
+
+
+def test_a_beginning_whose_state_is_gone_is_no_hit():
+    """Its keys and values are all found, yet only the shorter beginning has a state."""
+    engine = Engine(states=(4, 0))
+    engine.add("first", prompt(30), max_tokens=1)
+    engine.run()
+    pool = engine.scheduler.space.states.snapshots
+    assert len(pool.block_of) == 2  # after 16 tokens and after 28
+    pool.forget(next(digest for digest, row in pool.block_of.items() if row == 1))
+    again = engine.add("again", prompt(30), max_tokens=1)
+    engine.run()
+    assert again.request.num_cached == 16
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_samples_compute_their_prompt_once_but_for_its_tail(depth):
+    engine = Engine(states=(4, 0), depth=depth, max_num_batched_tokens=64)
+    engine.add("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert [row.num_computed for plan in engine.plans for row in plan.new] == [0, 12, 12, 12]
+    assert [len(plan.new) for plan in engine.plans if plan.new] == [1, 3]  # the others come in together
+    assert sorted(count for count in chunks(engine) if count > 1) == [2, 2, 2, 2, 12]
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(14), 6, 64, ignore_eos=True, seed=sample_seed(index))
+
+
+@pytest.mark.parametrize("fields", [{"states": (0, 0)}, {"enable_prefix_caching": False}], ids=str)
+def test_samples_that_cannot_find_their_prompt_come_in_together(fields):
+    engine = Engine(**{"states": (4, 0), "max_num_batched_tokens": 64} | fields)
+    engine.add("a", prompt(14), n=4, max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert [len(plan.new) for plan in engine.plans if plan.new] == [1, 3]
+    for index, tokens in engine.answers["a"].items():
+        assert tokens == expected(prompt(14), 6, 64, ignore_eos=True, seed=sample_seed(index))
+
+
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["in the batch of decodes", "looked at in each step"])
+def test_a_long_answer_keeps_one_state(logprobs):
+    engine = Engine(states=(3, 0))
+    engine.add("other", prompt(6, 20), max_tokens=1)
+    engine.run()
+    engine.add("long", prompt(6), max_tokens=50, ignore_eos=True, logprobs=logprobs)
+    engine.run()
+    assert len(engine.scheduler.space.states.snapshots.block_of) == 3  # one of each prompt, and the answer's latest
+    assert engine.add("again", prompt(6, 20), max_tokens=1)
+    tokens = prompt(6) + engine.outputs["long"]
+    more = engine.add("more", tokens, max_tokens=1)
+    engine.run()
+    assert more.request.num_cached == 52
+    assert engine.scheduler.requests == {} and engine.scheduler.counters["prefix_cache_hits_total"] == 4 + 52
+
+
+def test_states_come_back_where_their_sequence_was_preempted():
+    """By recompute it finds the latest state that it kept, instead of computing all its tokens again."""
+    engine = Engine(num_blocks=12, max_model_len=40, states=(4, 0), scheduling_policy="priority")
+    low = engine.add("low", prompt(15), priority=1, max_tokens=20, ignore_eos=True)
+    while low.seqs[0].num_computed < 26:
+        engine.step()
+    engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert low.num_preemptions == 1
+    assert [row.num_computed for plan in engine.plans for row in plan.new] == [0, 0, 24]
+    assert engine.outputs["low"] == expected(prompt(15), 20, 40, ignore_eos=True)
+
+
+def swapped(depth: int = 1, host: int = 1) -> tuple[Engine, SequenceGroup]:
+    """A request that was preempted in the midst of its prompt or its output, by swap if there is room for its state."""
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
+                    scheduling_policy="priority", states=(2, host), depth=depth)  # fmt: skip
+    low = engine.add("low", prompt(22), priority=1, max_tokens=8, ignore_eos=True)
+    for _ in range(2 if depth == 2 else 5):
+        engine.step()
+    engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert low.num_preemptions == 1
+    return engine, low
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_state_goes_to_host_memory_and_comes_back(depth):
+    engine, low = swapped(depth)
+    computed = low.seqs[0].num_computed
+    assert low.status is Status.SWAPPED and computed > 16
+    assert sum(len(plan.state_out) for plan in engine.plans) == 1
+    engine.run()
+    (plan,) = (plan for plan in engine.plans if plan.state_in)
+    assert plan.state_in == [(0, plan.new[0].slot)] and plan.new[0].num_computed == computed
+    assert engine.outputs["low"] == expected(prompt(22), 8, 32, ignore_eos=True)
+    assert engine.scheduler.space.states.host.num_free == 1
+
+
+@pytest.mark.parametrize("end", ["abort", "lost", "start over"])
+def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
+    engine, low = swapped()
+    pool = engine.scheduler.space.states.host
+    assert pool.num_free == 0
+    if end == "abort":
+        engine.scheduler.abort("low")
+    elif end == "lost":
+        engine.lose(lost=True)
+    else:
+        engine.scheduler.admission.drop_swapped(0.0)
+    assert pool.num_free == 1 and low.seqs[0].host_state == -1
+    engine.scheduler.check_integrity()
+    engine.run()
+    assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
+
+
+def test_without_room_for_its_state_a_sequence_computes_its_tokens_again():
+    engine, low = swapped(host=0)
+    assert low.status is Status.WAITING and not any(plan.state_out for plan in engine.plans)
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(22), 8, 32, ignore_eos=True)
+
+
+def test_a_state_that_is_a_token_ahead_is_not_swapped():
+    """A step in flight computes the last known token, and what it samples is dropped: the state cannot go back."""
+    hows = set()
+    for depth in (1, 2):
+        engine = Engine(num_blocks=12, max_model_len=40, num_host_blocks=32, preemption_mode="swap", states=(0, 4),
+                        max_num_batched_tokens=64, depth=depth, enable_prefix_caching=False)  # fmt: skip
+        for i in range(2):
+            engine.add(str(i), prompt(12, i), max_tokens=20, ignore_eos=True)
+        engine.run()
+        assert engine.scheduler.counters["num_preemptions_total"] == 1
+        hows.add((depth, any(plan.state_out and plan.swap_out for plan in engine.plans)))
+        for i in range(2):
+            assert engine.outputs[str(i)] == expected(prompt(12, i), 20, 40, ignore_eos=True)
+    assert hows == {(1, True), (2, False)}
+
+
+def test_the_cost_of_a_swap_counts_the_state():
+    """Moving 5 blocks costs less than computing 20 tokens, but not so with a state of the size of 1.5 blocks."""
+    preempted = set()
+    for states in (None, (0, 1)):
+        engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, swap_cost=3.5, states=states,
+                        scheduling_policy="priority", enable_prefix_caching=False)  # fmt: skip
+        low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
+        engine.step()
+        engine.step()
+        engine.add("urgent", prompt(20, 9), max_tokens=2, ignore_eos=True)
+        engine.step()
+        preempted.add((states is None, low.status))
+        engine.run()
+    assert preempted == {(True, Status.SWAPPED), (False, Status.WAITING)}
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("states", [(0, 0), (3, 8)])
+def test_beams_branch_off_their_parents_state(width, mode, states):
+    wanted = expected_beams(prompt(9), 14, 40, width, width)
+    engine = Engine(12 + 2 * width, 40, 40, preemption_mode=mode, states=states)
+    engine.add("first", prompt(6, 3), max_tokens=24, ignore_eos=True)
+    engine.add("a", prompt(9), n=width, use_beam_search=True, max_tokens=14)
+    engine.add("b", prompt(9), n=1, beam_width=width, use_beam_search=True, max_tokens=14)
+    engine.run()
+    assert list(engine.answers["a"].values()) == wanted and engine.answers["b"][0] == wanted[0]
+    slots = engine.config.max_num_seqs
+    forks = [pair for plan in engine.plans for pair in plan.state_copies if max(pair) < slots]
+    assert bool(forks) == (width > 1)
+
+
+def test_beams_that_compute_their_tokens_again_branch_off_one_by_one():
+    """Each where it differs from the first: a state that has gone further is of no use to it."""
+    engine = Engine(64, 40, states=(4, 0), preemption_mode="recompute", max_num_batched_tokens=40)
+    group = engine.add("a", prompt(9, 2), n=4, use_beam_search=True, max_tokens=14)
+    while len(group.seqs[0].tokens) < 15:
+        engine.step()
+    engine.lose(lost=True)
+    assert sorted(shared for _, _, shared in group.births) == [12, 14, 14]
+    first = len(engine.plans)
+    engine.run()
+    plans = [(sorted(count for _, count in plan.rows), len(plan.state_copies)) for plan in engine.plans[first:]]
+    # The prompt to its last border, whose state is kept, and on to where the first beam branches off, and the others.
+    assert plans[:4] == [([8], 0), ([4], 1), ([2, 2], 1), ([1, 1, 1, 1], 2)]
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
+
+
+def test_beams_find_no_state_beyond_where_they_branch_off():
+    """Another request has kept one just there: the first beam would have nothing to do in the step that it enters."""
+    engine = Engine(64, 40, states=(8, 0), preemption_mode="recompute", scheduling_policy="priority", max_num_seqs=4)
+    group = engine.add("a", prompt(9, 2), n=4, priority=1, use_beam_search=True, max_tokens=14)
+    while len(group.seqs[0].tokens) < 15:
+        engine.step()
+    engine.add("twin", group.seqs[0].tokens, max_tokens=1)
+    engine.step()
+    assert min(shared for _, _, shared in group.births) == 12
+    engine.run()
+    assert [row.num_computed for plan in engine.plans for row in plan.new if len(row.token_ids) == 15] == [
+        8,
+        8,
+        12,
+        14,
+        14,
+    ]
+    assert list(engine.answers["a"].values()) == expected_beams(prompt(9, 2), 14, 40, 4, 4)
+
+
+def test_what_beams_write_is_not_kept():
+    engine = Engine(64, 60, states=(8, 0))
+    engine.add("a", prompt(9), n=4, use_beam_search=True, max_tokens=40, ignore_eos=True)
+    engine.run()
+    assert len(engine.scheduler.space.states.snapshots.block_of) == 1  # after 8 tokens of the prompt
+
+
+@pytest.mark.parametrize("lost", [None, True, False], ids=["reset", "workers lost", "a result lost"])
+def test_states_are_forgotten(lost):
+    """Where a step has failed, too: what it was to compute may be missing in a state that the next plan has kept."""
+    engine = Engine(states=(4, 0))
+    engine.add("first", prompt(30), max_tokens=1)
+    engine.run()
+    pool = engine.scheduler.space.states.snapshots
+    assert pool.block_of
+    if lost is None:
+        engine.scheduler.reset_prefix_cache()
+    else:
+        engine.lose(lost)
+    assert not pool.block_of
+    again = engine.add("again", prompt(30), max_tokens=1)
+    engine.run()
+    assert again.request.num_cached == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+def test_a_state_is_kept_only_if_it_is_known_what_it_has_seen(depth):
+    """With more than two steps in flight that is not known when the next one is planned."""
+    engine = Engine(num_blocks=64, states=(8, 0), depth=depth)
+    for i in range(3):
+        engine.add(str(i), prompt(7, i), max_tokens=20, ignore_eos=True)
+    engine.run()
+    for i in range(3):
+        turn = prompt(7, i) + engine.outputs[str(i)]
+        again = engine.add(f"again {i}", turn, max_tokens=2, ignore_eos=True)
+        engine.run()
+        assert again.request.num_cached == (24 if depth <= 2 else 4)
+        assert engine.outputs[f"again {i}"] == expected(turn, 2, 64, ignore_eos=True)
+
+
+# --- the books by themselves ------------------------------------------------------------------------------------------
+
+
+def sequence(tokens: list[int], computed: int, slot: int) -> Sequence:
+    request = Request("a", tokens, SamplingParams(), salt="tenant")
+    seq = Sequence(SequenceGroup(request, 0, WaitClock()), tokens)
+    seq.num_computed, seq.slot = computed, slot
+    return seq
+
+
+def manager(snapshots: int, host: int = 0) -> StateManager:
+    return StateManager(EngineConfig(block_size=4, max_num_seqs=8), StateRoom(snapshots, host, 1.0))
+
+
+def test_a_snapshot_is_found_once_its_plan_is_made():
+    states, plan = manager(2), StepPlan(0)
+    seq, hashes = sequence(prompt(9), 8, slot=3), []
+    chain(hashes, prompt(9), 4, "tenant")
+    states.keep(seq, plan)
+    assert plan.state_copies == [(3, 8)] and states.longest(hashes, 2) == 0
+    states.planned()
+    assert states.longest(hashes, 2) == 2
+    again = StepPlan(1)
+    states.keep(seq, again)  # there is one of these tokens
+    for computed in (0, 3, 9):  # no border
+        states.keep(sequence(prompt(9), computed, slot=3), again)
+    assert not again.state_copies
+    states.snapshots.check_integrity([])
+
+
+def test_a_snapshot_that_a_plan_reads_is_not_overwritten_by_it():
+    states, plan = manager(1), StepPlan(0)
+    states.keep(sequence(prompt(9), 8, slot=0), plan)
+    states.planned()
+    found = sequence(prompt(9), 8, slot=1)
+    found.hashes = [*states.snapshots.block_of, *states.snapshots.block_of]
+    plan = StepPlan(1)
+    states.resume([found], plan)
+    states.keep(sequence(prompt(9, 2), 4, slot=2), plan)
+    assert plan.state_copies == [(8, 1)]
+    states.planned()
+    states.keep(sequence(prompt(9, 2), 4, slot=2), plan)
+    assert plan.state_copies == [(8, 1), (2, 8)]
+
+
+def test_a_host_row_that_a_plan_reads_is_not_overwritten_by_it():
+    states, plan = manager(0, 1), StepPlan(0)
+    seq = sequence(prompt(9), 5, slot=0)
+    states.swap_out([seq], plan)
+    states.planned()
+    seq.slot = 4
+    states.resume([seq], plan)
+    assert plan.state_out == [(0, 0)] and plan.state_in == [(0, 4)] and not plan.state_copies
+    assert states.host.num_free == 0
+    states.planned()
+    assert states.host.num_free == 1
