@@ -17,9 +17,9 @@ import triton.language as tl
 from matmul import _cast, _dot
 
 CHUNK = 64  # tokens of a chunk: wgmma takes no fewer rows, and the inverse of a larger matrix costs more than it saves
-STATE_COLUMNS = (
-    32  # of a state, in a program: 128 programs of 16 KiB, one for each processor, have one of 32 x 128 x 128
-)
+KEY_PART = 64  # numbers of keys and queries that are multiplied at a time
+CHUNKED = (torch.bfloat16, torch.float16)  # products of float32 take more registers than there are
+STATE_COLUMNS = 32  # of a state, in a program: each of 128 programs holds 16 KiB of the 2 MiB of Qwen3-Next's
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of a tile of the convolution
 MAP_VALUES = 1024  # numbers of a program of gated_norm and of sigmoid_mul
 
@@ -224,18 +224,20 @@ def _below(b_a, i_bit, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _inverse(b_a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(b_a, SIZE: tl.constexpr):
     """(I + A)^-1 for A [SIZE, SIZE] strictly lower triangular, float32.
 
     The inverse of a matrix (P 0; A Q) is (P^-1 0; -Q^-1 A P^-1 Q^-1). So inverses of blocks on the diagonal give those
-    of blocks of twice the size: all at once, because between the blocks there are zeros.
+    of blocks of twice the size: all at once, because between the blocks there are zeros. A and its inverse are at most
+    1 here, because no change to S makes it larger. So float16 holds them with more bits than bfloat16 would.
     """
     o_x = tl.arange(0, SIZE)
     b_inverse = tl.where(o_x[:, None] == o_x[None, :], 1.0, 0.0) - _below(b_a, 0, SIZE)
-    i_bit = 1
+    b_zero, i_bit = tl.zeros([SIZE, SIZE], tl.float32), 1
     while (1 << i_bit) < SIZE:
-        b_part = tl.dot(b_inverse, _below(b_a, i_bit, SIZE), input_precision=PRECISION)
-        b_inverse -= tl.dot(b_part, b_inverse, input_precision=PRECISION)
+        b_half = b_inverse.to(tl.float16)
+        b_part = _dot(b_half, _below(b_a, i_bit, SIZE).to(tl.float16), b_zero)
+        b_inverse -= _dot(b_part.to(tl.float16), b_half, b_zero)
         i_bit += 1
     return b_inverse
 
@@ -244,7 +246,6 @@ def _inverse(b_a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 def delta_chunk_kernel(
     qkv, b, a, decay, dt_bias, slots, starts, inverse, scores, factors, first, qkv_stride, b_stride, a_stride, scale,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, SIZE: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What delta_scan_kernel needs of each chunk of SIZE tokens, whatever the state before it is; R = (I + A)^-1.
 
@@ -261,38 +262,38 @@ def delta_chunk_kernel(
     i_start, i_stop = tl.load(starts + i_b) + tl.program_id(0) * SIZE, tl.load(starts + i_b + 1)
     if tl.load(slots + i_b) < 0 or i_start >= i_stop:
         return
-    o_i, o_k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
+    o_i = tl.arange(0, SIZE)
     m_t = i_start + o_i < i_stop
     o_t = (i_start + o_i).to(tl.int64)
-    p_q = qkv + (o_t * qkv_stride)[:, None] + i_h // (HV // HK) * DK + o_k[None, :]
-    m_q = m_t[:, None] & (o_k < DK)[None, :]
-    b_q, b_k = tl.load(p_q, mask=m_q, other=0.0), tl.load(p_q + HK * DK, mask=m_q, other=0.0)
-    b_q32, b_k32 = b_q.to(tl.float32), b_k.to(tl.float32)
-    b_q_size = tl.rsqrt(tl.sum(b_q32 * b_q32, 1) + 1e-6) * scale
-    b_k_size = tl.rsqrt(tl.sum(b_k32 * b_k32, 1) + 1e-6)
+    p_q = qkv + (o_t * qkv_stride + i_h // (HV // HK) * DK)[:, None]
+    b_qk, b_kk = tl.zeros([SIZE, SIZE], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
+    b_q_size, b_k_size = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    for i_k in tl.range(0, DK, BLOCK_K, num_stages=1):
+        o_k = i_k + tl.arange(0, BLOCK_K)
+        m_k = m_t[:, None] & (o_k < DK)[None, :]
+        b_q = tl.load(p_q + o_k[None, :], mask=m_k, other=0.0)
+        b_k = tl.load(p_q + HK * DK + o_k[None, :], mask=m_k, other=0.0)
+        b_qk, b_kk = _dot(b_q, tl.trans(b_k), b_qk), _dot(b_k, tl.trans(b_k), b_kk)
+        b_q, b_k = b_q.to(tl.float32), b_k.to(tl.float32)
+        b_q_size += tl.sum(b_q * b_q, 1)
+        b_k_size += tl.sum(b_k * b_k, 1)
+    b_q_size, b_k_size = tl.rsqrt(b_q_size + 1e-6) * scale, tl.rsqrt(b_k_size + 1e-6)
     b_b = tl.load(b + o_t * b_stride + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_a = tl.load(a + o_t * a_stride + i_h, mask=m_t, other=0.0).to(tl.float32)
     b_beta, b_log = _gates(b_b, b_a, tl.load(decay + i_h), tl.load(dt_bias + i_h))
-    b_log = tl.where(m_t, b_log, 0.0).to(tl.float64)
-    # A sum over tokens that fade much and little, in two parts: its differences keep what the little ones bring.
-    b_sum = tl.cumsum(b_log, 0)
-    b_rest = (tl.sum(b_log, 0) - b_sum).to(tl.float32)
-    b_high = b_sum.to(tl.float32)
-    b_low = (b_sum - b_high.to(tl.float64)).to(tl.float32)
-    b_between = (b_high[:, None] - b_high[None, :]) + (b_low[:, None] - b_low[None, :])
-    b_between = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_between), 0.0) * b_k_size[None, :]
-    b_zero = tl.zeros([SIZE, SIZE], tl.float32)
-    b_scores = _dot(b_q, tl.trans(b_k), b_zero) * b_between * b_q_size[:, None]
+    b_log = tl.where(m_t, b_log, 0.0)
+    b_sum, b_all = tl.cumsum(b_log, 0), tl.sum(b_log, 0)
+    b_between = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_sum[:, None] - b_sum[None, :]), 0.0) * b_k_size[None, :]
     o_x = ((o_t * HV + i_h) * SIZE)[:, None] + o_i[None, :]
+    b_scores = b_qk * b_between * b_q_size[:, None]
     tl.store(scores + o_x, _cast(b_scores, scores.dtype.element_ty), mask=m_t[:, None])
-    b_system = _dot(b_k, tl.trans(b_k), b_zero) * b_between * (b_k_size * b_beta)[:, None]
-    b_system = tl.where(o_i[:, None] > o_i[None, :], b_system, 0.0)
-    b_inverse = _inverse(b_system, SIZE, PRECISION) * b_beta[None, :]
+    b_system = tl.where(o_i[:, None] > o_i[None, :], b_kk * b_between * (b_k_size * b_beta)[:, None], 0.0)
+    b_inverse = _inverse(b_system, SIZE) * b_beta[None, :]
     tl.store(inverse + o_x, _cast(b_inverse, inverse.dtype.element_ty), mask=m_t[:, None])
-    b_fade, p_factors = tl.exp(b_high), factors + (o_t * HV + i_h) * 4
+    b_fade, p_factors = tl.exp(b_sum), factors + (o_t * HV + i_h) * 4
     tl.store(p_factors, b_fade * b_q_size, mask=m_t)
     tl.store(p_factors + 1, b_fade * b_k_size, mask=m_t)
-    tl.store(p_factors + 2, tl.exp(b_rest) * b_k_size, mask=m_t)
+    tl.store(p_factors + 2, tl.exp(b_all - b_sum) * b_k_size, mask=m_t)
     tl.store(p_factors + 3, b_fade, mask=m_t)
 
 
@@ -342,7 +343,8 @@ def delta_scan_kernel(
         b_o = _dot(b_q, b_old, b_zero) * b_read_q[:, None]
         b_o = _dot(b_scores, _cast(b_change, b_k.dtype), b_o)
         tl.store(o + (o_head * DV)[:, None] + o_v[None, :], _cast(b_o, o.dtype.element_ty), mask=m_o)
-        b_s = _dot(tl.trans(b_k), _cast(b_change * b_write[:, None], b_k.dtype), b_s * b_fade)
+        b_write = _cast(b_change * b_write[:, None], b_k.dtype)
+        b_s = _dot(tl.trans(b_k), b_write, b_s * b_fade)
     tl.store(p_s, b_s, mask=m_s)
 
 
@@ -383,7 +385,7 @@ def delta_rule(
     assert state.dtype == torch.float32 and state[0].is_contiguous() and heads % key_heads == 0
     assert len(starts) == rows + 1 and len(seq_lens) == rows and b.shape == a.shape == (tokens, heads)
 
-    steps = rows if batch_invariant else num_decodes
+    steps = num_decodes if qkv.dtype in CHUNKED and not batch_invariant else rows
     o = torch.empty(tokens, heads, dv, dtype=qkv.dtype, device=qkv.device)
 
     find, strides = (slots, starts, seq_lens), (qkv.stride(0), b.stride(0), a.stride(0))
@@ -396,15 +398,15 @@ def delta_rule(
         )  # fmt: skip
     if rows > steps:
         inverse = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
-        scores, factors = torch.empty_like(inverse), torch.empty(tokens, heads, 4, device=qkv.device)
-        full = qkv.dtype == torch.float32
+        scores = torch.empty(tokens, heads, CHUNK, dtype=qkv.dtype, device=qkv.device)
+        factors = torch.empty(tokens, heads, 4, dtype=torch.float32, device=qkv.device)
         delta_chunk_kernel[(triton.cdiv(longest, CHUNK), heads, rows - steps)](
             qkv, b, a, decay, dt_bias, slots, starts, inverse, scores, factors, steps, *strides, dk**-0.5,
-            key_heads, heads, dk, CHUNK, block_k, "ieee" if full else "tf32", num_warps=4 if not full else 8,
+            key_heads, heads, dk, CHUNK, min(block_k, KEY_PART), num_warps=8,
         )  # fmt: skip
         delta_scan_kernel[(columns, heads, rows - steps)](
             qkv, state, *find, inverse, scores, factors, o, steps, qkv.stride(0), state.stride(0),
-            key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_stages=1 if full else 2,
+            key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_warps=8, num_stages=3 if block_k <= 128 else 1,
         )  # fmt: skip
     return o
 
