@@ -178,6 +178,8 @@ class EngineCore:
             WorkerError: they have not come up in `max_worker_restarts` times.
         """
         sizes = {name: self.facts[name] for name in ("max_model_len", "num_host_blocks")}
+        if states := self.facts["states"]:
+            sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
         config = dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
         most, pause = self.config.max_worker_restarts, 0.0
         assert isinstance(self.executor, MpExecutor)

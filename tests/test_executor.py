@@ -21,6 +21,7 @@ import torch
 
 import executor as executor_module
 from config import EngineConfig
+from core import EngineCore
 from engine import LLM, SamplingParams
 from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
 from journal import replay
@@ -28,6 +29,7 @@ from plan import EngineCoreRequest, StepPlan
 from ring import Watchdog
 from served import alive, eventually
 from test_ring import SlowRing
+from test_worker import HYBRID, SHAPE
 
 ROOT = Path(__file__).parent.parent
 STORY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -126,6 +128,32 @@ def test_a_worker_that_dies_while_idle_is_replaced(mp_llm, answers):
         mp_llm.core.executor.check()
     mp_llm.core.check_workers()
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+
+
+def test_states_are_lost_with_a_worker_and_made_again(tmp_path):
+    """There are as many of them afterwards, and their snapshots are forgotten: the sanitizer would name one in use."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | HYBRID))
+    options = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+    options |= {"load_format": "dummy", "threads": 1, "preemption_mode": "swap", "sanitize_kv": True}
+    params, prompt = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), [3 * i % 97 for i in range(21)]
+    found, restarted = [], []
+    for backend in ("uni", "mp"):
+        core = EngineCore(EngineConfig(str(tmp_path), **options, distributed_executor_backend=backend))
+        answers: dict[str, list[int]] = {}
+        core.add(EngineCoreRequest("first", prompt, params))
+        for step in range(100):
+            if step == 10 and backend == "mp":
+                restart = core.executor.restart
+                core.executor.restart = lambda config, restart=restart: restarted.append(config) or restart(config)
+                os.kill(core.executor.processes[0].pid, signal.SIGKILL)
+            if step == 40:  # there is a snapshot of this prompt, but not of before a death
+                core.add(EngineCoreRequest("again", prompt, params))
+            for output in core.step() if core.has_work() else ():
+                answers.setdefault(output.request_id, []).extend(output.token_ids)
+        found.append(answers)
+        core.close()
+    assert found[0] == found[1] and len(found[0]["first"]) == len(found[0]["again"]) == 20
+    assert [(config.num_state_snapshots, config.num_host_states) for config in restarted] == [(4, 4)]
 
 
 @pytest.mark.parametrize("when_idle", [True, False], ids=["idle", "in a step"])
