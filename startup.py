@@ -291,7 +291,7 @@ class Startup:
         if config.num_host_states is not None:
             count = config.num_host_states
         count = self.group.min(count)
-        states = self.new_host(count, (self.model.state_size,), torch.float32)
+        states = self.new_host(count, (self.model.state_size,), torch.float32, "recurrent states")
         if config.num_host_states is not None and len(states) < count:  # the scheduler counts on them already
             raise ValueError(f"num_host_states is {count}; the system lets {len(states)} of them be pinned")
         if config.preemption_mode == "swap" and not len(states):
@@ -317,7 +317,7 @@ class Startup:
         if config.num_host_blocks is not None:
             count = config.num_host_blocks
         count = self.group.min(count)
-        pool = self.new_host(count, self.block_shape(), self.model.embedding.dtype)
+        pool = self.new_host(count, self.block_shape(), self.model.embedding.dtype, "blocks")
         if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
             raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
         if config.preemption_mode == "swap" and not len(pool):
@@ -325,10 +325,10 @@ class Startup:
             raise ValueError(f"swap_space is {self.swap_space} GiB; one KV block takes {size} bytes")
         return pool
 
-    def new_host(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host [count, *shape], pinned beside a GPU, of which each rank then has as many rows."""
+    def new_host(self, count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> torch.Tensor:
+        """Memory of the host [count, *shape], pinned beside a GPU, for so many of `what`; all ranks have as many."""
         cuda = self.device == "cuda"
-        pool = pinned(count, shape, dtype) if cuda else torch.empty(count, *shape, dtype=dtype)
+        pool = pinned(count, shape, dtype, what) if cuda else torch.empty(count, *shape, dtype=dtype)
         return pool[: self.group.min(len(pool))]  # another rank may have got less
 
     def new_state(self, slots: int, device: str = "") -> BatchState:
@@ -511,8 +511,8 @@ def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> 
     return [NewRow(slot=slot, token_ids=[0] * length, blocks=blocks, **fields) for slot in range(count)]
 
 
-def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Pinned memory [count, *shape] of the host, or as many of these blocks as the system lets us pin.
+def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
+    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin.
 
     The pages are registered with CUDA as they are. torch's own allocator would round their size up to a power of two.
     """
@@ -525,7 +525,7 @@ def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tens
             torch.zeros(1, device="cuda")
         count //= 2
     if count < asked:
-        print(f"the host pool has {count:,} blocks: no more than these of {asked:,} could be pinned", file=sys.stderr)
+        print(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned", file=sys.stderr)
     return pool if count else torch.empty(0, *shape, dtype=dtype)
 
 

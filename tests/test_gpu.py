@@ -98,6 +98,30 @@ def test_cuda_gives_the_cpus_logprobs():
     assert worker.host_pool.is_pinned() and facts["num_host_blocks"] > 0 and facts["swap_cost"] > 0
 
 
+def test_recurrent_states_on_cuda_give_the_cpus_tokens_in_float32(tmp_path):
+    """Decodes are replayed and padded; prompts come in chunks, and again from their snapshots."""
+    shape = {"architectures": ["Qwen3_5ForCausalLM"], "num_hidden_layers": 4, "hidden_size": 256, "vocab_size": 5000}
+    shape |= {"intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B | shape | {"linear_value_head_dim": 64}))
+    prompts, found = [[3 + i * j % 4000 for j in range(20 + 30 * i)] for i in range(9)], []
+    for device in ("cpu", "cuda"):
+        options = {
+            "dtype": "float32",
+            "load_format": "dummy",
+            "max_model_len": 512,
+            "max_num_seqs": 9,
+            "block_size": 16,
+        }
+        options |= {"max_num_batched_tokens": 200, "num_state_snapshots": 64}
+        llm = LLM(str(tmp_path), device=device, skip_tokenizer_init=True, **options)
+        for _ in range(2):
+            outputs = llm.generate(prompts, replace(GREEDY, ignore_eos=True), use_tqdm=False)
+            found.append([output.outputs[0].token_ids for output in outputs])
+        assert llm.core.metrics()["prefix_cache_hits_total"] > 1000
+    assert found[0] == found[1] == found[2] == found[3]
+
+
 def test_256_sequences_of_a_real_shape(tmp_path, llm):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_06B))
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -442,7 +442,7 @@ def test_the_host_pool_beside_a_gpu_leaves_the_host_memory(make, monkeypatch):
     """It takes half of what is free, divided among the workers of the machine. An explicit number is met or refused."""
     worker = make()
     monkeypatch.setattr(startup, "available_bytes", lambda: 101 * BLOCK_BYTES)
-    monkeypatch.setattr(startup, "pinned", lambda count, shape, dtype: torch.zeros(min(count, 60), *shape))
+    monkeypatch.setattr(startup, "pinned", lambda count, shape, *_: torch.zeros(min(count, 60), *shape))
     made, states = Startup.__new__(Startup), worker.host_states
     made.group, made.device, made.model, made.num_blocks = worker.group, "cuda", worker.model, 1000
     made.memory = SimpleNamespace(block=BLOCK_BYTES)
