@@ -91,7 +91,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"sizes"},
     "loader": {"dequantize", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel"},
+    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
     "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
