@@ -71,6 +71,23 @@ EXPERTS = (
 )
 
 
+class Delta(NamedTuple):
+    """The sizes of a gated delta-rule layer."""
+
+    name: str
+    key_heads: int
+    heads: int
+    size: int = 128  # of a key, and of a value
+    taps: int = 4  # tokens that the convolution takes
+
+    @property
+    def channels(self) -> int:
+        return (2 * self.key_heads + self.heads) * self.size
+
+
+DELTAS = (Delta("qwen3-next-80b-a3b", 16, 32), Delta("qwen3.5-27b", 16, 48))
+
+
 class Inputs(NamedTuple):
     """An op on one set of inputs."""
 
@@ -210,6 +227,38 @@ def expert_cases(s: Experts, tokens: tuple[int, ...] = (1, 32, 256, 4096)) -> It
         read, flops = t * s.hidden + pairs * s.size, pairs * matrix
         yield Case("expert_gate_up", name, int(2 * read + 2 * hit * matrix), 2 * flops, gate_up)
         yield Case("expert_down", name, int(2 * read + hit * matrix), flops, down)
+
+
+def delta_cases(s: Delta) -> Iterator[Case]:
+    """The ops of a gated delta-rule layer: for rows of one token, and for a row of many, in chunks of 64 tokens."""
+    matrix, values = s.heads * s.size * s.size, s.heads * s.size
+    for rows, count in ((1, 1), (32, 1), (256, 1), (1, 2048)):
+        t, decodes = rows * count, rows if count == 1 else 0
+
+        def step(device: str, rows: int = rows, count: int = count, decodes: int = decodes) -> tuple[Any, ...]:
+            slots, starts = torch.arange(rows), torch.arange(rows + 1) * count
+            return *(ints(x.tolist(), device) for x in (slots, starts, slots + 4096)), decodes, count
+
+        def conv(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
+            x, weight = draw(device, t, s.channels), draw(device, s.channels, s.taps)
+            state, of = draw(device, rows, s.channels, s.taps - 1).float(), step(device)
+            return Inputs(lambda ops: ops.conv_silu(x, weight, state, *of), (state,))
+
+        def rule(device: str, t: int = t, rows: int = rows, step: Any = step) -> Inputs:
+            qkv, b, a = draw(device, t, s.channels), draw(device, t, s.heads), draw(device, t, s.heads)
+            decay, bias = draw(device, 2, s.heads).float()
+            state, of = draw(device, rows, s.heads, s.size, s.size).float(), step(device)
+            return Inputs(lambda ops: ops.delta_rule(qkv, b, a, decay, bias, state, *of, s.key_heads), (state,))
+
+        def norm(device: str, t: int = t) -> Inputs:
+            o, z, weight = draw(device, t, s.heads, s.size), draw(device, t, values), draw(device, s.size)
+            return Inputs(lambda ops: ops.gated_norm(o, z, weight, 1e-6))
+
+        name, kept = f"{rows} x {count}", 8 * rows  # bytes of a number of the state, which is read and written
+        yield Case("conv_silu", name, 4 * t * s.channels + kept * s.channels * (s.taps - 1), 0, conv)
+        flops = 0 if decodes else t * s.heads * (6 * s.size**2 + 8 * 64 * s.size)  # without those of the inverse
+        yield Case("delta_rule", name, 2 * t * (s.channels + values + 2 * s.heads) + kept * matrix, flops, rule)
+        yield Case("gated_norm", name, 6 * t * values, 0, norm)
 
 
 # --------------------------------------------------------------------------------------------------------- attention
@@ -474,6 +523,13 @@ def block_cases(s: Shape, blocks: int = 64) -> Iterator[Case]:
 GROUPS = (norm_cases, rope_cases, linear_cases, decode_cases, prefill_cases, sample_cases, state_cases, block_cases)
 
 
+def cases(shape: Shape | Experts | Delta) -> Iterator[Case]:
+    """All cases of a shape."""
+    if isinstance(shape, Experts):
+        return expert_cases(shape)
+    return delta_cases(shape) if isinstance(shape, Delta) else (case for group in GROUPS for case in group(shape))
+
+
 # --------------------------------------------------------------------------------------------- checking and measuring
 
 
@@ -564,10 +620,8 @@ def kernel_figures(ops: list[str], shapes: list[str]) -> Iterator[dict[str, Any]
     limits = measure_limits() if cuda else H200
     rates = f"copy {limits.copy / 1e12:.2f} TB/s, host {limits.host / 1e9:.0f} GB/s, {limits.flops / 1e12:.0f} TFLOP/s"
     print(f"{torch.cuda.get_device_name()}: {rates}" if cuda else f"No CUDA device: floors are an H200's ({rates}).")
-    for shape in (*SHAPES, *EXPERTS):
-        for case in (
-            expert_cases(shape) if isinstance(shape, Experts) else (c for group in GROUPS for c in group(shape))
-        ):
+    for shape in (*SHAPES, *EXPERTS, *DELTAS):
+        for case in cases(shape):
             if (shapes and shape.name not in shapes) or (ops and case.op not in ops):
                 continue
             floor = limits.floor(case)

@@ -69,6 +69,7 @@ ATTENTION = (
     LLAMA._replace(name="d512-every", heads=16, kv_heads=2, head_dim=512, **EVERY),
     LLAMA._replace(name="d512", heads=32, kv_heads=4, head_dim=512),  # Gemma 4
     *(LLAMA._replace(name=f"d{d}-every", heads=16, kv_heads=8, head_dim=d, **EVERY) for d in (80, 96, 112, 192, 256)),
+    LLAMA._replace(name="qwen3-next-attention", heads=16, kv_heads=2, head_dim=256),
     LLAMA._replace(name="llama3-8b-4-tokens", tokens=4),
     LLAMA._replace(name="g16-8-tokens", heads=32, kv_heads=2, tokens=8),
 )
@@ -100,6 +101,7 @@ class Experts(NamedTuple):
 
 EXPERTS = (
     Experts("qwen3-30b-a3b", 128, 2048, 768, 8),
+    Experts("qwen3-next-experts", 512, 2048, 512, 10),
     Experts("gpt-oss-20b", 32, 2880, 2880, 4, activation="swigluoai", biased=True),
     Experts("mixtral-8x7b", 8, 4096, 14336, 2),
     Experts("deepseek-v3", 256, 7168, 2048, 8, "sigmoid", 8, 4),
@@ -129,7 +131,7 @@ DELTA = (
 BRIEF = (QWEN.name, DEMO.name, "qwen3-30b-a3b", "qwen3-next-80b-a3b")
 WHOLE_ONLY = (
     LLAMA.name, "d64-window", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens", "d512", "d80-every", "d96-every",
-    "d112-every", "d256-every", "deepseek-v3-tp8-2-tokens", "latent-fp32",
+    "d112-every", "d256-every", "deepseek-v3-tp8-2-tokens", "latent-fp32", "qwen3-next-attention", "qwen3.5-27b",
     *(shape.name for shape in EXPERTS if shape.name not in ("qwen3-30b-a3b", "gpt-oss-20b")),
 )  # fmt: skip
 

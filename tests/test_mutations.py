@@ -15,20 +15,22 @@ import torch
 
 pytest.importorskip("triton")
 
+import delta
 import experts
 import kernels
 import latent
 import matmul
 import oracles
 import sampling
+import test_delta
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_latent
 import test_matmul
 
-F32 = torch.float32
-HOMES = (experts, kernels, latent, matmul, sampling)
+F32, BF16 = torch.float32, torch.bfloat16
+HOMES = (delta, experts, kernels, latent, matmul, sampling)
 # The kernel (and of what, where it has several), what stands in it, what is put there, and the test with one of the
 # examples that it may draw.
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
@@ -120,6 +122,21 @@ MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], tuple[Any, ...]]] = {
     "latent_prefill": (
         "i_len - i_count + o_m // H", "i_len - i_count + o_m // H - 1",
         test_latent.test_latent_prefill, ([(20, 17)], 3, (24, 6), F32, 16)),
+    "conv_silu": (
+        "o_t - K + 1 + i_j", "o_t - K + 2 + i_j", test_delta.test_conv_silu, ([3, 0], [(7, 2)], 4, 24, F32)),
+    "conv_state": (
+        "> i_count, 1 - K", ">= i_count, 1 - K", test_delta.test_conv_silu, ([], [(0, 2)], 4, 24, F32)),
+    "delta_step": (
+        "i_h // (HV // HK)", "i_h % HK",
+        test_delta.test_delta_rule, ([3, 0, -1, 90], [], (2, 4, 8, 16), F32, "mild", False)),
+    "delta_chunk": (
+        "m_t = i_start + o_i < i_stop", "m_t = i_start + o_i < i_stop - 1",
+        test_delta.test_delta_rule, ([], [(7, 17)], (2, 4, 8, 16), BF16, "mild", False)),
+    "delta_scan": (
+        "+ SIZE, i_stop) - 1", "+ SIZE, i_stop) - 2",
+        test_delta.test_delta_rule, ([], [(70, 2)], (2, 4, 8, 16), BF16, "mild", False)),
+    "gated_norm": ("o_r % H * D", "o_r % H", test_delta.test_gated_norm, (3, (3, 20), F32)),
+    "sigmoid_mul": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_delta.test_sigmoid_mul, (2, 100, F32)),
     "move_blocks": ("m_x = o_x < SIZE", "m_x = o_x < SIZE - 1", test_kernels.test_copy_blocks, (F32,)),
 }  # fmt: skip
 
