@@ -69,8 +69,7 @@ def _split(
 class Inputs(NamedTuple):
     """What the delta rule takes of n tokens. All is float32."""
 
-    q: torch.Tensor  # [n, Hv, dk], divided by its length, and by sqrt(dk)
-    k: torch.Tensor  # [n, Hv, dk], divided by its length
+    qk: torch.Tensor  # [n, 2, Hk, dk]: q and k divided by their lengths, q by sqrt(dk), too
     v: torch.Tensor  # [n, Hv, dv]
     beta: torch.Tensor  # [n, Hv]
     log_g: torch.Tensor  # [n, Hv]
@@ -98,10 +97,10 @@ def delta_rule(
     def inputs(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> Inputs:
         qk, v = qkv.float().split_with_sizes((2 * key_heads * dk, heads * dv), 1)
         qk = qk.unflatten(1, (2, key_heads, dk))
-        qk = qk * (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt_()
-        q, k = qk.repeat_interleave(heads // key_heads, 2).unbind(1)
+        factors = (qk.square().sum(-1, keepdim=True) + 1e-6).rsqrt_()
+        factors[:, 0] *= dk**-0.5
         log_g = F.softplus(a.float() + dt_bias).mul_(-rate)
-        return Inputs(q * dk**-0.5, k, v.unflatten(1, (heads, dv)), b.float().sigmoid(), log_g)
+        return Inputs(qk * factors, v.unflatten(1, (heads, dv)), b.float().sigmoid(), log_g)
 
     o = qkv.new_empty(len(qkv), heads, dv)
     owners, tokens, longer = _split(state, slots, starts, seq_lens, num_decodes)
@@ -121,35 +120,35 @@ def _step(states: list[torch.Tensor], x: Inputs) -> torch.Tensor:
     So a state is read once for both, and changed in two passes.
     """
     g, beta = x.log_g.exp(), x.beta[..., None]
-    lines = torch.stack((x.q, x.k), 2)  # [n, Hv, 2, dk]
+    lines = x.qk.transpose(1, 2).repeat_interleave(g.shape[1] // x.qk.shape[2], 1)  # [n, Hv, 2, dk]
     found = torch.empty(*lines.shape[:3], x.v.shape[2])
     change = torch.empty_like(x.v[:, :, None])
     weight, target = (-beta * g[..., None])[..., None], (beta * x.v)[:, :, None]
-    each = zip(states, lines, x.k[..., None], g[..., None, None], weight, target, found, change, strict=True)
+    each = zip(states, lines, lines[:, :, 1, :, None], g[..., None, None], weight, target, found, change, strict=True)
     for s, line, k, fade, w, v, read, c in each:
         torch.bmm(line, s, out=read)
         torch.addcmul(v, read[:, 1:], w, out=c)
         s.mul_(fade).addcmul_(k, c)
-    return found[:, :, 0] * g[..., None] + change[:, :, 0] * (x.q * x.k).sum(-1, keepdim=True)
+    return found[:, :, 0] * g[..., None] + change[:, :, 0] * lines.prod(2).sum(-1, keepdim=True)
 
 
 def _chunk(state: torch.Tensor, x: Inputs) -> torch.Tensor:
     """o [n, Hv, dv] of the next n tokens of the row with this state [Hv, dk, dv], which changes."""
-    q, k, v = (part.transpose(0, 1) for part in (x.q, x.k, x.v))
-    n, beta = q.shape[1], x.beta.T[..., None]
+    (n, _, key_heads, dk), (heads, _, dv) = x.qk.shape, state.shape
+    lines, beta = x.qk.permute(2, 1, 0, 3).reshape(key_heads, 1, 2 * n, dk), x.beta.T[..., None]
+    k = lines[:, :, n:]
     # In float64, because sums over a strong decay and a weak one must keep what the weak one brings.
     log_fade = x.log_g.T.double().cumsum(1)[..., None]  # [Hv, n, 1], from the chunk's beginning
     fade, rest = log_fade.exp().float(), (log_fade[:, -1:] - log_fade).exp().float()
     later = torch.ones(n, n, dtype=torch.bool).triu(1)
     between = (log_fade - log_fade.mT).float().masked_fill_(later, -torch.inf).exp_()  # [Hv, n, n]
-    qk = torch.cat((q, k), 1)
-    scores, reads = (qk @ k.mT).unflatten(1, (2, n)) * between[:, None], (qk @ state).unflatten(1, (2, n))
-    reads = reads * fade[:, None]
+    between = between.view(key_heads, -1, 1, n, n)
+    scores = ((lines @ k.mT).view(key_heads, 1, 2, n, n) * between).view(heads, 2, n, n)
+    reads = (lines @ state.view(key_heads, -1, dk, dv)).view(heads, 2, n, dv).mul_(fade[:, None])
     # Of (I + A) c = beta (v - g S^T k); only what stands below the diagonal of the matrix is looked at.
-    change = torch.linalg.solve_triangular(
-        scores[:, 1] * beta, (v - reads[:, 1]) * beta, upper=False, unitriangular=True
-    )
-    state.mul_(fade[:, -1:]).baddbmm_((k * rest).mT, change)
+    system, wanted = scores[:, 1].mul_(beta), (x.v.transpose(0, 1) - reads[:, 1]).mul_(beta)
+    change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    state.mul_(fade[:, -1:]).baddbmm_((k * rest.view(key_heads, -1, n, 1)).view(heads, n, dk).mT, change)
     return torch.baddbmm(reads[:, 0], scores[:, 0], change).transpose(0, 1)
 
 

@@ -97,12 +97,9 @@ class Startup:
                 self.rehearse()
         with self.phase("KV pool"):
             self.num_blocks = self.count_blocks()
-            pool, host_states = self.new_pool(self.num_blocks), self.new_host_states()
-            host_pool, states = (
-                self.new_host_pool(host_states),
-                self.new_states(config.max_num_seqs + self.num_snapshots),
-            )
-            state = self.new_state(config.max_num_seqs)
+            pool, states = self.new_pool(self.num_blocks), self.new_states(config.max_num_seqs + self.num_snapshots)
+            host_states = self.new_host_states()
+            host_pool, state = self.new_host_pool(host_states), self.new_state(config.max_num_seqs)
             self.worker = self.new_worker(pool, host_pool, states, host_states, state)
         if self.group.experts:
             self.group.experts.connect(config.expert_rendezvous, self.device, config.startup_timeout)
@@ -225,10 +222,8 @@ class Startup:
         state: BatchState,
     ) -> Worker:
         """A worker over these pools and this batch state. It is not warmed up yet."""
-        watch, pools = (
-            self.guard.watch if self.guard else contextlib.nullcontext,
-            (pool, host_pool, states, host_states),
-        )
+        watch = self.guard.watch if self.guard else contextlib.nullcontext
+        pools = pool, host_pool, states, host_states
         return Worker(self.config, self.model, *pools, state, self.greedy_head, watch)
 
     def block_shape(self) -> tuple[int, ...]:
