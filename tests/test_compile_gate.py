@@ -131,7 +131,7 @@ DELTA = (
 BRIEF = (QWEN.name, "qwen3-30b-a3b", "qwen3-next-80b-a3b")
 WHOLE_ONLY = (
     LLAMA.name, "qwen3-0.6b-fp16-16", "d64-window", "d64-slopes", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens",
-    "d512", "d80-every", "d96-every", "d112-every", "d256-every", "deepseek-v3-tp8", "deepseek-v3-tp8-2-tokens",
+    "d512", "d80-every", "d96-every", "d112-every", "d256-every", "deepseek-v3-tp8-2-tokens",
     "latent-fp32", "qwen3-next-attention", "qwen3.5-27b",
     *(shape.name for shape in EXPERTS if shape.name not in ("qwen3-30b-a3b", "gpt-oss-20b")),
 )  # fmt: skip

@@ -203,7 +203,7 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         "norm_kernel(x: *fp32 aligned, weight: *fp32 aligned, bias: None, residual: None, y: *fp32 aligned, eps: fp32, "
         "SIZE: 40, CENTERED: False, BLOCK: 64) was not compiled in warm-up"
     )
-    assert len(found) == 27
+    assert len(found) == 34
     others = ("expert", "head_linear", "latent", "linear", "plan_experts", "pool", "rope_last", "route", "square_sums")
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) != name.startswith(others) and patched == "False", name

@@ -44,7 +44,7 @@ def test_a_config_without_an_architecture_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("Qwen3NextForCausalLM", "Qwen3"), ("Gemma3nForCausalLM", "Gemma3"), ("LlamaModelForCausalLM", "Llama")],
+    [("Qwen3OmniForCausalLM", "Qwen3"), ("Gemma3nForCausalLM", "Gemma3"), ("LlamaModelForCausalLM", "Llama")],
 )
 def test_the_nearest_families_are_named_first(tmp_path: Path, name: str, near: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
