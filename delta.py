@@ -139,20 +139,9 @@ def conv_silu(
     if rows > num_decodes:
         tiles = triton.cdiv(longest, CONV_TOKENS)
         conv_silu_kernel[(columns, tiles, rows - num_decodes)](
-            x,
-            weight,
-            state,
-            *find,
-            y,
-            num_decodes,
-            *strides,
-            channels,
-            taps,
-            False,
-            CONV_TOKENS,
-            CONV_CHANNELS,
-            block_k,
-        )
+            x, weight, state, *find, y, num_decodes, *strides, channels, taps, False,
+            CONV_TOKENS, CONV_CHANNELS, block_k,
+        )  # fmt: skip
         conv_state_kernel[(columns, rows - num_decodes)](
             x, state, *find, num_decodes, *strides, channels, taps, CONV_CHANNELS, block_k
         )
