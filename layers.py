@@ -156,12 +156,12 @@ class Attention:
                 if name := row.name("qkv"):
                     slots[f"{name}.{ending}"] = Slot(parts, words, row.qkv_layout, transposed, copies=copies)
                     continue
-                slots[f"{row.name('q')}.{ending}"] = Slot(parts[:1], ("col",), transposed=transposed)
                 if row.out_gate:
                     gate = self.gate if ending == "weight" else self.gate_bias
                     assert isinstance(gate, torch.Tensor)
-                    both = Slot((parts[0], gate), ("col", "col"), heads=self.heads)
-                    slots[f"{row.name('q')}.{ending}"] = both
+                    slots[f"{row.name('q')}.{ending}"] = Slot((parts[0], gate), ("col", "col"), heads=self.heads)
+                else:
+                    slots[f"{row.name('q')}.{ending}"] = Slot(parts[:1], ("col",), transposed=transposed)
                 if tied and self.stores:
                     slots[f"{row.name('k')}.{ending}"] = Slot(parts[1:], words[1:], "same", transposed, copies=copies)
                 elif self.stores:
