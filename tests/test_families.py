@@ -230,27 +230,6 @@ def test_the_text_half_of_gemma_4_is_read(checkpoints: Path, tmp_path: Path) -> 
         make_worker(tmp_path, threads=1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
-        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
-        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
-        ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
-        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
-        ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
-        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
-    ],
-)  # fmt: skip
-def test_what_gemma_4_does_not_have_is_refused(
-    checkpoints: Path, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    raw = json.loads((checkpoints / "gemma4-shared" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | change))
-    with pytest.raises(ValueError, match=message):
-        ModelConfig.from_folder(str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe"])
 def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Path, tmp_path: Path, name: str) -> None:
     """What is for images or predicts tokens ahead is passed over, and RoPE's sections change nothing for text."""
@@ -273,9 +252,17 @@ def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Path, tmp_path: Path, na
         make_worker(tmp_path, threads=1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "gemma4-shared": [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'; Manta has 'vision' alone"),
+        ({"per_layer_config": {"0": {"head_dim": 32}}}, r"per_layer_config has layers \['0'\]"),
+        ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "must have the same for all layers"),
+        ({"per_layer_config": {i: {"head_dim": 32, "window": 3} for i in "13"}}, "'window' is 3"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers leaves no layer whose keys layer 1 could read"),
+        ({"vocab_size_per_layer_input": 98}, "vocab_size_per_layer_input is 98; Manta has vocab_size, 99"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True, "per_layer_config": None}, "3 KV heads of 512"),
+    ],
+    "qwen3.5": [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; Manta has 'silu' alone"),
         ({"attn_output_gate": False}, "attn_output_gate is False; Manta has True alone"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads is 3; it must be a multiple of linear_num_key_heads"),
@@ -286,11 +273,16 @@ def test_the_text_half_of_qwen_3_5_is_read(checkpoints: Path, tmp_path: Path, na
         ({"layer_types": None, "full_attention_interval": 5}, "asks for no layer of full_attention"),
         ({"sliding_window": 9}, "'sliding_window' is 9, and Manta does not know that field"),
     ],
-)  # fmt: skip
-def test_what_qwen_3_5_does_not_have_is_refused(
-    checkpoints: Path, tmp_path: Path, change: dict[str, Any], message: str
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
+)
+def test_what_a_family_does_not_have_is_refused(
+    checkpoints: Path, tmp_path: Path, name: str, change: dict[str, Any], message: str
 ) -> None:
-    raw = json.loads((checkpoints / "qwen3.5" / "config.json").read_text())
+    raw = json.loads((checkpoints / name / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | change))
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_folder(str(tmp_path))
