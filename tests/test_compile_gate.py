@@ -128,7 +128,7 @@ DELTA = (
     Delta("qwen3.5-27b", 16, 48, hidden=6144),
     Delta("delta-fp32", 2, 4, 96, 80, dtype=torch.float32),
 )
-BRIEF = (QWEN.name, "qwen3-30b-a3b", "qwen3-next-80b-a3b")
+BRIEF = (QWEN.name, "qwen3-next-80b-a3b")
 WHOLE_ONLY = (
     LLAMA.name, "qwen3-0.6b-fp16-16", "d64-window", "d64-slopes", "d80", "d256", "qwen3-32b-tp4", "g16-8-tokens",
     "d512", "d80-every", "d96-every", "d112-every", "d256-every", "deepseek-v3-tp8-2-tokens",

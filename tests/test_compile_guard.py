@@ -54,7 +54,7 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
     ("shape", "fields"),
     [
         ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
-        (WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}),
+        pytest.param(WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}, marks=pytest.mark.long),
         ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
         pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
         pytest.param(
