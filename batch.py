@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
-from config import EngineConfig, ServerConfig, from_flags, parser_for, say
+from config import PROG, EngineConfig, ServerConfig, from_flags, parser_for, say
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from model_config import ModelConfig
@@ -406,11 +406,11 @@ def read_flags(argv: list[str]) -> tuple[str, str, EngineConfig, ServerConfig]:
         ValueError: an option is out of range, or means nothing here.
         SystemExit: after `--help`, or where the options cannot be parsed.
     """
-    usage = "server.py batch -i IN.jsonl -o OUT.jsonl [--model PATH] [option ...]"
+    usage = f"{PROG} batch -i IN.jsonl -o OUT.jsonl [--model PATH] [option ...]"
     parser = argparse.ArgumentParser(
-        "server.py batch", usage, "Answer a file of requests, in the format of OpenAI's batches.", allow_abbrev=False,
+        f"{PROG} batch", usage, "Answer a file of requests, in the format of OpenAI's batches.", allow_abbrev=False,
         epilog="Other options are the server's, as far as they concern the engine and what a request may hold: "
-        "`server.py --help` lists them. A batch that has been cut short goes on when it is started again.",
+        f"`{PROG} --help` lists them. A batch that has been cut short goes on when it is started again.",
     )  # fmt: skip
     parser.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="a request on each line")
     parser.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="gets an answer on each line")
@@ -462,7 +462,7 @@ def main(argv: list[str]) -> None:
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         file, answers = open_files(source, target)
     except ValueError as error:
-        say(f"server.py batch: error: {error}")
+        say(f"{PROG} batch: error: {error}")
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
@@ -480,7 +480,7 @@ def main(argv: list[str]) -> None:
                 run_to_end(batch, file, children)
             except OSError as error:
                 bar.close()
-                say(f"server.py batch: error: {error}; {batch.summary()}")
+                say(f"{PROG} batch: error: {error}; {batch.summary()}")
                 sys.exit(1)
             except SystemExit:
                 bar.close()

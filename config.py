@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 VERSION = "0.1.0"
+PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 
@@ -377,7 +378,7 @@ def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
 
 def parser_for(*classes: type) -> argparse.ArgumentParser:
     """A command-line parser with one flag for each field of the given dataclasses."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROG, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for cls in classes:
         hints = get_type_hints(cls)
         for f in flag_fields(cls):

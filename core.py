@@ -274,7 +274,7 @@ class EngineCore:
         return (
             f"Manta {VERSION}: {f['model']}\n"
             f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
-            f"  device    {f['device']}, {f['backend']}.py{compiled}{self.executor.note()}\n"
+            f"  device    {f['device']}, backend {f['backend']}{compiled}{self.executor.note()}\n"
             f"{self.memory_note()}"
             f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
             f"{f['kv_bytes'] / 2**20:,.0f} MiB: {fit} requests at the full length of "

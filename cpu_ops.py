@@ -54,6 +54,7 @@ __all__ = [
     "sample", "sigmoid_mul", "square_sums", "swap_blocks",
 ]  # fmt: skip
 
+BACKEND = "cpu"  # what the option of this name calls these ops
 LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
 QUERIES = 128  # queries of a row that attention_prefill takes at a time

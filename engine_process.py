@@ -18,7 +18,7 @@ import traceback
 from collections import defaultdict
 
 from client import Connection, FrameServer, MPClient
-from config import EngineConfig, say
+from config import PROG, EngineConfig, say
 from core import EngineCore
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
@@ -183,7 +183,7 @@ def engine_main() -> None:
     try:
         core = EngineCore(config, peers)
     except (ValueError, WorkerError, ConnectionError) as error:
-        say(f"server.py: error: {error}")
+        say(f"{PROG}: error: {error}")
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
         say(core.start_log())
@@ -196,7 +196,7 @@ def engine_main() -> None:
         server.run()
         code = 0
     except ConnectionError as error:  # a rank is gone, and its own log says why
-        say(f"server.py: error: {error}")
+        say(f"{PROG}: error: {error}")
     except BaseException:
         say(traceback.format_exc())
     core.close()

@@ -48,6 +48,7 @@ from sampling import sample as sample
 
 __version__ = "0.1.0"
 
+BACKEND = "triton"  # what the option of this name calls these ops
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a gate
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma

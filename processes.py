@@ -80,7 +80,8 @@ class Child:
         environment: dict[str, str] | None = None,
     ):
         self.name, self.script, self.options = name, os.path.abspath(script), options
-        self.environment = os.environ | (environment or {})
+        # It finds the modules that its parent finds, and not those beside the script: installed, they have other names.
+        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {})
         self.startup_timeout, self.patience, self.beside = startup_timeout, STALL, beside
         self.address, self.listener = socket.socketpair()
         self.facts: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class Child:
 
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
-        command = [sys.executable, self.script]
+        command = [sys.executable, "-P", self.script]
         fds = [end.fileno() for end in (self.listener, self.beside) if end]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,

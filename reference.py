@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+BACKEND = "reference"  # what the option of this name calls these ops
 MASK32 = 0xFFFFFFFF
 FLOAT_MAX = torch.finfo(torch.float32).max
 

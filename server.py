@@ -38,7 +38,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 import batch
 from bodies import parse_json
-from config import EngineConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from config import PROG, EngineConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from model_config import ModelConfig
@@ -386,7 +386,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
-        say(f"server.py: error: {error}")
+        say(f"{PROG}: error: {error}")
         sys.exit(2)
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace

@@ -91,7 +91,7 @@ class Startup:
             self.load()
         self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # read before the KV pool takes some
         self.num_snapshots = self.fit_states()
-        self.guard = CompileGuard(self.ops) if self.ops.__name__ == "kernels" else None
+        self.guard = CompileGuard(self.ops) if self.ops.BACKEND == "triton" else None
         if self.device == "cuda" and self.guard:
             with self.phase("kernels"):
                 self.rehearse()
@@ -142,7 +142,7 @@ class Startup:
             "block_size": self.config.block_size,
             "dtype": str(worker.pool.dtype).removeprefix("torch."),
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
-            "backend": self.ops.__name__,
+            "backend": self.ops.BACKEND,
             "parameters": self.num_parameters,
             "kv_bytes": worker.pool.nbytes * self.group.size,
             "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
@@ -170,7 +170,7 @@ class Startup:
         if self.device == "cpu":
             small = self.num_parameters * model.embedding.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
-        if self.ops.__name__ == "cpu_ops":
+        if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.model) if config.load_format != "dummy" else []
@@ -180,7 +180,7 @@ class Startup:
 
     def pack(self, model: Transformer) -> None:
         """With `batch_invariant` our kernels do the products: a library's rounding depends on the number of rows."""
-        if self.config.batch_invariant and self.ops.__name__ == "kernels":
+        if self.config.batch_invariant and self.ops.BACKEND == "triton":
             model.be_batch_invariant()
 
     def rehearse(self) -> None:

@@ -133,7 +133,7 @@ class Worker:
             if self.exchanged:
                 self.model.serve()
             return Launched(StepResult(plan.step, []))
-        one_by_one = self.config.batch_invariant and self.ops.__name__ != "kernels"
+        one_by_one = self.config.batch_invariant and self.ops.BACKEND != "triton"
         if one_by_one and self.config.pools:
             return self.run_prompts_one_by_one(plan)
         return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
@@ -281,7 +281,7 @@ class Worker:
         rows, tokens, longest = len(counts), int(counts.sum()), int(counts.max())
         if self.config.pools:  # so that one kernel's rounding serves all
             return StepShape(rows, tokens, 0, 0, longest, False)
-        adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.__name__ == "kernels"
+        adjusted, one = bool(self.state.adjusted.any()), self.config.batch_invariant and self.ops.BACKEND == "triton"
         if tokens == rows and samples.all():
             if self.exchanged in self.graph_sizes:  # the same graph on all engines, because their messages are in it
                 rows = max(rows, self.exchanged or 0)

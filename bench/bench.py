@@ -39,7 +39,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the engine's files lie one folder up
+if not __package__:  # from a clone: the engine's files lie one folder up
+    sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import bench_embed
 import bench_engine

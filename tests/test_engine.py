@@ -291,7 +291,7 @@ def test_core_survives_a_refusal_in_full_flight(llm):
 def test_start_log_says_what_fits(llm):
     text = llm.core.start_log()
     assert len(text.splitlines()) <= 6
-    for fact in ("Qwen3ForCausalLM", "float32", "cpu", "cpu_ops.py", "blocks of 64", "full length of 1,024"):
+    for fact in ("Qwen3ForCausalLM", "float32", "cpu, backend cpu", "blocks of 64", "full length of 1,024"):
         assert fact in text
     assert list(llm.core.facts["startup"]) == ["imports", "weights", "KV pool", "warm-up"]
     assert all(f"{phase} {seconds:.2f} s" in text for phase, seconds in llm.core.facts["startup"].items())

@@ -108,6 +108,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu_latent": {"reference"},
     "cpu_delta": set(),
     "cpu": set(),
+    # beside
+    "setup": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",

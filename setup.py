@@ -1,0 +1,65 @@
+"""Makes the package `manta` from the files of this folder, which import each other by bare names.
+
+Installed as they are, they would claim names like `config` and `memory` in every program. So their copies go into one
+package, and there `from config import say` reads `from manta.config import say`, and `import batch` reads
+`from manta import batch`. That binds the same names, so nothing else has to change.
+"""
+
+import ast
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent
+FOLDERS = {"manta": ".", "manta.bench": "bench", "manta.demo": "demo"}
+HOMES = {path.stem: package for package, folder in FOLDERS.items() for path in (ROOT / folder).glob("*.py")}
+INIT = '"""An LLM inference engine: `from manta.engine import LLM, SamplingParams`, or the command `manta`."""\n'
+
+
+def packaged(source: str) -> str:
+    """The text of a module with its imports of our other modules as they are in the package."""
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in HOMES:
+            name = node.module
+            old, new = f"from {name} import", f"from {HOMES[name]}.{name} import"
+        elif isinstance(node, ast.Import) and (name := node.names[0].name) in HOMES:
+            old, new = f"import {name}", f"from {HOMES[name]} import {name}"
+        else:
+            continue
+        line, at = lines[node.lineno - 1], node.col_offset
+        assert line.startswith(old, at), f"{line!r} is not written as the formatter does it"
+        lines[node.lineno - 1] = line[:at] + new + line[at + len(old) :]
+    return "\n".join(lines)
+
+
+class BuildPackage(build_py):
+    """The build step that copies modules."""
+
+    def run(self) -> None:
+        """Copy all modules and data."""
+        if self.editable_mode:
+            raise SystemExit("Manta cannot be installed editable; a script beside engine.py needs no installation")
+        super().run()
+        # Without this file Python would look for the package's modules in any folder called manta as well, say a clone.
+        Path(self.build_lib, "manta", "__init__.py").write_text(INIT, encoding="utf-8")
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        """The modules of a package, which this file is not."""
+        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
+
+    def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
+        """Copy one module."""
+        target, copied = super().build_module(module, module_file, package)
+        Path(target).write_text(packaged(Path(module_file).read_text(encoding="utf-8")), encoding="utf-8")
+        return target, copied
+
+
+setup(
+    packages=list(FOLDERS),
+    package_dir=FOLDERS,
+    package_data={"manta": ["demo/*.json", "demo/*.safetensors", "web/*.html", "web/*.css", "web/*.js"]},
+    include_package_data=False,
+    cmdclass={"build_py": BuildPackage},
+)

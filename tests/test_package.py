@@ -1,0 +1,95 @@
+"""What `pip install` makes of this folder: one package, which finds its own modules wherever Python runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import PathDistribution
+from pathlib import Path
+
+import pytest
+
+from test_house import FILES, imports
+
+ROOT = Path(__file__).parent.parent
+QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """A folder with what a wheel holds that was built from the source distribution."""
+    folder = tmp_path_factory.mktemp("package")
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    """A user's folder, with files that are called like some of ours, and a clone's folder without the clone."""
+    (tmp_path / "manta").mkdir()
+    for name in ("config.py", "kernels.py", "memory.py", "manta/config.py"):
+        (tmp_path / name).write_text("raise SystemExit('this is the user\\'s own file')")
+    return tmp_path
+
+
+def run(installed: Path, elsewhere: Path, code: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in the user's folder, which Python looks into before it looks into the package's."""
+    environment = os.environ | {"PYTHONPATH": str(installed), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
+    (facts,) = installed.glob("*.dist-info")
+    assert {path.name for path in installed.iterdir()} == {"manta", facts.name}
+    wanted = {f"{name}.py" for name in FILES} - {"setup.py"} | {"__init__.py"}
+    for folder in ("bench", "demo", "web"):
+        wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.*")}
+    assert {str(path.relative_to(installed / "manta")) for path in installed.glob("manta/**/*.*")} == wanted
+
+
+def test_its_modules_import_each_other_from_the_package(installed: Path) -> None:
+    ours = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")}
+    for path in installed.glob("manta/**/*.py"):
+        assert not imports(ast.parse(path.read_text())) & ours, path
+
+
+def test_it_depends_on_what_the_requirements_say(installed: Path) -> None:
+    facts = PathDistribution(next(installed.glob("*.dist-info")))
+    lines = [line.partition("#")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    assert facts.requires and len(facts.requires) == len([line for line in lines if line.strip()])
+
+
+def test_a_script_finds_the_library(installed: Path, elsewhere: Path) -> None:
+    code = f"from manta.engine import LLM; print(LLM().chat({QUESTION}, use_tqdm=False)[0].outputs[0].text)"
+    done = run(installed, elsewhere, code)
+    assert done.stdout == "81\n", done.stderr
+
+
+def test_the_command_starts_its_processes(installed: Path, elsewhere: Path) -> None:
+    """A batch runs an engine and a worker in processes of their own."""
+    (command,) = PathDistribution(next(installed.glob("*.dist-info"))).entry_points
+    assert (command.name, command.value) == ("manta", "manta.server:main")
+    body = {"messages": QUESTION, "temperature": 0}
+    line = {"custom_id": "sum", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (elsewhere / "in.jsonl").write_text(json.dumps(line))
+    words = ("batch", "-i", "in.jsonl", "-o", "out.jsonl", "--device", "cpu")
+    done = run(installed, elsewhere, f"from {command.module} import main; main()", *words)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads((elsewhere / "out.jsonl").read_text())
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == "81"
+
+
+def test_the_command_calls_itself_by_its_name(installed: Path, elsewhere: Path) -> None:
+    done = run(installed, elsewhere, "from manta.server import main; main()", "--model", "nowhere")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("manta: error: there is no folder nowhere") and done.stderr.count("\n") == 1
