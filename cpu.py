@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
@@ -45,8 +46,11 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
     intermediates page by page, which can take longer than computing them.
     """
-    torch.set_num_threads(threads or max(1, (len(os.sched_getaffinity(0)) - spare) // ranks))
-    with contextlib.suppress(OSError, AttributeError):  # not glibc
+    process = psutil.Process()
+    # macOS does not tell which cores a process may run on: all of them.
+    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else os.cpu_count() or 1
+    torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows there is not even a libc
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, KEEP)
         libc.mallopt(M_TRIM_THRESHOLD, KEEP)
@@ -54,7 +58,7 @@ def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
 
 def release() -> None:
     """Give the system back what loading and warming up have left free, which `settle` lets malloc keep."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

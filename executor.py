@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
+import psutil
 from tqdm import tqdm
 
 from config import EngineConfig, say
@@ -451,14 +452,20 @@ def new_executor(
     """The executor that the options ask for.
 
     Raises:
-        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`.
+        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`; or this is Windows, where one
+            worker is the most.
         SystemExit: this is a rank that follows, and is done.
     """
     backend = config.distributed_executor_backend
-    if backend == "torchrun":
-        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
         backend = "mp" if config.beside_server or config.tensor_parallel_size > 1 else "uni"
+    if backend != "uni" and sys.platform == "win32":
+        raise ValueError(
+            f"distributed_executor_backend is {backend!r} and tensor_parallel_size {config.tensor_parallel_size}; on "
+            "Windows they must be 'uni' and 1, because worker processes share descriptors and memory as Unix does"
+        )
+    if backend == "torchrun":
+        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
     return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
 
 
@@ -557,8 +564,8 @@ def end_with_parent(number: signal.Signals) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal, as far as the system tells."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-        return file.read().rpartition(")")[2].split()[0] in "Tt"
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
 
 

@@ -8,7 +8,6 @@ compare them with torch's own count.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 from bisect import bisect_right
@@ -16,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 from config import EngineConfig
@@ -375,11 +375,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
 
 def available_bytes() -> int:
     """Bytes of this machine's memory that can be had without swapping, including the cache of files."""
-    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # another system, or an old kernel
+    return psutil.virtual_memory().available
 
 
 def gpu_bytes() -> int:

@@ -28,6 +28,10 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from typing import Any
 
+if sys.platform == "win32":  # gunicorn could not even be imported
+    sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
+    sys.exit(2)
+
 import gevent
 import msgspec
 from flask import Flask, Response, g, request
