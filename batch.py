@@ -452,7 +452,7 @@ def main(argv: list[str]) -> None:
     signal's number after Ctrl-C or SIGTERM.
     """
     parser = new_parser()
-    flags = parser.parse_args(argv)
+    flags = parser.read(argv)
     source = flags.input_file
     try:
         engine_config, config = read_flags(flags)

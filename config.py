@@ -108,7 +108,7 @@ def check_fields(record: Any) -> None:
 class EngineConfig:
     """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
 
-    GROUPS: ClassVar = {  # of the help
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
             "model", "load_format", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
@@ -298,7 +298,7 @@ class EngineConfig:
 class ServerConfig:
     """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
 
-    GROUPS: ClassVar = {
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
             "host", "port", "api_key", "api_key_file", "metrics_key", "served_model_name", "share_prefix_cache",
             "allowed_origins", "root_path", "api_server_count", "max_stored_responses", "max_stored_response_bytes",

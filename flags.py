@@ -19,12 +19,18 @@ import tomllib
 from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from config import VERSION, say
 
 T = TypeVar("T")
 FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
+
+
+class Options(Protocol):
+    """A dataclass of `config.option`s."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # the names of its options, by their titles in the help
 
 
 def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
@@ -75,7 +81,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def __init__(
         self,
-        *classes: type,
+        *classes: type[Options],
         command: str = "",
         usage: str = "[MODEL] [option ...]",
         description: str = "",
@@ -108,7 +114,8 @@ class OptionParser(argparse.ArgumentParser):
     def _add_option(self, group: argparse._ArgumentGroup, f: dataclasses.Field[Any], hint: Any) -> None:
         self.known.add(f.name)
         kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-        flag, kwargs = "--" + f.name.replace("_", "-"), {"default": argparse.SUPPRESS, "help": help_of(f)}
+        flag = "--" + f.name.replace("_", "-")
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_of(f)}
         if get_origin(hint) is Literal:
             group.add_argument(flag, choices=kinds, **kwargs)
         elif get_origin(hint) is tuple:
@@ -125,7 +132,7 @@ class OptionParser(argparse.ArgumentParser):
         say(f"{self.prog}: error: {message}")
         sys.exit(2)
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options that are given on the command line, or else in the file of `--config`; see `from_flags`.
 
         Raises:
@@ -133,8 +140,7 @@ class OptionParser(argparse.ArgumentParser):
         """
         if "_ARGCOMPLETE" in os.environ:
             complete(self)
-        argv = [dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        flags, surplus = self.parse_known_args(argv, namespace)
+        flags, surplus = self.parse_known_args([dashed(word) for word in argv])
         if surplus:
             word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
             flag = word.partition("=")[0]

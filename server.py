@@ -40,6 +40,7 @@ from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 import batch
+import terminal
 from bodies import parse_json
 from config import EngineConfig, ServerConfig, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
@@ -372,7 +373,7 @@ def serve(argv: list[str]) -> None:
         "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
     )  # fmt: skip
-    flags = parser.parse_args(argv)
+    flags = parser.read(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         config = with_all_keys(config, os.environ)
@@ -429,6 +430,8 @@ def bench(argv: list[str]) -> None:
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
+    "chat": (terminal.chat, "talk with a model in the terminal"),
+    "complete": (terminal.complete, "go on from a text"),
     "batch": (batch.main, "answer a file of requests"),
     "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
 }

@@ -342,16 +342,16 @@ def test_a_full_disk_ends_the_batch(files, engine, monkeypatch):
 
 def test_options_are_the_engines_and_those_of_requests(capsys):
     files = ["-i", "a", "-o", "b"]
-    flags = new_parser().parse_args([*files, "--max-num-seqs", "7", "--max-prompts", "3"])
+    flags = new_parser().read([*files, "--max-num-seqs", "7", "--max-prompts", "3"])
     engine_config, config = read_flags(flags)
     assert (flags.input_file, flags.output_file, engine_config.max_num_seqs, config.max_prompts) == ("a", "b", 7, 3)
     assert engine_config.scheduling_policy == "fcfs"
     for flags in (["--port", "1"], ["--api-key", "k"], ["--log-requests"]):
         with pytest.raises(ValueError, match=f"{flags[0]} is given"):
-            read_flags(new_parser().parse_args([*files, *flags]))
+            read_flags(new_parser().read([*files, *flags]))
     for argv in (["-i", "a"], [*files, "--max-nums", "1"], [*files, "c", "d"]):
         with pytest.raises(SystemExit) as ended:
-            new_parser().parse_args(argv)
+            new_parser().read(argv)
         assert ended.value.code == 2 and len(capsys.readouterr().err.splitlines()) == 1
     with pytest.raises(SystemExit) as ended:
         main([*files, "--model", "/nowhere"])
