@@ -1,4 +1,4 @@
-"""A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl --model PATH`.
+"""A file of requests in, a file of answers out: `python server.py batch -i IN.jsonl -o OUT.jsonl MODEL`.
 
     Line        a line of the input: which route is asked what
     Answers     the output: what an earlier run has left there, and the lines that are added
@@ -40,9 +40,10 @@ from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
-from config import PROG, EngineConfig, ServerConfig, from_flags, parser_for, say
+from config import EngineConfig, ServerConfig, say
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
+from flags import OptionParser, from_flags, refuse_given
 from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
@@ -399,33 +400,30 @@ class Batch:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def read_flags(argv: list[str]) -> tuple[str, str, EngineConfig, ServerConfig]:
-    """The input, the output, and the options.
-
-    Raises:
-        ValueError: an option is out of range, or means nothing here.
-        SystemExit: after `--help`, or where the options cannot be parsed.
-    """
-    usage = f"{PROG} batch -i IN.jsonl -o OUT.jsonl [--model PATH] [option ...]"
-    parser = argparse.ArgumentParser(
-        f"{PROG} batch", usage, "Answer a file of requests, in the format of OpenAI's batches.", allow_abbrev=False,
-        epilog="Other options are the server's, as far as they concern the engine and what a request may hold: "
-        f"`{PROG} --help` lists them. A batch that has been cut short goes on when it is started again.",
+def new_parser() -> OptionParser:
+    """What reads the command line."""
+    parser = OptionParser(
+        EngineConfig, ServerConfig, command="batch", usage="-i IN.jsonl -o OUT.jsonl [MODEL] [option ...]",
+        description="Answer a file of requests, in the format of OpenAI's batches. A batch that has been cut short\n"
+        "goes on when it is started again. Options that concern HTTP mean nothing here.",
     )  # fmt: skip
     parser.add_argument("-i", "--input-file", required=True, metavar="IN.jsonl", help="a request on each line")
     parser.add_argument("-o", "--output-file", required=True, metavar="OUT.jsonl", help="gets an answer on each line")
-    files, rest = parser.parse_known_args(argv)
-    options = parser_for(EngineConfig, ServerConfig)
-    options.prog, options.usage = parser.prog, usage
-    flags = options.parse_args(rest)
+    return parser
+
+
+def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
+    """The options.
+
+    Raises:
+        ValueError: one is out of range, or means nothing here.
+    """
+    refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
     engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
-    for option in dataclasses.fields(config):
-        if option.name in HTTP_ONLY and getattr(config, option.name) != option.default:
-            raise ValueError(f"--{option.name.replace('_', '-')} is given; a batch has no HTTP that it could concern")
     if engine_config.scheduling_policy == "auto":
         engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")
     # Lines wait for their turn here, so that none is ever refused because of others.
-    return files.input_file, files.output_file, engine_config, dataclasses.replace(config, max_queue=sys.maxsize)
+    return engine_config, dataclasses.replace(config, max_queue=sys.maxsize)
 
 
 def open_files(source: str, target: str) -> tuple[BinaryIO, Answers]:
@@ -453,17 +451,19 @@ def main(argv: list[str]) -> None:
     It is 2, after one line that says why, where the batch cannot start, 1 where it cannot go on, and 128 plus the
     signal's number after Ctrl-C or SIGTERM.
     """
+    parser = new_parser()
+    flags = parser.read(argv)
+    source = flags.input_file
     try:
-        source, target, engine_config, config = read_flags(argv)
+        engine_config, config = read_flags(flags)
         check_gpus(engine_config)
         model_config = ModelConfig.from_folder(engine_config.model)
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
-        file, answers = open_files(source, target)
+        file, answers = open_files(source, flags.output_file)
     except ValueError as error:
-        say(f"{PROG} batch: error: {error}")
-        sys.exit(2)
+        parser.error(str(error))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     children: list[Child] = []
@@ -480,7 +480,7 @@ def main(argv: list[str]) -> None:
                 run_to_end(batch, file, children)
             except OSError as error:
                 bar.close()
-                say(f"{PROG} batch: error: {error}; {batch.summary()}")
+                say(f"{parser.prog}: error: {error}; {batch.summary()}")
                 sys.exit(1)
             except SystemExit:
                 bar.close()

@@ -5,7 +5,6 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import errno
@@ -18,14 +17,13 @@ import weakref
 from collections.abc import MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
-
-T = TypeVar("T")
+DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 
 
 def say(text: str) -> None:
@@ -92,8 +90,12 @@ def check_fields(record: Any) -> None:
             if value not in get_args(hint):
                 raise ValueError(f"{f.name} is {value!r}; allowed: {', '.join(map(str, get_args(hint)))}")
             continue
+        if get_origin(hint) is tuple:
+            if not (isinstance(value, tuple) and all(isinstance(item, str) for item in value)):
+                raise ValueError(f"{f.name} is {value!r}; it must be a list of strings")
+            continue
         allowed = [a for a in get_args(hint) or (hint,) if a is not type(None)]
-        if (value is None and type(None) in get_args(hint)) or get_origin(hint) is tuple:
+        if value is None and type(None) in get_args(hint):
             continue
         numeric = float in allowed and isinstance(value, int) and not isinstance(value, bool)
         if not (numeric or any(type(value) is a for a in allowed)):
@@ -107,9 +109,25 @@ def check_fields(record: Any) -> None:
 class EngineConfig:
     """Options of one engine; the names are vLLM's. `LLM(model, **fields)` and the command line take the same ones."""
 
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
+        "model": (
+            "model", "load_format", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
+        "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
+        "memory and batches": (
+            "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "gpu_memory_utilization",
+            "num_gpu_blocks_override", "swap_space", "enable_prefix_caching", "num_state_snapshots"),
+        "scheduling": (
+            "scheduling_policy", "scheduler_delay_factor", "enable_chunked_prefill", "preemption_mode",
+            "schedule_conservativeness", "async_scheduling", "num_lookahead_slots"),
+        "several devices, and processes": (
+            "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend",
+            "startup_timeout", "step_timeout", "max_worker_restarts"),
+        "limits of a request": ("max_logprobs",),
+        "diagnostics": ("log_scheduler", "trace", "sanitize_kv"),
+    }  # fmt: skip
     model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
     _: KW_ONLY
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16"
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
@@ -240,6 +258,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
         if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
@@ -280,6 +299,18 @@ class EngineConfig:
 class ServerConfig:
     """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
 
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "server": (
+            "host", "port", "api_key", "api_key_file", "metrics_key", "served_model_name", "share_prefix_cache",
+            "allowed_origins", "root_path", "api_server_count", "max_stored_responses", "max_stored_response_bytes",
+            "drain_timeout"),
+        "limits of a request": (
+            "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
+            "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
+            "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
+            "request_timeout", "body_timeout", "write_timeout"),
+        "diagnostics": ("log_requests",),
+    }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
     api_key: tuple[str, ...] = option(
@@ -369,36 +400,6 @@ def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> Se
     if (listed := environ.pop("MANTA_API_KEY", None)) is not None:
         keys += [key.strip() for key in listed.split(",")]
     return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)))
-
-
-def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
-    """The fields of a dataclass of `option`s that are flags."""
-    return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
-
-
-def parser_for(*classes: type) -> argparse.ArgumentParser:
-    """A command-line parser with one flag for each field of the given dataclasses."""
-    parser = argparse.ArgumentParser(PROG, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    for cls in classes:
-        hints = get_type_hints(cls)
-        for f in flag_fields(cls):
-            flag, hint, kwargs = "--" + f.name.replace("_", "-"), hints[f.name], {"help": f.metadata["help"]}
-            if get_origin(hint) is Literal:
-                parser.add_argument(flag, choices=get_args(hint), default=f.default, **kwargs)
-            elif get_origin(hint) is tuple:
-                parser.add_argument(flag, action="append", default=[], **kwargs)
-            elif bool in (hint, *get_args(hint)):
-                parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, **kwargs)
-            else:
-                kind = next(a for a in get_args(hint) or (hint,) if a is not type(None))
-                parser.add_argument(flag, type=kind, default=f.default, metavar=kind.__name__.upper(), **kwargs)
-    return parser
-
-
-def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
-    """The instance of `cls` that the parsed flags describe."""
-    values = {f.name: getattr(flags, f.name) for f in flag_fields(cls)}
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
 def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> dict[str, Any]:

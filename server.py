@@ -1,8 +1,10 @@
-"""The OpenAI-compatible server: `python server.py --model PATH`.
+# PYTHON_ARGCOMPLETE_OK is what argcomplete looks for.
+"""The OpenAI-compatible server: `python server.py MODEL`.
 
     create_app  the Flask app: paths, keys, bodies and errors
     Worker      gunicorn's worker, which speaks HTTP
-    main        the command line: engine process first, then gunicorn's gevent worker with the Flask app in it; or batch
+    serve       engine process first, then gunicorn's gevent worker with the Flask app in it
+    main        the command line: runs `serve` or another command
 
 Text is made and taken apart in these processes, off the engine's loop: `serving.py` has the routes. A client's mistake
 is found before the first byte of the reply, and answered with 400.
@@ -26,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 if sys.platform == "win32":  # gunicorn could not even be imported
@@ -41,10 +44,12 @@ from gunicorn.workers.ggevent import GeventWorker
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 import batch
+import terminal
 from bodies import parse_json
-from config import PROG, EngineConfig, ServerConfig, from_flags, parser_for, say, with_all_keys
+from config import PROG, EngineConfig, ServerConfig, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
+from flags import OptionParser, from_flags, split_command
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
@@ -359,21 +364,20 @@ class Worker(GeventWorker):
 # --- the command line -----------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> None:
+def serve(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start.
 
-    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is. `server.py batch`
-    is another program; see `batch.main`.
+    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is.
     """
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["batch"]:
-        return batch.main(argv[1:])
-    parser = parser_for(EngineConfig, ServerConfig)
+    parser = OptionParser(
+        EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description="Run a model.",
+        commands={name: does for name, (_, does) in COMMANDS.items()},
+    )  # fmt: skip
     parser.add_argument(
         "--plan", nargs="?", type=float, metavar="GIB", default=argparse.SUPPRESS,
         help="only print what takes how much memory, on this machine or on a GPU of so many GiB; no GPU is touched",
     )  # fmt: skip
-    flags = parser.parse_args(argv)
+    flags = parser.read(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         config = with_all_keys(config, os.environ)
@@ -390,8 +394,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
-        say(f"{PROG}: error: {error}")
-        sys.exit(2)
+        parser.error(str(error))
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board = os.getpid(), Board()
@@ -418,6 +421,30 @@ def with_policy(engine_config: EngineConfig, config: ServerConfig) -> EngineConf
     if policy == "auto":
         policy = "fair" if len(set(config.api_key)) > 1 else "fcfs"
     return dataclasses.replace(engine_config, scheduling_policy=policy)
+
+
+def bench(argv: list[str]) -> None:
+    """Become `bench/bench.py` with these arguments."""
+    script = Path(__file__).parent / "bench" / "bench.py"
+    if not script.exists():
+        say(f"{PROG} bench: error: there is no {script}; the benchmarks come with the source")
+        sys.exit(2)
+    os.execv(sys.executable, [sys.executable, str(script), *argv])
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
+    "chat": (terminal.chat, "talk with a model in the terminal"),
+    "complete": (terminal.complete, "go on from a text"),
+    "batch": (batch.main, "answer a file of requests"),
+    "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command that the command line begins with, or else serve."""
+    command, rest = split_command(sys.argv[1:] if argv is None else argv, COMMANDS)
+    COMMANDS[command or "serve"][0](rest)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "model_config", "openapi", "processes",
-        "protocol", "replies",
-        "responses", "serving", "startup", "tokenizer"},
+        "batch", "bodies", "config", "engine_process", "executor", "flags", "model_config", "openapi", "processes",
+        "protocol", "replies", "responses", "serving", "startup", "terminal", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "model_config", "processes", "protocol",
-        "replies", "serving",
-        "tokenizer"},
+        "bodies", "client", "config", "engine_process", "executor", "flags", "model_config", "processes", "protocol",
+        "replies", "serving", "tokenizer"},
+    "terminal": {
+        "async_llm", "client", "config", "flags", "model_config", "pooling", "sampling_params", "tokenizer"},
+    "flags": {"config"},
     "serving": {
         "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
         "sampling_params", "tokenizer"},
@@ -252,8 +253,9 @@ def test_the_readme_is_short():
 
 def test_every_option_is_described_in_one_line():
     import config
+    import flags
 
-    text = config.parser_for(config.EngineConfig, config.ServerConfig).format_help()
+    text = flags.OptionParser(config.EngineConfig, config.ServerConfig).format_help()
     assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text
     for cls in (config.EngineConfig, config.ServerConfig):
         for field in dataclasses.fields(cls):  # what has no help is set by the engine itself

@@ -1,0 +1,244 @@
+"""The command line: a flag for each option, a file that sets options too, and completion in a shell.
+
+    OptionParser   parses what was given
+    from_flags     makes the record of options from that
+
+Standard library only, but for argcomplete, which is imported where a shell asks for completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Container, Iterable, Sequence
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from config import PROG, VERSION, say
+
+T = TypeVar("T")
+FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
+
+
+class Options(Protocol):
+    """A dataclass of `config.option`s."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]]  # the names of its options, by their titles in the help
+
+
+def flag_fields(cls: type) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass of `option`s that are flags."""
+    return [f for f in dataclasses.fields(cls) if f.metadata["help"]]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a message that an unknown name is refused with: the known name that is most like it, if one is."""
+    return "".join(f"; the nearest is {near}" for near in difflib.get_close_matches(name, known, 1))
+
+
+def whole(text: str) -> int:
+    """The whole number of a command line, like 32768, 32K or 32.768k."""
+    number, factor = (text[:-1], FACTORS[text[-1]]) if text[-1:] in FACTORS else (text, 1)
+    if not re.fullmatch(r"[+-]?\d+(\.\d+)?", number, re.ASCII) or (value := Fraction(number) * factor) % 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; allowed are those like 32768, 32K and 32.768k")
+    return int(value)
+
+
+def help_of(f: dataclasses.Field[Any]) -> str:
+    """What the help says of an option, with its default if the option's own line does not tell it."""
+    text, default = f.metadata["help"], f.default
+    if default in (None, "", ()) or "default" in text:
+        return text
+    return f"{text} (default: {('off', 'on')[default] if isinstance(default, bool) else default})"
+
+
+class OptionParser(argparse.ArgumentParser):
+    """A command line with a flag for each option of some dataclasses, and `--config` for a file that sets them, too.
+
+    What it parses has only the options that were given, so that their defaults stand in one place. A mistake is one
+    line on stderr and exit code 2.
+
+    Args:
+        classes: dataclasses of `option`s; where two have one of the same name, they share the flag, which the first
+            describes.
+        command: what follows the program's name, if anything.
+        usage: what may follow that.
+        description: of the program.
+        commands: what may stand there instead of a model, and what each does.
+    """
+
+    def __init__(
+        self,
+        *classes: type[Options],
+        command: str = "",
+        usage: str = "[MODEL] [option ...]",
+        description: str = "",
+        commands: dict[str, str] | None = None,
+    ):
+        prog = f"{PROG} {command}".strip()
+        self.commands = commands or {}
+        if commands:
+            listed = "\n".join(f"  {name:<22}{text}" for name, text in commands.items())
+            description += f"\n\ncommands, each with a --help of its own:\n{listed}"
+        super().__init__(
+            prog, f"{prog} {usage}", description, allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        self.known: set[str] = set()  # names of options
+        self.add_argument("--version", action="version", version=f"Manta {VERSION}")
+        self.add_argument("--config", metavar="FILE", help="TOML with options by their names; the command line wins")
+        self.model = self.add_argument(
+            "model_tag", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
+        )
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for cls in classes:
+            hints, fields = get_type_hints(cls), {f.name: f for f in flag_fields(cls) if f.name not in self.known}
+            for title, names in cls.GROUPS.items():
+                if title not in groups:
+                    groups[title] = self.add_argument_group(title)
+                for name in filter(fields.__contains__, names):
+                    self._add_option(groups[title], fields[name], hints[name])
+
+    def _add_option(self, group: argparse._ArgumentGroup, f: dataclasses.Field[Any], hint: Any) -> None:
+        self.known.add(f.name)
+        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
+        flag = "--" + f.name.replace("_", "-")
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_of(f)}
+        if get_origin(hint) is Literal:
+            group.add_argument(flag, choices=kinds, **kwargs)
+        elif get_origin(hint) is tuple:
+            group.add_argument(flag, action="append", metavar="STR", **kwargs)
+        elif kinds == [bool]:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **kwargs)
+        else:
+            group.add_argument(
+                flag, type=whole if kinds == [int] else kinds[0], metavar=kinds[0].__name__.upper(), **kwargs
+            )
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and end."""
+        say(f"{self.prog}: error: {message}")
+        sys.exit(2)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options that are given on the command line, or else in the file of `--config`; see `from_flags`.
+
+        Raises:
+            SystemExit: after `--help` or `--version`, or where the options cannot be parsed.
+        """
+        if "_ARGCOMPLETE" in os.environ:
+            complete(self)
+        flags, surplus = self.parse_known_args([dashed(word) for word in argv])
+        if surplus:
+            word = next((word for word in surplus if word.startswith("-")), surplus[0])  # the others may be its values
+            flag = word.partition("=")[0]
+            if not flag.startswith("-"):
+                self.error(f"{word!r} is one argument too many; MODEL is the only one without a flag")
+            self.error(f"there is no option {flag}{nearest(flag, self._option_string_actions)}")
+        tag = getattr(flags, "model_tag", None)
+        if tag is not None:
+            if (near := nearest(tag, self.commands)) and not os.path.exists(tag):
+                self.error(f"{tag} is neither a folder nor a command, which comes first{near}")
+            if getattr(flags, "model", tag) != tag:
+                self.error(f"MODEL is {tag!r} and --model is {flags.model!r}; give one of them")
+            flags.model = tag
+        flags.in_file = ()
+        if flags.config is not None:
+            try:
+                found = read_options(flags.config, self.known)
+            except ValueError as error:
+                self.error(str(error))
+            flags.in_file = found.keys() - vars(flags).keys()
+            vars(flags).update({name: found[name] for name in flags.in_file})
+        return flags
+
+
+def dashed(word: str) -> str:
+    """A word of the command line; a flag may be spelled with underscores, as in vLLM."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else word
+
+
+def split_command(argv: list[str], commands: Container[str]) -> tuple[str, list[str]]:
+    """The command that a command line begins with, or nothing, and the rest.
+
+    Where a shell asks for completions, its variables have the line, and argcomplete learns there where the rest begins.
+    """
+    if place := int(os.environ.get("_ARGCOMPLETE", 0)):  # of the first argument
+        before = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])]
+        argv = f"{before}|".split()[place:]  # the last word is unfinished, and so is no command
+        os.environ["_ARGCOMPLETE"] = str(place + (argv[0] in commands))
+    return (argv[0], argv[1:]) if argv and argv[0] in commands else ("", argv)
+
+
+def complete(parser: OptionParser) -> NoReturn:
+    """Answer a shell that asks for the words that may follow, and end. Without argcomplete there is no answer."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        folders = argcomplete.DirectoriesCompleter()
+        vars(parser.model)["completer"] = lambda prefix, **_: [*parser.commands, *folders(prefix)]
+        argcomplete.autocomplete(parser)
+    sys.exit(1)
+
+
+def read_options(path: str, known: Iterable[str]) -> dict[str, Any]:
+    """The options in a TOML file, by their names with underscores.
+
+    Raises:
+        ValueError: names the file, and the key that is wrong.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is no TOML: {error}") from None
+    found: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            raise ValueError(f"{path}: there is no option {key!r}{nearest(name, known)}")
+        if name in found:
+            raise ValueError(f"{path}: {name} is there twice, with dashes and with underscores")
+        found[name] = value
+    return found
+
+
+def from_flags(cls: type[T], flags: argparse.Namespace) -> T:
+    """The instance of `cls` that the parsed options describe.
+
+    Raises:
+        ValueError: names an option, the value received and what is allowed; and the file that has it, if one does.
+    """
+    values, hints = {}, get_type_hints(cls)
+    for f in flag_fields(cls):
+        if f.name in flags:
+            value = getattr(flags, f.name)
+            if get_origin(hints[f.name]) is tuple:
+                value = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+            values[f.name] = value
+    try:
+        return cls(**values)
+    except ValueError as error:
+        where = f"{flags.config}: " if str(error).partition(" ")[0] in flags.in_file else ""
+        raise ValueError(f"{where}{error}") from None
+
+
+def refuse_given(flags: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """Refuse options that mean nothing here.
+
+    Raises:
+        ValueError: names the first of them that is given, and says why it must not be.
+    """
+    for name in names:
+        if name in flags:
+            told = f"{flags.config}: {name}" if name in flags.in_file else "--" + name.replace("_", "-")
+            raise ValueError(f"{told} is given; {why}")

@@ -1,0 +1,494 @@
+"""A conversation in the terminal, and the continuation of a text: `python server.py chat` and `server.py complete`.
+
+    Answer          an answer as it arrives and is shown
+    LocalModel      answers by an engine that this process starts
+    RemoteModel     answers by a server that runs already, over HTTP
+    Chat            the conversation: messages, commands, and Ctrl-C
+
+On stdout is nothing but answers. All else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from typing import Any, ClassVar, Protocol, TypeVar
+from urllib.error import HTTPError, URLError
+
+from async_llm import AsyncLLM
+from client import EngineDeadError
+from config import PROG, EngineConfig, check_fields, option, say
+from flags import OptionParser, from_flags, refuse_given
+from model_config import ModelConfig
+from pooling import settle
+from sampling_params import SamplingParams
+from tokenizer import Tokenizer
+
+CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n"), ord("\t")})  # what a terminal may obey
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "ignore_eos")  # of SamplingParams
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError)  # what comes of JSON that is not as it should be
+CONNECT_TIMEOUT = 10  # seconds that a server may take to say which models it has
+DIM, PLAIN = "\x1b[2m", "\x1b[0m"
+HELP = '''  /reset        forget what was said, but for the system message
+  /system TEXT  set the system message; without TEXT there is none
+  /help         show this
+  /exit         end, as Ctrl-D does
+A line that ends with a backslash goes on in the next one, and """ opens and closes a text of several lines.
+Ctrl-C stops an answer; what it has said stays in the conversation.'''
+
+Prompt = str | list[dict[str, Any]]  # a text to go on from, or a conversation
+
+
+@dataclass(frozen=True)
+class AnswerOptions:
+    """What both commands take beside the engine's options. None leaves it to the model, or to the server of `url`."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "answers": (*SAMPLING, "system", "prompt"),
+        "instead of an engine": ("url", "api_key"),
+    }
+    url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
+    api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
+    temperature: float | None = option(None, "0 takes the likeliest token; higher values vary more")
+    top_p: float | None = option(None, "keep the likeliest tokens whose probabilities reach this sum")
+    top_k: int | None = option(None, "keep so many of the likeliest tokens")
+    min_p: float | None = option(None, "keep tokens at least this times as likely as the likeliest")
+    max_tokens: int | None = option(None, "tokens of an answer (default: what the context holds, or the server says)")
+    seed: int | None = option(None, "makes answers the same each time, and dummy weights")
+    ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        SamplingParams(**self.sampling)
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that were given."""
+        return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+
+
+@dataclass(frozen=True)
+class ChatOptions(AnswerOptions):
+    """Options of `chat`."""
+
+    system: str | None = option(None, "system message of the conversation")
+
+
+@dataclass(frozen=True)
+class CompleteOptions(AnswerOptions):
+    """Options of `complete`."""
+
+    prompt: str | None = option(None, "text to go on from (default: what stdin has)")
+
+
+class TooLongError(ValueError):
+    """The context does not hold the prompt."""
+
+
+def printable(text: str) -> str:
+    """The text without the characters by which a model, or a server, could command the terminal."""
+    return text.translate(CONTROLS)
+
+
+class Answer:
+    """An answer as it arrives.
+
+    Attributes:
+        text: all of it so far.
+        num_tokens: of it, if known; else 0.
+        finish_reason: None until it is complete.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.num_tokens = "", 0
+        self.finish_reason: str | None = None
+        self.begun = self.first = time.monotonic()
+
+    def show(self, text: str) -> None:
+        """Take more of it, and write that to stdout."""
+        if text and not self.text:
+            self.first = time.monotonic()
+        self.text += text
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Begin a new line after it; and tell a terminal how fast it came."""
+        if not self.text.endswith("\n"):
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        if self.num_tokens and sys.stderr.isatty():
+            rate = (self.num_tokens - 1) / max(time.monotonic() - self.first, 1e-9)
+            waited = self.first - self.begun
+            say(f"{DIM}{self.num_tokens} tokens, the first after {waited:.2f} s, then {rate:.1f} tok/s{PLAIN}")
+
+
+class Model(Protocol):
+    """What answers."""
+
+    def answer(self, prompt: Prompt, answer: Answer) -> None:
+        """Generate an answer, which grows as it comes. KeyboardInterrupt stops it at once.
+
+        Raises:
+            ValueError: the prompt is refused; a `TooLongError`, if the context does not hold it.
+            RuntimeError: the answer was begun, and cannot go on.
+        """
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+class LocalModel:
+    """A model in an engine process, which Ctrl-C does not reach: it only aborts the request.
+
+    Args:
+        config: the engine's options.
+        sampling: arguments of `SamplingParams` that go before the model's own.
+
+    Raises:
+        ValueError: the options or the model are not usable.
+        EngineDeadError: the engine does not start; it has said why on stderr.
+    """
+
+    def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
+        self.llm, self.runner = AsyncLLM(config), asyncio.Runner()
+        facts = self.llm.process.facts
+        self.max_model_len = facts["max_model_len"]
+        self.params = SamplingParams(**{"max_tokens": None} | facts["default_sampling"] | sampling)
+
+    def answer(self, prompt: Prompt, answer: Answer) -> None:
+        """See `Model.answer`."""
+        tokenizer = self.llm.get_tokenizer()
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt)
+        else:
+            ids = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)
+        if len(ids) >= self.max_model_len:
+            raise TooLongError(f"that is {len(ids)} tokens, and the context holds {self.max_model_len} with the answer")
+        self.runner.run(self._follow(ids, answer))
+
+    async def _follow(self, ids: list[int], answer: Answer) -> None:
+        async with contextlib.aclosing(self.llm.generate(ids, self.params, "terminal")) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                answer.num_tokens, answer.finish_reason = len(completion.token_ids), completion.finish_reason
+                answer.show(completion.text[len(answer.text) :])
+        if output.error:
+            raise RuntimeError(output.error)
+
+    def close(self) -> None:
+        """End the engine process."""
+        self.runner.close()
+        self.llm.shutdown()
+
+
+def error_of(content: Any) -> tuple[str, Any]:
+    """The message and the code of an error, as OpenAI's API has it. Raises one of MALFORMED if it is none."""
+    error = content["error"]
+    return printable(error["message"]), error.get("code")
+
+
+class RemoteModel:
+    """A model of a server with OpenAI's API.
+
+    Args:
+        url: of the server, with or without the /v1 at its end.
+        api_key: for it; empty if it wants none.
+        model: its name there; None takes the first of the server's list.
+        sampling: fields of each request.
+
+    Raises:
+        ValueError: the server does not answer, or has no such model.
+    """
+
+    def __init__(self, url: str, api_key: str, model: str | None, sampling: dict[str, Any]):
+        if not re.fullmatch(r"https?://\S+", url):
+            raise ValueError(f"url is {url!r}; it must be like http://127.0.0.1:8000")
+        self.url, self.sampling = url.rstrip("/").removesuffix("/v1"), sampling
+        self.headers = {"Content-Type": "application/json"}
+        if api_key:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+        with self._open("/v1/models") as response:
+            try:
+                names = [entry["id"] for entry in json.load(response)["data"]]
+            except MALFORMED:
+                raise ValueError(f"{self.url}/v1/models is no list of models, as OpenAI's API has it") from None
+        if model not in (None, *names) or not names:
+            raise ValueError(f"{self.url} has no model {model!r}; it has {', '.join(map(repr, names))}")
+        self.model = model or names[0]
+
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, self.headers)
+        try:
+            return urllib.request.urlopen(request, timeout=None if data else CONNECT_TIMEOUT)
+        except HTTPError as refused:
+            with refused:
+                raise self._refusal(refused) from None
+        except (OSError, HTTPException) as error:
+            reason = error.reason if isinstance(error, URLError) else error
+            raise ValueError(f"{self.url} does not answer: {reason}") from None
+
+    def _refusal(self, refused: HTTPError) -> ValueError:
+        try:
+            message, code = error_of(json.load(refused))
+        except MALFORMED:
+            return ValueError(f"{self.url} answers with {refused.code} {refused.reason}")
+        too_long = code == "context_length_exceeded" or "maximum context length" in message  # vLLM has no such code
+        return (TooLongError if too_long else ValueError)(message)
+
+    def answer(self, prompt: Prompt, answer: Answer) -> None:
+        """See `Model.answer`."""
+        chats = not isinstance(prompt, str)
+        path, field = ("/v1/chat/completions", "messages") if chats else ("/v1/completions", "prompt")
+        body = {"model": self.model, field: prompt, "stream": True, "stream_options": {"include_usage": True}}
+        with self._open(path, body | self.sampling) as response:
+            for text, finish_reason, num_tokens in self._news(response):
+                answer.finish_reason = finish_reason or answer.finish_reason
+                answer.num_tokens = num_tokens or answer.num_tokens
+                answer.show(text)
+
+    def _news(self, response: HTTPResponse) -> Iterator[tuple[str, str | None, int]]:
+        """The text, the finish reason and the number of tokens in each event, which may have none of them."""
+        try:
+            for line in response:
+                if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise RuntimeError(error_of(event)[0])
+                choice = (event.get("choices") or [{}])[0]
+                text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                yield text, choice.get("finish_reason"), (event.get("usage") or {}).get("completion_tokens", 0)
+        except (OSError, HTTPException, *MALFORMED) as error:
+            raise RuntimeError(f"the answer of {self.url} breaks off: {error!r}") from None
+
+    def close(self) -> None:
+        """Nothing is held between answers."""
+
+
+class Chat:
+    """A conversation with a model. Messages come from stdin, a line each, until it ends.
+
+    Args:
+        model: what answers.
+        system: the system message, if any.
+
+    Attributes:
+        code: the exit code: 1 if something was refused and nobody sits there to try again.
+    """
+
+    def __init__(self, model: Model, system: str | None):
+        self.model, self.system = model, system
+        self.messages: list[dict[str, Any]] = []
+        self.code, self.tty = 0, sys.stdin.isatty()
+
+    def run(self) -> int:
+        """Talk until the end of stdin, /exit, or Ctrl-C twice at the prompt; returns the exit code.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C, if stdin is no terminal.
+        """
+        if self.tty:
+            with contextlib.suppress(ImportError):  # with it, `input` edits lines and remembers them
+                import readline  # noqa: F401
+            say("/help lists the commands; Ctrl-D ends the conversation.")
+        asked_to_end = False
+        while True:
+            try:
+                line = self._read("> ")
+                if line.startswith("/"):
+                    self._command(line)
+                elif (text := self._whole(line)).strip():
+                    self._ask(text)
+                asked_to_end = False
+            except EOFError:
+                if self.tty:
+                    say("")
+                return self.code
+            except KeyboardInterrupt:
+                say("")
+                if asked_to_end or not self.tty:
+                    raise
+                asked_to_end = True
+                say("Ctrl-C once more ends the conversation, as Ctrl-D does.")
+
+    def _read(self, prompt: str) -> str:
+        """The next line, without its end."""
+        if self.tty and sys.stdout.isatty():
+            return input(prompt)
+        if self.tty:  # stdout is a file, which gets answers alone
+            sys.stderr.write(prompt)
+            sys.stderr.flush()
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line.removesuffix("\n")
+
+    def _whole(self, line: str) -> str:
+        """The message that a line begins."""
+        quoted = line.startswith('"""')
+        lines = [line[3:] if quoted else line]
+        end = '"""' if quoted else "\\"
+        while lines[-1].endswith(end) != quoted:
+            if not quoted:
+                lines[-1] = lines[-1].removesuffix(end)
+            try:
+                lines.append(self._read("... "))
+            except EOFError:  # a pipe ends here, and so does the message
+                break
+        return "\n".join(lines).removesuffix(end)
+
+    def _command(self, line: str) -> None:
+        name, _, rest = line.partition(" ")
+        if name == "/exit":
+            raise EOFError
+        if name == "/help":
+            say(HELP)
+        elif name == "/reset":
+            self.messages.clear()
+        elif name == "/system":
+            self.system = rest.strip()
+        else:
+            self._refuse(f"there is no command {printable(name)}; /help lists them, and after a space it is a message")
+
+    def _refuse(self, message: str) -> None:
+        say(message)
+        self.code = 0 if self.tty else 1
+
+    def _ask(self, text: str) -> None:
+        """Send a message and show its answer. The conversation keeps both, unless there is no answer."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        conversation = [*system, *self.messages, {"role": "user", "content": text}]
+        answer, trouble = Answer(), ""
+        try:
+            self.model.answer(conversation, answer)
+        except KeyboardInterrupt:
+            if not self.tty:
+                raise
+        except TooLongError as error:
+            trouble = f"the conversation has become too long: {error}; /reset forgets it"
+        except (ValueError, RuntimeError) as error:
+            trouble = f"error: {error}"
+        if answer.text or answer.finish_reason:
+            self.messages = [*conversation[len(system) :], {"role": "assistant", "content": answer.text}]
+            answer.end()
+        elif not trouble:
+            say("\nThere is no answer, so the question is forgotten.")
+        if trouble:
+            self._refuse(trouble)
+        elif answer.finish_reason == "length":
+            say("The answer is cut, because max_tokens are reached or the context is full, which /reset makes empty.")
+
+
+def chat(argv: list[str]) -> None:
+    """Talk with a model in the terminal; see `run`."""
+
+    def converse(model: Model, options: ChatOptions) -> int:
+        return Chat(model, options.system).run()
+
+    about = "Talk with a model. Each line of stdin is a message; /help lists what else may be said."
+    run(OptionParser(ChatOptions, EngineConfig, command="chat", description=about), ChatOptions, converse, argv)
+
+
+def complete(argv: list[str]) -> None:
+    """Go on from a text; see `run`."""
+    about = "Go on from a text, until the model ends or Ctrl-C. A newline at the end of stdin does not belong to it."
+    parser = OptionParser(CompleteOptions, EngineConfig, command="complete", description=about)
+    parser.add_argument("-p", dest="prompt", default=argparse.SUPPRESS, metavar="STR", help="the same as --prompt")
+    run(parser, CompleteOptions, go_on, argv)
+
+
+def go_on(model: Model, options: CompleteOptions) -> int:
+    """Go on from the prompt; returns the exit code.
+
+    Raises:
+        ValueError: the prompt is refused.
+    """
+    if (prompt := options.prompt) is None:
+        if sys.stdin.isatty():
+            say("The text ends with Ctrl-D at the beginning of a line.")
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise ValueError("the prompt is empty; give -p TEXT, or a text on stdin")
+    answer, code = Answer(), 0
+    try:
+        model.answer(prompt, answer)
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except RuntimeError as error:
+        say(f"error: {error}")
+        code = 1
+    answer.end()
+    return code
+
+
+Options = TypeVar("Options", ChatOptions, CompleteOptions)
+
+
+def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options], int], argv: list[str]) -> None:
+    """Start a model, or find it, and act on it; then end.
+
+    The exit code is 2, after one line that says why, where that cannot begin. It is 1 where an answer could not be
+    given, and 130 after Ctrl-C.
+    """
+    flags, code = parser.read(argv), 2
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what the terminal has no character for must end nothing
+    try:
+        options = from_flags(cls, flags)
+        with contextlib.closing(open_model(flags, options)) as model:
+            code = act(model, options)
+    except EngineDeadError:
+        pass  # it has said why
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except OSError as error:  # stdout is full, or nobody reads it
+        if not isinstance(error, BrokenPipeError):
+            say(f"{parser.prog}: error: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter still holds for it
+        code = 1
+    sys.exit(code)
+
+
+def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
+    """The model that the options name.
+
+    Raises:
+        ValueError: the options or the model are not usable, or the server does not answer.
+        EngineDeadError: the engine does not start; it has said why on stderr.
+    """
+    if options.url is not None:
+        local = {f.name for f in dataclasses.fields(EngineConfig)} - {f.name for f in dataclasses.fields(options)}
+        refuse_given(flags, sorted(local - {"model"}), "with --url there is no engine that it could concern")
+        key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
+        return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
+    refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
+    config = from_flags(EngineConfig, flags)
+    settled, _ = settle(config, ModelConfig.from_folder(config.model))
+    if settled.pools:
+        raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")
+    if config.skip_tokenizer_init:
+        raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
+    if isinstance(options, ChatOptions) and not Tokenizer(config.model).has_chat_template:
+        raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
+    if "max_num_seqs" not in flags:
+        config = dataclasses.replace(config, max_num_seqs=1)
+    if config.distributed_executor_backend == "auto" and config.tensor_parallel_size == 1:
+        config = dataclasses.replace(config, distributed_executor_backend="uni")
+    return LocalModel(config, options.sampling)
