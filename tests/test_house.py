@@ -15,13 +15,12 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "model_config", "openapi", "processes",
+        "batch", "bodies", "config", "engine_process", "executor", "hub", "model_config", "openapi", "processes",
         "protocol", "replies",
         "responses", "serving", "startup", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "model_config", "processes", "protocol",
-        "replies", "serving",
-        "tokenizer"},
+        "bodies", "client", "config", "engine_process", "executor", "hub", "model_config", "processes", "protocol",
+        "replies", "serving", "tokenizer"},
     "serving": {
         "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
         "sampling_params", "tokenizer"},
@@ -42,12 +41,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "messages", "outputs", "plan", "prompts", "sampling_params",
+        "client", "config", "core", "embeddings", "hub", "messages", "outputs", "plan", "prompts", "sampling_params",
         "tokenizer"},
     "async_llm": {
-        "client", "config", "engine_process", "model_config", "outputs", "plan", "processes", "prompts", "ring",
-        "sampling_params",
-        "tokenizer"},
+        "client", "config", "engine_process", "hub", "model_config", "outputs", "plan", "processes", "prompts", "ring",
+        "sampling_params", "tokenizer"},
     "core": {
         "config", "executor", "journal", "model_config", "plan", "pooling", "sampling_params", "scheduler",
         "sequence", "tracing"},
@@ -60,6 +58,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "families": set(),
     "config_fields": {"families"},
     "model_config": {"config", "config_fields", "families", "kv_layout", "quantization", "sizes"},
+    "hub": {"config", "model_config"},
     "sizes": set(),
     "quantization": set(),
     "sampling_params": {"config"},
@@ -89,7 +88,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "latent_attention": {"layers", "model_config"},
     "delta_net": {"layers", "model_config"},
     "rope": {"sizes"},
-    "loader": {"dequantize", "model"},
+    "loader": {"dequantize", "hub", "model"},
     "dequantize": {"quantization"},
     "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
     "parallel": {"config"},
