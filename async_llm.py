@@ -24,6 +24,7 @@ from typing import Any
 from client import GONE, SILENT, EngineDeadError, MPClient, Stream
 from config import EngineConfig, say
 from engine_process import EngineProcess
+from hub import find_model
 from model_config import ModelConfig
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
@@ -84,8 +85,9 @@ class AsyncLLM:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "torchrun":
             raise ValueError("distributed_executor_backend is 'torchrun'; for AsyncLLM it must be auto, uni or mp")
-        ModelConfig.from_folder(config.model)  # here, because a message of the engine process would only be printed
-        self.config, self.tokenizer = config, open_tokenizer(config.model, config.skip_tokenizer_init)
+        config = find_model(config)
+        ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
+        self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
         self.numbers = itertools.count()
         self.process = EngineProcess(config)

@@ -44,6 +44,7 @@ from config import EngineConfig, ServerConfig, say
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from flags import OptionParser, from_flags, refuse_given
+from hub import find_model
 from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
@@ -457,15 +458,18 @@ def main(argv: list[str]) -> None:
     try:
         engine_config, config = read_flags(flags)
         check_gpus(engine_config)
-        model_config = ModelConfig.from_folder(engine_config.model)
+        engine_config = find_model(engine_config)
+        model_config = ModelConfig.from_folder(engine_config.folder)
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
-        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
+        tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         file, answers = open_files(source, flags.output_file)
     except ValueError as error:
         parser.error(str(error))
+    except KeyboardInterrupt:  # models take a while to download
+        sys.exit(128 + signal.SIGINT)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
-    names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    names = config.served_model_name or (engine_config.model_name,)
     children: list[Child] = []
     try:
         engines, coordinator = launch(engine_config, children)

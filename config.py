@@ -24,6 +24,7 @@ PROG = "manta" if __package__ else "server.py"  # the command: installed, this f
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
+MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 
 
 def say(text: str) -> None:
@@ -111,7 +112,8 @@ class EngineConfig:
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {  # of the help
         "model": (
-            "model", "load_format", "skip_tokenizer_init", "task", "pooling_type", "generation_config", "seed"),
+            "model", "revision", "download_dir", "load_format", "skip_tokenizer_init", "task", "pooling_type",
+            "generation_config", "seed"),
         "device": ("device", "backend", "dtype", "enforce_eager", "compile", "threads", "batch_invariant"),
         "memory and batches": (
             "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size", "gpu_memory_utilization",
@@ -125,8 +127,19 @@ class EngineConfig:
         "limits of a request": ("max_logprobs",),
         "diagnostics": ("log_scheduler", "trace", "sanitize_kv"),
     }  # fmt: skip
-    model: str = option(DEMO, "folder of a model in Hugging Face layout (default: the bundled demo)")
+    model: str = option(
+        DEMO,
+        "folder of a model in Hugging Face layout, or a model's id on the hub, like Qwen/Qwen3-0.6B (default: the "
+        "bundled demo)",
+    )
     _: KW_ONLY
+    revision: str | None = option(
+        None, "branch, tag or commit of a model that is downloaded from the hub (default: its main branch)"
+    )
+    download_dir: str | None = option(
+        None, "folder that models are downloaded to (default: the hub's cache, which HF_HOME moves)"
+    )
+    snapshot: str = option("", "")  # the folder that the model was downloaded to, if it was; see `hub.find_model`
     dtype: Literal["auto", "bfloat16", "float16", "float32", "half", "float"] = option(
         "auto", "type of weights, activations and KV cache; auto: the checkpoint's, but on a CPU never float16"
     )
@@ -252,6 +265,16 @@ class EngineConfig:
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     @property
+    def folder(self) -> str:
+        """Where the model's files are."""
+        return self.snapshot or self.model
+
+    @property
+    def model_name(self) -> str:
+        """The model's id on the hub, or the name of its folder."""
+        return self.model if self.snapshot else os.path.basename(os.path.abspath(self.model))
+
+    @property
     def pools(self) -> bool:
         """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
         return self.task in ("embed", "score", "classify")
@@ -323,7 +346,9 @@ class ServerConfig:
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
     allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
-    served_model_name: tuple[str, ...] = option((), "name in the API; repeat it for several (default: the folder's)")
+    served_model_name: tuple[str, ...] = option(
+        (), "name in the API; repeat it for several (default: the model's id, or its folder's name)"
+    )
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
     max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
@@ -410,10 +435,10 @@ def read_json(folder: str, name: str, default: dict[str, Any] | None = None) -> 
     """
     path = os.path.join(folder, name)
     if not os.path.isdir(folder):
-        raise ValueError(f"there is no folder {folder}; --model takes a folder in Hugging Face layout")
+        raise ValueError(f"there is no folder {folder}; {MODEL_TAKES}")
     if not os.path.isfile(path):
         if default is None:
-            raise ValueError(f"{folder} has no {name}; --model takes a folder in Hugging Face layout")
+            raise ValueError(f"{folder} has no {name}; {MODEL_TAKES}")
         return default
     try:
         with open(path, encoding="utf-8") as file:

@@ -42,7 +42,7 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
-        config, self.model_config = settle(config, ModelConfig.from_folder(config.model))
+        config, self.model_config = settle(config, ModelConfig.from_folder(config.folder))
         self.config = config
         self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config, peers)

@@ -23,6 +23,7 @@ from client import Stream
 from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
+from hub import find_model
 from messages import chat_messages, template_variables
 from outputs import (
     BeamSearchOutput,
@@ -161,8 +162,8 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         if (size := config.data_parallel_size) > 1:
             raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
-        self.config = config
-        self.tokenizer = open_tokenizer(config.model, config.skip_tokenizer_init)
+        self.config = config = find_model(config)
+        self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
         core = EngineCore(config)
         self.inputs = InputProcessor(self.tokenizer, core.facts)
         self.live: dict[str, Choices] = {}
@@ -257,7 +258,7 @@ class LLM:
     from here. The other ranks do what rank 0 says until its script has ended.
 
     Args:
-        model: folder in Hugging Face layout.
+        model: folder in Hugging Face layout, or an id on the hub.
         fields: any of `EngineConfig`'s.
 
     Raises:

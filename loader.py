@@ -9,7 +9,6 @@ small pinned buffer of the driver's, while nothing else moves.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import queue
@@ -21,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 from dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
+from hub import weight_names
 from model import Part, Transformer
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
@@ -268,19 +268,9 @@ class Stage:
 
 def checkpoint_files(folder: str) -> list[str]:
     """Paths of the safetensors files that make up the checkpoint in `folder`."""
-    index = os.path.join(folder, "model.safetensors.index.json")
-    if os.path.isfile(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                names = sorted(set(json.load(file)["weight_map"].values()))
-            if not all(map(str.isprintable, names)):
-                raise ValueError("a file's name is not printable")
-        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"{index} is not a safetensors index: {error!r}") from None
-    else:
-        names = ["model.safetensors"]
+    names = weight_names(folder)
     for name in names:
-        if os.path.basename(name) != name or not os.path.isfile(os.path.join(folder, name)):
+        if not os.path.isfile(os.path.join(folder, name)):
             raise ValueError(f"{folder} has no {name:.200}")
     return [os.path.join(folder, name) for name in names]
 

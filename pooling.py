@@ -36,7 +36,7 @@ def settle(config: EngineConfig, model_config: ModelConfig) -> tuple[EngineConfi
     Raises:
         ValueError: the model cannot do the task, or its folder asks for a pooling that Manta does not have.
     """
-    folder, task, head = config.model, config.task, model_config.head
+    folder, task, head = config.folder, config.task, model_config.head
     if task == "auto":
         task = "embed" if is_sentence_transformer(folder) else "generate"
         if head == "labels":

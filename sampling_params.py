@@ -352,11 +352,11 @@ def default_sampling(config: EngineConfig) -> dict[str, Any]:
     """
     if config.generation_config == "none":
         return {}
-    raw = read_json(config.model, "generation_config.json", {})
+    raw = read_json(config.folder, "generation_config.json", {})
     found = {name: raw[key] for key, name in GENERATION_FIELDS.items() if raw.get(key) is not None}
     try:
         SamplingParams(**found)
     except ValueError as error:
-        path = os.path.join(config.model, "generation_config.json")
+        path = os.path.join(config.folder, "generation_config.json")
         raise ValueError(f"{error}; {path} says so, and --generation-config none ignores it") from None
     return found

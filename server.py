@@ -50,6 +50,7 @@ from config import PROG, EngineConfig, ServerConfig, say, with_all_keys
 from engine_process import check_gpus, launch, new_client
 from executor import lead_or_follow
 from flags import OptionParser, from_flags, split_command
+from hub import find_model
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
@@ -383,7 +384,8 @@ def serve(argv: list[str]) -> None:
         config = with_all_keys(config, os.environ)
         engine_config = with_policy(engine_config, config)
         check_gpus(engine_config)
-        model_config = ModelConfig.from_folder(engine_config.model)  # before torch, which takes seconds to load
+        engine_config = find_model(engine_config, weights="plan" not in flags)
+        model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
         if "plan" in flags:
             from startup import print_plan
 
@@ -391,11 +393,13 @@ def serve(argv: list[str]) -> None:
             return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
-        tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
+        tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
         parser.error(str(error))
-    names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
+    except KeyboardInterrupt:  # models take a while to download
+        sys.exit(128 + signal.SIGINT)
+    names = config.served_model_name or (engine_config.model_name,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board = os.getpid(), Board()
     children: list[Child] = []

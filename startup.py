@@ -163,7 +163,7 @@ class Startup:
         if config.load_format == "dummy":
             fill_dummy(model, config.seed)
         else:
-            load_weights(model, config.model)
+            load_weights(model, config.folder)
         state = self.new_state(config.max_num_seqs, "meta")
         self.memory = plan_memory(config, model, state, self.device == "cuda")
         self.num_parameters = model.num_parameters()
@@ -173,7 +173,7 @@ class Startup:
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
-            files = checkpoint_files(config.model) if config.load_format != "dummy" else []
+            files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
             self.greedy_head = cpu.prepare(model, rows, files)
         else:
             self.pack(model)

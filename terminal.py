@@ -32,6 +32,7 @@ from async_llm import AsyncLLM
 from client import EngineDeadError
 from config import PROG, EngineConfig, check_fields, option, say
 from flags import OptionParser, from_flags, refuse_given
+from hub import find_model
 from model_config import ModelConfig
 from pooling import settle
 from sampling_params import SamplingParams
@@ -479,13 +480,13 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
-    config = from_flags(EngineConfig, flags)
-    settled, _ = settle(config, ModelConfig.from_folder(config.model))
+    config = find_model(from_flags(EngineConfig, flags))
+    settled, _ = settle(config, ModelConfig.from_folder(config.folder))
     if settled.pools:
         raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")
     if config.skip_tokenizer_init:
         raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
-    if isinstance(options, ChatOptions) and not Tokenizer(config.model).has_chat_template:
+    if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
     if "max_num_seqs" not in flags:
         config = dataclasses.replace(config, max_num_seqs=1)

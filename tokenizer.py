@@ -454,9 +454,7 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     names = ("tokenizer.json", *READERS)
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
-        raise ValueError(
-            f"{folder} has no tokenizer.json (nor {', '.join(READERS)}); --model takes a folder in Hugging Face layout"
-        )
+        raise ValueError(f"{folder} has no tokenizer.json (nor {', '.join(READERS)}), of which a model needs one")
     plain = path.name == "tokenizer.json"
     try:
         return (tokenizers.Tokenizer.from_file(str(path)), {}) if plain else convert(path)

@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "flags", "model_config", "openapi", "processes",
-        "protocol", "replies", "responses", "serving", "startup", "terminal", "tokenizer"},
+        "batch", "bodies", "config", "engine_process", "executor", "flags", "hub", "model_config", "openapi",
+        "processes", "protocol", "replies", "responses", "serving", "startup", "terminal", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "flags", "model_config", "processes", "protocol",
-        "replies", "serving", "tokenizer"},
+        "bodies", "client", "config", "engine_process", "executor", "flags", "hub", "model_config", "processes",
+        "protocol", "replies", "serving", "tokenizer"},
     "terminal": {
-        "async_llm", "client", "config", "flags", "model_config", "pooling", "sampling_params", "tokenizer"},
+        "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
         "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
@@ -43,12 +43,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "messages", "outputs", "plan", "prompts", "sampling_params",
+        "client", "config", "core", "embeddings", "hub", "messages", "outputs", "plan", "prompts", "sampling_params",
         "tokenizer"},
     "async_llm": {
-        "client", "config", "engine_process", "model_config", "outputs", "plan", "processes", "prompts", "ring",
-        "sampling_params",
-        "tokenizer"},
+        "client", "config", "engine_process", "hub", "model_config", "outputs", "plan", "processes", "prompts", "ring",
+        "sampling_params", "tokenizer"},
     "core": {
         "config", "executor", "journal", "model_config", "plan", "pooling", "sampling_params", "scheduler",
         "sequence", "tracing"},
@@ -61,6 +60,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "families": set(),
     "config_fields": {"families"},
     "model_config": {"config", "config_fields", "families", "kv_layout", "quantization", "sizes"},
+    "hub": {"config", "model_config"},
     "sizes": set(),
     "quantization": set(),
     "sampling_params": {"config"},
@@ -90,7 +90,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "latent_attention": {"layers", "model_config"},
     "delta_net": {"layers", "model_config"},
     "rope": {"sizes"},
-    "loader": {"dequantize", "model"},
+    "loader": {"dequantize", "hub", "model"},
     "dequantize": {"quantization"},
     "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
     "parallel": {"config"},

@@ -1,0 +1,295 @@
+"""Where a model's files are: in the folder that `--model` names, or in the hub's cache, where they are downloaded to.
+
+Only what Manta reads is downloaded, and the weights last, so that a model that cannot run is refused before them. The
+library `huggingface_hub` does it, with its cache and its environment variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE,
+HF_ENDPOINT. A folder that holds no model that Manta can run is refused, with what to give in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import functools
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Collection, Iterator
+from types import FrameType
+from typing import Any
+
+from config import MODEL_TAKES, EngineConfig, read_json, say
+from model_config import ModelConfig
+
+INDEX = "model.safetensors.index.json"
+FILES = (  # that the model's shape, its tokenizer and its pooling are read from
+    "config.json", "generation_config.json", INDEX, "adapter_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "tekken.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "modules.json", "1_Pooling/config.json", "sentence_bert_config.json",
+)  # fmt: skip
+CONVERT = "Manta reads safetensors alone: convert it, by transformers' save_pretrained or the hub's safetensors/convert"
+FOREIGN = {  # weights that Manta does not read
+    ".gguf": "Manta does not read GGUF: give the safetensors that it was made from, which its model card names",
+    ".bin": CONVERT, ".pt": CONVERT, ".pth": CONVERT, ".ckpt": CONVERT, ".h5": CONVERT, ".msgpack": CONVERT,
+    ".safetensors": f"Manta reads model.safetensors, or the files that {INDEX} names, and not those of other layouts",
+}  # fmt: skip
+ADDRESS = re.compile(  # of a model's page, or of a file
+    r"(?:https?://[^/]+|(?:www\.)?(?:hf|huggingface)\.co)/([\w.-]+/[\w.-]+?)(?:\.git)?"
+    r"(?:/(?:tree|blob|resolve)/([^/?#]+))?(?:[:/?#].*)?"
+)
+PATIENCE = 10.0  # seconds for the hub to say what it has; a firewall may swallow the question
+GB = 1e9
+
+
+def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
+    """The options with the model's `folder`; a model that is no folder here is downloaded, unless it has been before.
+
+    Args:
+        config: the engine's options.
+        weights: whether these are needed, too. They are not with `load_format` dummy.
+
+    Raises:
+        ValueError: there is no such model, it cannot be downloaded, or it is none that Manta can run.
+        KeyboardInterrupt: it came during the download, which has been given up.
+    """
+    if config.snapshot:  # found before
+        return config
+    name, weights = config.model, weights and config.load_format != "dummy"
+    if not os.path.isdir(name):
+        return dataclasses.replace(config, snapshot=download(config, weights))
+    if config.revision is not None:
+        raise ValueError(f"revision is {config.revision!r}; {name} is a folder, so it must be left out")
+    try:
+        check_files(name, name, os.listdir(name), weights)
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+    return dataclasses.replace(config, snapshot="")
+
+
+def weight_names(folder: str) -> list[str]:
+    """Names of the safetensors files that make up the checkpoint in `folder`, which need not be there yet.
+
+    Raises:
+        ValueError: the index of these files is malformed.
+    """
+    if not os.path.isfile(os.path.join(folder, INDEX)):
+        return ["model.safetensors"]
+    names = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it has no weight_map of names")
+    for name in (found := sorted(set(names.values()))):
+        if os.path.basename(name) != name or not name.isprintable():
+            raise ValueError(f"{os.path.join(folder, INDEX)} is not a safetensors index: it names {name!r:.200}")
+    return found
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def check_files(name: str, folder: str, files: Collection[str], weights: bool) -> None:
+    """Check that a model's files are there.
+
+    Args:
+        name: of the model, for the messages.
+        folder: with the small ones of them.
+        files: all that the model has.
+        weights: whether they are needed.
+
+    Raises:
+        ValueError: they are not; it says what to do instead.
+    """
+    has_weights = not {"model.safetensors", INDEX}.isdisjoint(files)
+    if "config.json" in files and (has_weights or not weights):
+        return
+    if "adapter_config.json" in files:
+        base = read_json(folder, "adapter_config.json").get("base_model_name_or_path") or "a model"
+        raise ValueError(
+            f"{name} is an adapter of {base!s:.200}, and adapters are not served yet: give that model, or merge the "
+            "two (merge_and_unload of peft)"
+        )
+    lacks = f"{name} has no {'model.safetensors' if 'config.json' in files else 'config.json'}"
+    if not has_weights:
+        for suffix, advice in FOREIGN.items():
+            if found := min((file for file in files if file.endswith(suffix)), default=None):
+                raise ValueError(f"{lacks}, but {found:.200}; {advice}")
+    if "snapshots" in files and (id := cached_id(folder)):
+        raise ValueError(f"{name} is the cache of {id}: give that id, or one of the folders in {name}/snapshots")
+    if found := next((id for file in sorted(files) if (id := cached_id(file))), None):
+        raise ValueError(f"{name} is a cache of models: give the id of one, like {found}, and --download-dir {name}")
+    below = sorted(file for file in files if os.path.isfile(os.path.join(folder, file, "config.json")))
+    if below:
+        raise ValueError(f"{lacks}, but folders that have: give one of them, like {os.path.join(name, below[0])}")
+    raise ValueError(f"{lacks}; {MODEL_TAKES}")
+
+
+def cached_id(path: str) -> str:
+    """The id of the model that a folder of the hub's cache is about, or nothing if it is no such folder."""
+    kind, *parts = os.path.basename(os.path.abspath(path)).split("--")
+    return "/".join(parts) if kind == "models" else ""
+
+
+def check_id(name: str) -> None:
+    """Check that what is no folder may be the id of a model.
+
+    Raises:
+        ValueError: it may not; it says what to give instead.
+    """
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if os.path.exists(name):
+        advice = FOREIGN.get(os.path.splitext(name)[1]) if not name.endswith(".safetensors") else None
+        raise ValueError(f"{name} is a file; {advice or MODEL_TAKES}")
+    if address := ADDRESS.fullmatch(name):
+        id, revision = address.groups()
+        more = f" --revision {revision}" if revision not in (None, "main") else ""
+        raise ValueError(f"{name} is an address; give the id in it: --model {id}{more}")
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ValueError(f"there is no folder {name}; {MODEL_TAKES}") from None
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def download(config: EngineConfig, weights: bool) -> str:
+    """The folder in the cache with the files of a model of the hub.
+
+    Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do.
+
+    Raises:
+        ValueError, KeyboardInterrupt: see `find_model`.
+    """
+    check_id(config.model)
+    from httpx2 import HTTPError
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
+
+    name, options = config.model, {"revision": config.revision, "cache_dir": config.download_dir}
+    trouble: Exception | None = None
+    sizes: dict[str, int] = {}
+    try:
+        os.makedirs(cache_of(config), exist_ok=True)
+        with stoppable() as bar:
+            fetch = functools.partial(snapshot_download, name, tqdm_class=bar, **options)
+            try:
+                info = HfApi().model_info(name, revision=config.revision, timeout=PATIENCE, files_metadata=True)
+                sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+            except RevisionNotFoundError:
+                raise
+            except (OSError, HTTPError, UnicodeEncodeError) as error:
+                trouble = error
+            folder = fetch(allow_patterns=list(FILES), local_files_only=trouble is not None)
+            check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
+            ModelConfig.from_folder(folder)
+            missing = [file for file in weight_names(folder) if not os.path.isfile(os.path.join(folder, file))]
+            if weights and missing:
+                if trouble:
+                    raise LocalEntryNotFoundError(missing[0])
+                announce(config, missing, sum(sizes.get(file, 0) for file in missing))
+                fetch(allow_patterns=missing)
+    except KeyboardInterrupt:
+        say(f"{name}: the download is interrupted; the files that are complete are kept")
+        raise
+    except (OSError, HTTPError, UnicodeEncodeError) as error:
+        raise ValueError(explain(trouble or error, config)) from None
+    if trouble and not isinstance(trouble, OfflineModeIsEnabled):
+        say(f"{name} is taken from {cache_of(config)}, because the hub could not be asked: {first_line(trouble)}")
+    return folder
+
+
+def cache_of(config: EngineConfig) -> str:
+    """The folder to which models are downloaded."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return config.download_dir or HF_HUB_CACHE
+
+
+def announce(config: EngineConfig, files: list[str], size: int) -> None:
+    """Say that `files`, of `size` bytes in all, are downloaded.
+
+    Raises:
+        ValueError: there is no room for them.
+    """
+    from huggingface_hub.constants import ENDPOINT
+
+    cache = cache_of(config)
+    free = shutil.disk_usage(cache).free
+    if size > free:
+        raise ValueError(
+            f"{config.model} needs {size / GB:,.2f} GB, and {cache} has room for {free / GB:,.2f} GB: make room, or "
+            "name another place by --download-dir or HF_HOME"
+        )
+    count = f"{len(files)} files" if len(files) > 1 else files[0]
+    say(f"{config.model}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[type[Any]]:
+    """The library's progress bar, in a form that ends the threads it is used by when Ctrl-C has been pressed.
+
+    Without that, the library would wait until they have downloaded the files that they are at.
+    """
+    from huggingface_hub.utils import tqdm
+
+    stopped = threading.Event()
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any):
+            super().__init__(*args, **{"disable": None} | options)  # None: a log file gets none
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if stopped.is_set():
+                raise KeyboardInterrupt
+            return super().update(n)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone hears of Ctrl-C
+        yield Bar
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield Bar
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def explain(error: Exception, config: EngineConfig) -> str:
+    """One line that says why a model cannot be downloaded, and what to do."""
+    from huggingface_hub import errors
+    from huggingface_hub.constants import ENDPOINT
+
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    name, cache, why = config.model, cache_of(config), first_line(error)
+    if isinstance(error, errors.GatedRepoError):
+        return f"{name} is gated: ask for access at {ENDPOINT}/{name}, and set HF_TOKEN to a token of that account"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no folder {name}, and {ENDPOINT} has no model of that name, or a private one: check the name, "
+            "or set HF_TOKEN to a token that may read it"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"revision is {config.revision!r}, which {name} has not; it must be a branch, a tag or a commit of it"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set, and {cache} has no whole copy of {name}: start once without it"
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
+    if status in (401, 403) or isinstance(error, UnicodeEncodeError):
+        return f"the token is not one that {ENDPOINT} takes for {name}: set HF_TOKEN to another, or unset it"
+    if status:
+        return f"{ENDPOINT} does not give {name}: {why}; try again later"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"{cache} is full: make room for {name}, or name another place by --download-dir or HF_HOME"
+    if isinstance(error, OSError) and error.errno:
+        return f"{name} cannot be downloaded to {cache}: {why}; --download-dir or HF_HOME names another place"
+    return f"{name} cannot be downloaded from {ENDPOINT}: {why}; check the network, HF_ENDPOINT and the proxy"
+
+
+def first_line(error: Exception) -> str:
+    """What an error of the library says, without its further lines; the error's name if it says nothing."""
+    return next((line.strip(" .") for line in str(error).splitlines() if line.strip()), type(error).__name__)
