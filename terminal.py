@@ -46,7 +46,8 @@ HELP = '''  /reset        forget what was said, but for the system message
   /system TEXT  set the system message; without TEXT there is none
   /help         show this
   /exit         end, as Ctrl-D does
-A line that ends with a backslash goes on in the next one, and """ opens and closes a text of several lines.
+A line that ends with a backslash goes on in the next one, and """ opens and
+closes a text of several lines.
 Ctrl-C stops an answer; what it has said stays in the conversation.'''
 
 Prompt = str | list[dict[str, Any]]  # a text to go on from, or a conversation
@@ -265,8 +266,10 @@ class RemoteModel:
         """The text, the finish reason and the number of tokens in each event, which may have none of them."""
         try:
             for line in response:
-                if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                if not line.startswith(b"data:"):
                     continue
+                if (data := line[5:].strip()) == b"[DONE]":
+                    return
                 event = json.loads(data)
                 if "error" in event:
                     raise RuntimeError(error_of(event)[0])
@@ -275,6 +278,7 @@ class RemoteModel:
                 yield text, choice.get("finish_reason"), (event.get("usage") or {}).get("completion_tokens", 0)
         except (OSError, HTTPException, *MALFORMED) as error:
             raise RuntimeError(f"the answer of {self.url} breaks off: {error!r}") from None
+        raise RuntimeError(f"the answer of {self.url} breaks off")
 
     def close(self) -> None:
         """Nothing is held between answers."""
@@ -320,7 +324,7 @@ class Chat:
                     say("")
                 return self.code
             except KeyboardInterrupt:
-                say("")
+                say("")  # the terminal has shown ^C
                 if asked_to_end or not self.tty:
                     raise
                 asked_to_end = True
