@@ -60,6 +60,7 @@ class AnswerOptions:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "answers": (*SAMPLING, "system", "prompt"),
         "instead of an engine": ("url", "api_key"),
+        "memory and batches": ("max_num_seqs",),
     }
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
@@ -70,10 +71,11 @@ class AnswerOptions:
     max_tokens: int | None = option(None, "tokens of an answer (default: what the context holds, or the server says)")
     seed: int | None = option(None, "makes answers the same each time, and dummy weights")
     ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
+    max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        SamplingParams(**self.sampling)
+        SamplingParams(**self.sampling)  # for its checks
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -464,7 +466,7 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
         code = 128 + signal.SIGINT
     except OSError as error:  # stdout is full, or nobody reads it
         if not isinstance(error, BrokenPipeError):
-            say(f"{parser.prog}: error: {error.strerror}")
+            say(f"{parser.prog}: error: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter still holds for it
         code = 1
     sys.exit(code)
@@ -478,12 +480,12 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         EngineDeadError: the engine does not start; it has said why on stderr.
     """
     if options.url is not None:
-        local = {f.name for f in dataclasses.fields(EngineConfig)} - {f.name for f in dataclasses.fields(options)}
-        refuse_given(flags, sorted(local - {"model"}), "with --url there is no engine that it could concern")
+        local = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", *SAMPLING}
+        refuse_given(flags, sorted(local), "with --url there is no engine that it could concern")
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
-    config = from_flags(EngineConfig, flags)
+    config = dataclasses.replace(from_flags(EngineConfig, flags), max_num_seqs=options.max_num_seqs)
     settled, _ = settle(config, ModelConfig.from_folder(config.model))
     if settled.pools:
         raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")
@@ -491,8 +493,6 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
     if isinstance(options, ChatOptions) and not Tokenizer(config.model).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{program()} complete` goes on from a text")
-    if "max_num_seqs" not in flags:
-        config = dataclasses.replace(config, max_num_seqs=1)
     if config.distributed_executor_backend == "auto" and config.tensor_parallel_size == 1:
         config = dataclasses.replace(config, distributed_executor_backend="uni")
     return LocalModel(config, options.sampling)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from config import DEMO, EngineConfig, ServerConfig
-from engine import LLM
+from config import EngineConfig, ServerConfig
 from flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
 from server import COMMANDS, main
 
@@ -46,11 +45,6 @@ def test_whole_numbers_may_be_short(text, value):
 @pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
 def test_dtypes_have_other_names(name, dtype):
     assert read("--dtype", name)[0].dtype == EngineConfig(dtype=name).dtype == dtype
-
-
-def test_a_library_takes_a_dtypes_other_name():
-    llm = LLM(DEMO, dtype="float", device="cpu", max_num_seqs=1)
-    assert llm.core.facts["dtype"] == "float32"
 
 
 @pytest.mark.parametrize(
