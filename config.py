@@ -207,7 +207,7 @@ class EngineConfig:
     distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
-        "several hosts; auto: uni for LLM on one device, else mp",
+        "several hosts; auto: uni on one device, but for a server mp",
     )
     step_timeout: float | None = option(
         None,

@@ -47,7 +47,8 @@ HELP = '''  /reset        forget what was said, but for the system message
   /system TEXT  set the system message; without TEXT there is none
   /help         show this
   /exit         end, as Ctrl-D does
-A line that ends with a backslash goes on in the next one, and """ opens and closes a text of several lines.
+A line that ends with a backslash goes on in the next one, and """ opens and
+closes a text of several lines.
 Ctrl-C stops an answer; what it has said stays in the conversation.'''
 
 Prompt = str | list[dict[str, Any]]  # a text to go on from, or a conversation
@@ -60,6 +61,7 @@ class AnswerOptions:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "answers": (*SAMPLING, "system", "prompt"),
         "instead of an engine": ("url", "api_key"),
+        "memory and batches": ("max_num_seqs",),
     }
     url: str | None = option(None, "server that answers, like http://127.0.0.1:8000; MODEL is then one of its names")
     api_key: str | None = option(None, "that server's key (default: the first in the variable MANTA_API_KEY)")
@@ -70,10 +72,11 @@ class AnswerOptions:
     max_tokens: int | None = option(None, "tokens of an answer (default: what the context holds, or the server says)")
     seed: int | None = option(None, "makes answers the same each time, and dummy weights")
     ignore_eos: bool | None = option(None, "go on where the model would end, for measurements")
+    max_num_seqs: int = option(1, "sequences in one step; more would only take memory", 1, 65536)
 
     def __post_init__(self) -> None:
         check_fields(self)
-        SamplingParams(**self.sampling)
+        SamplingParams(**self.sampling)  # for its checks
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -266,8 +269,10 @@ class RemoteModel:
         """The text, the finish reason and the number of tokens in each event, which may have none of them."""
         try:
             for line in response:
-                if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
+                if not line.startswith(b"data:"):
                     continue
+                if (data := line[5:].strip()) == b"[DONE]":
+                    return
                 event = json.loads(data)
                 if "error" in event:
                     raise RuntimeError(error_of(event)[0])
@@ -276,6 +281,7 @@ class RemoteModel:
                 yield text, choice.get("finish_reason"), (event.get("usage") or {}).get("completion_tokens", 0)
         except (OSError, HTTPException, *MALFORMED) as error:
             raise RuntimeError(f"the answer of {self.url} breaks off: {error!r}") from None
+        raise RuntimeError(f"the answer of {self.url} breaks off")
 
     def close(self) -> None:
         """Nothing is held between answers."""
@@ -321,7 +327,7 @@ class Chat:
                     say("")
                 return self.code
             except KeyboardInterrupt:
-                say("")
+                say("")  # the terminal has shown ^C
                 if asked_to_end or not self.tty:
                     raise
                 asked_to_end = True
@@ -461,7 +467,7 @@ def run(parser: OptionParser, cls: type[Options], act: Callable[[Model, Options]
         code = 128 + signal.SIGINT
     except OSError as error:  # stdout is full, or nobody reads it
         if not isinstance(error, BrokenPipeError):
-            say(f"{parser.prog}: error: {error.strerror}")
+            say(f"{parser.prog}: error: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what the interpreter still holds for it
         code = 1
     sys.exit(code)
@@ -475,12 +481,13 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         EngineDeadError: the engine does not start; it has said why on stderr.
     """
     if options.url is not None:
-        local = {f.name for f in dataclasses.fields(EngineConfig)} - {f.name for f in dataclasses.fields(options)}
-        refuse_given(flags, sorted(local - {"model"}), "with --url there is no engine that it could concern")
+        local = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", *SAMPLING}
+        refuse_given(flags, sorted(local), "with --url there is no engine that it could concern")
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
-    config = find_model(from_flags(EngineConfig, flags))
+    config = dataclasses.replace(from_flags(EngineConfig, flags), max_num_seqs=options.max_num_seqs)
+    config = find_model(config)
     settled, _ = settle(config, ModelConfig.from_folder(config.folder))
     if settled.pools:
         raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")
@@ -488,8 +495,6 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
-    if "max_num_seqs" not in flags:
-        config = dataclasses.replace(config, max_num_seqs=1)
     if config.distributed_executor_backend == "auto" and config.tensor_parallel_size == 1:
         config = dataclasses.replace(config, distributed_executor_backend="uni")
     return LocalModel(config, options.sampling)

@@ -1,0 +1,211 @@
+"""The command line: flags, files of options, what a mistake is told, and completion in a shell."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from config import EngineConfig, ServerConfig
+from flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
+from server import COMMANDS, main
+
+ROOT = Path(__file__).parent.parent
+
+
+def read(*argv: str) -> tuple[EngineConfig, ServerConfig]:
+    flags = OptionParser(EngineConfig, ServerConfig).read(argv)
+    return from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+
+
+def test_nothing_given_is_all_defaults():
+    assert read() == (EngineConfig(), ServerConfig())
+
+
+def test_a_model_may_be_given_with_its_flag_or_without():
+    for argv in (["a"], ["--model", "a"], ["a", "--model=a"], ["--port", "1", "a", "--seed", "2"], ["--compile", "a"]):
+        assert read(*argv)[0].model == "a"
+
+
+def test_flags_may_be_spelled_with_underscores():
+    engine, server = read("--max_model_len=77", "--no-enable_prefix_caching", "--api_key", "a_b", "--api-key=--c_d")
+    assert (engine.max_model_len, engine.enable_prefix_caching) == (77, False)
+    assert server.api_key == ("a_b", "--c_d")
+
+
+@pytest.mark.parametrize(("text", "value"), [("1k", 1000), ("32K", 2**15), ("25.6k", 25600), ("0.5M", 2**19), ("7", 7)])
+def test_whole_numbers_may_be_short(text, value):
+    assert read("--max-model-len", text)[0].max_model_len == value
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("float", "float32")])
+def test_dtypes_have_other_names(name, dtype):
+    assert read("--dtype", name)[0].dtype == EngineConfig(dtype=name).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--max-model-len", "1.0005k"], "argument --max-model-len: '1.0005k' is no whole number; allowed are those"),
+        (["--seed", "9" * 9999], "argument --seed: "),
+        (["--port", "many"], "'many' is no whole number"),
+        (["--port", "-1"], "port is -1; it must be at least 0 and at most 65535"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8' (choose from "),
+        (["--max-nums", "3"], "there is no option --max-nums; the nearest is --max-num-seqs"),
+        (["--max-num_seq=3", "demo"], "there is no option --max-num-seq; the nearest is --max-num-seqs"),
+        (["--qqq", "3"], "there is no option --qqq"),
+        (["-m", "demo"], "there is no option -m"),
+        (["demo", "other"], "'other' is one argument too many"),
+        (["demo", "--model", "other"], "MODEL is 'demo' and --model is 'other'; give one of them"),
+        (["comlete"], "comlete is neither a folder nor a command, which comes first; the nearest is complete"),
+        (["--port", "0", "chat"], "chat is neither a folder nor a command, which comes first; the nearest is chat"),
+        (["nowhere/at-all"], "there is no folder nowhere/at-all"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml cannot be read: No such file"),
+    ],
+)
+def test_a_mistake_is_one_line(capsys, argv, words):
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1
+    assert said.err.startswith("server.py: error: ") and words in said.err
+
+
+def test_a_command_is_named_as_it_was_called(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/manta"])
+    for command, name in (([], "manta"), (["batch"], "manta batch"), (["chat"], "manta chat")):
+        with pytest.raises(SystemExit):
+            main([*command, "--foo"])
+        assert capsys.readouterr().err.startswith(f"{name}: error: ")
+
+
+def test_help_has_groups_and_tells_each_default_once(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    told = capsys.readouterr().out
+    assert ended.value.code == 0 and told.startswith("usage: server.py [COMMAND] [MODEL] [option ...]\n")
+    assert all(re.search(rf"^  {command} +\w", told, re.MULTILINE) for command in COMMANDS)
+    for title in (*EngineConfig.GROUPS, *ServerConfig.GROUPS):
+        assert told.count(f"\n{title}:\n") == 1
+    entries = re.split(r"\n(?=  --)", told)
+    assert all(entry.count("default") <= 1 for entry in entries)
+    about = {entry.split()[0].rstrip(","): " ".join(entry.split()) for entry in entries}
+    assert about["--max-num-seqs"].endswith("(default: 256)")
+    assert about["--enable-prefix-caching"].endswith("(default: on)")
+
+
+def test_every_option_is_in_one_group():
+    for cls in (EngineConfig, ServerConfig):
+        listed = [name for names in cls.GROUPS.values() for name in names]
+        assert sorted(listed) == sorted(f.name for f in flag_fields(cls))
+
+
+@pytest.mark.parametrize("command", ["", "serve", "chat", "complete", "batch"])
+def test_each_command_says_its_version(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--version"])
+    assert ended.value.code == 0 and re.fullmatch(r"Manta \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_sets_options_and_the_command_line_wins(tmp_path):
+    file = tmp_path / "options.toml"
+    file.write_text(
+        'model = "a"\nmax-num-seqs = 5\nmax_model_len = 64\nswap-space = 1\nenable-prefix-caching = false\n'
+        'api-key = "one"\nserved_model_name = ["x", "y"]\nport = 1\n'
+    )
+    engine, server = read("--config", str(file), "--port", "2", "--max-model-len", "32")
+    assert (engine.model, engine.max_num_seqs, engine.max_model_len) == ("a", 5, 32)
+    assert (engine.swap_space, engine.enable_prefix_caching) == (1, False)
+    assert (server.api_key, server.served_model_name, server.port) == (("one",), ("x", "y"), 2)
+    assert read("b", "--config", str(file))[0].model == "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "there is no option 'prot'; the nearest is port"),
+        ("[server]\nport = 1", "there is no option 'server'"),
+        ("config = 'other'", "there is no option 'config'"),
+        ("port = 'one'", "port is 'one'; it must be of type int"),
+        ("port = 70000", "port is 70000; it must be at least 0 and at most 65535"),
+        ("port = true", "port is True; it must be of type int"),
+        ("dtype = 'int8'", "dtype is 'int8'; allowed: auto, "),
+        ("allowed-origins = [1]", "allowed_origins is (1,); it must be a list of strings"),
+        ("allowed-origins = ['x']", "allowed_origins has 'x'; it must be "),
+        ("max-num-seqs = 1\nmax_num_seqs = 2", "max_num_seqs is there twice"),
+        ("port = ", "no TOML: "),
+        (b"port = '\xff'", "no TOML: "),
+    ],
+)
+def test_a_mistake_in_a_file_is_one_line_that_names_it(tmp_path, capsys, text, words):
+    file = tmp_path / "options.toml"
+    file.write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(file)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1 and f"{file}" in said and words in said
+
+
+def test_a_mistake_of_the_command_line_is_not_the_files(tmp_path):
+    file = tmp_path / "options.toml"
+    file.write_text("port = 70000")
+    with pytest.raises(ValueError, match=r"^port is 70001"):
+        read("--config", str(file), "--port", "70001")
+
+
+def test_an_option_that_means_nothing_is_named_where_it_is_given(tmp_path):
+    file = tmp_path / "options.toml"
+    file.write_text("max-queue = 4096")  # the default, but given
+    flags = OptionParser(ServerConfig).read(["--config", str(file)])
+    with pytest.raises(ValueError, match=r"options\.toml: max_queue is given; why$"):
+        refuse_given(flags, ["port", "max_queue"], "why")
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_command_comes_first():
+    assert split_command(["chat", "a"], COMMANDS) == ("chat", ["a"])
+    assert split_command(["a", "chat"], COMMANDS) == ("", ["a", "chat"])
+    assert split_command([], COMMANDS) == ("", [])
+
+
+def test_bench_gets_its_arguments():
+    done = subprocess.run(
+        [sys.executable, "server.py", "bench", "ring", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: bench.py ring")
+
+
+def completions(line: str, place: int) -> set[str]:
+    """What a shell would offer at the end of a line, whose word at `place` is the first argument."""
+    asked = {"_ARGCOMPLETE": str(place), "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    command = ["bash", "-c", f"exec {sys.executable} server.py 8>&1 >/dev/null"]  # they are written to file 8
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | asked, stdout=subprocess.PIPE, text=True, check=True)
+    return {word.strip() for word in done.stdout.split("\n")}
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "words"),
+    [
+        ("python server.py c", 2, {"chat", "complete"}),
+        ("./server.py dem", 1, {"demo/"}),
+        ("manta complete demo --top", 1, {"--top-k", "--top-p"}),
+        ("python server.py batch --dtype f", 2, {"float", "float16", "float32"}),
+    ],
+)
+def test_a_shell_completes_commands_flags_and_choices(line, place, words):
+    pytest.importorskip("argcomplete")
+    assert completions(line, place) == words
+
+
+def test_argcomplete_finds_its_mark():
+    """It looks there before it runs a script."""
+    assert b"PYTHON_ARGCOMPLETE_OK" in (ROOT / "server.py").read_bytes()[:1024]

@@ -1,0 +1,357 @@
+"""A conversation in the terminal, and the continuation of a text, by an engine and by a server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from config import DEMO
+from sampling_params import SamplingParams
+from served import Server, eventually, serving
+from server import main
+from terminal import Answer, Chat, TooLongError, printable
+
+ROOT = Path(__file__).parent.parent
+ENGINE = ("--device", "cpu", "--dtype", "float32", "--temperature", "0")
+SUM = "What is 23 + 58?"
+
+
+class Script:
+    """A model that says what stands for it here, or raises it."""
+
+    def __init__(self, *says: str | BaseException | tuple[str, BaseException]):
+        self.says, self.asked = list(says), []
+
+    def answer(self, prompt: Any, answer: Answer) -> None:
+        self.asked.append([(message["role"], message["content"]) for message in prompt])
+        text, ending = says if isinstance(says := self.says.pop(0), tuple) else (says, says)
+        if isinstance(text, str):
+            answer.show(text)
+        if isinstance(ending, BaseException):
+            raise ending
+        answer.finish_reason = "stop"
+
+    def close(self) -> None:
+        pass
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, model: Script, text: str, tty: bool = False, system: str = "") -> int:
+    """The exit code of a conversation in which these lines are typed."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: tty)
+    return Chat(model, system).run()
+
+
+def test_a_conversation_remembers(monkeypatch, capsys):
+    model = Script("one", "two\n", "three")
+    assert talk(monkeypatch, model, "a\n\n  \nb\n/reset\nc", system="s") == 0
+    assert model.asked == [
+        [("system", "s"), ("user", "a")],
+        [("system", "s"), ("user", "a"), ("assistant", "one"), ("user", "b")],
+        [("system", "s"), ("user", "c")],
+    ]
+    assert capsys.readouterr() == ("one\ntwo\nthree\n", "")
+
+
+def test_the_system_message_can_change(monkeypatch):
+    model = Script("1", "2")
+    assert talk(monkeypatch, model, "/system  be kind \na\n/system\nb\n/exit\nnever") == 0
+    assert model.asked[0] == [("system", "be kind"), ("user", "a")]
+    assert model.asked[1] == [("user", "a"), ("assistant", "1"), ("user", "b")]
+
+
+def test_a_message_may_have_several_lines(monkeypatch):
+    model = Script(*"12345")
+    talk(monkeypatch, model, 'a\\\n b\n"""c\n\n/d"""\n"""e"""\n /f\n"""g\nh')
+    said = [conversation[-1][1] for conversation in model.asked]
+    assert said == ["a\n b", "c\n\n/d", "e", " /f", "g\nh"]
+
+
+def test_what_is_refused_is_told_and_forgotten(monkeypatch, capsys):
+    model = Script(TooLongError("9 tokens"), ValueError("bad"), ("half", RuntimeError("gone")), "yes")
+    assert talk(monkeypatch, model, "a\nb\nc\nd\n/resett\n") == 1
+    assert model.asked[1] == [("user", "b")] and model.asked[3][:-1] == [("user", "c"), ("assistant", "half")]
+    said = capsys.readouterr()
+    assert said.out == "half\nyes\n"
+    lines = said.err.splitlines()
+    assert "too long: 9 tokens; /reset" in lines[0] and lines[1:3] == ["error: bad", "error: gone"]
+    assert "no command /resett; /help lists them" in lines[3] and len(lines) == 4
+
+
+def test_ctrl_c_keeps_what_was_said(monkeypatch, capsys):
+    model = Script(("half", KeyboardInterrupt()), KeyboardInterrupt(), "yes")
+    assert talk(monkeypatch, model, "a\nb\nc\n/help\n", tty=True) == 0
+    assert model.asked[2] == [("user", "a"), ("assistant", "half"), ("user", "c")]
+    said = capsys.readouterr()
+    assert said.out == "half\nyes\n" and "the question is forgotten" in said.err and "/system TEXT" in said.err
+    with pytest.raises(KeyboardInterrupt):
+        talk(monkeypatch, Script(("half", KeyboardInterrupt())), "a\n")
+
+
+def test_a_model_cannot_command_the_terminal(capsys):
+    every = "".join(map(chr, range(256)))
+    answer = Answer()
+    answer.show(f"{every}\x1b]0;title\x07ö\u2028")
+    kept = [chr(i) for i in range(256) if not (i < 32 or 127 <= i < 160) or chr(i) in "\n\t"]
+    assert capsys.readouterr().out == printable(answer.text) == "".join(kept) + "]0;titleö\u2028"
+
+
+# --- an engine --------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """`python server.py ...` at a terminal of its own."""
+
+    def __init__(self, *argv: str):
+        self.master, slave = pty.openpty()
+        # What a session opens first is its terminal, from which Ctrl-C comes as a signal.
+        code = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, sys.executable, "server.py", *argv],
+            cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        os.close(slave)
+        self.seen = ""
+
+    def until(self, pattern: str, seconds: float = 60) -> str:
+        """What has been shown since the last call, up to what matches the pattern."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert select.select([self.master], [], [], max(0, deadline - time.monotonic()))[0], self.seen
+            self.seen += os.read(self.master, 4096).decode(errors="replace")
+        text, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return text
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+
+@contextlib.contextmanager
+def terminal(*argv: str) -> Iterator[Terminal]:
+    it = Terminal(*argv)
+    try:
+        yield it
+    finally:
+        it.process.kill()
+        it.process.wait()
+        os.close(it.master)
+
+
+def test_a_conversation_at_a_terminal():
+    with terminal("chat", *ENGINE, "--ignore-eos") as it:
+        it.until(r"/help lists the commands.*\s+> ")
+        for question, beginning in ((SUM, "81"), ("What is 2 + 3?", "5")):
+            it.type(f"{question}\n")
+            it.until(rf"\n{beginning}\w+")  # it goes on, because of --ignore-eos
+            it.type("\x03")
+            told = it.until(r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tok/s")
+            assert int(re.search(r"(\d+) tokens", told)[1]) < 900  # of about 1,000
+            it.until("> ")
+            it.type("/system You add.\n")
+            it.until("> ")
+            it.type("/reset\n")
+            it.until("> ")
+        it.type("/foo\n")
+        it.until(r"no command /foo.*\s+> ")
+        it.type("\x03")
+        it.until(r"Ctrl-C once more ends.*\s+> ")
+        it.type("\x03")
+        assert it.process.wait(30) == 130
+
+
+def run(*argv: str, text: str = "", code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run `server.py` with a text on stdin."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | more.pop("env", {})
+    given = {"stdout": subprocess.PIPE} | more
+    done = subprocess.run(
+        [sys.executable, "server.py", *argv], cwd=ROOT, input=text, env=environment, stderr=subprocess.PIPE, text=True,
+        timeout=120, **given,
+    )  # fmt: skip
+    assert done.returncode == code and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_a_conversation_by_a_pipe(tmp_path):
+    (tmp_path / "options.toml").write_text('device = "cpu"\ndtype = "float"\ntemperature = 0\nmax-model-len = 64\n')
+    long = "Repeat: " + "so " * 80
+    done = run("chat", "demo", "--config", str(tmp_path / "options.toml"), text=f"{SUM}\n{long}\n", code=1)
+    assert done.stdout == "81\n" and "tok/s" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.fullmatch(
+        r"the conversation has become too long: that is \d+ tokens, and the context holds 64 .*; /reset forgets it",
+        last,
+    )
+
+
+def test_a_text_is_gone_on_from(llm):
+    params = SamplingParams(temperature=0, max_tokens=20)
+    text = llm.generate("To be, or", params, use_tqdm=False)[0].outputs[0].text
+    assert run("complete", *ENGINE, "--max-tokens", "20", text="To be, or\n").stdout.removesuffix("\n") == text
+
+
+def test_an_engine_that_cannot_start_has_said_why():
+    done = run("chat", *ENGINE, "--max-model-len", "99999", code=2)
+    assert done.stderr == "server.py: error: max_model_len is 99999; the model was made for at most 1024\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["chat", "--max-tokens", "0"], "chat: error: max_tokens is 0; it must be "),
+        (["complete", "--temperature", "-1"], "complete: error: temperature is -1.0; it must be "),
+        (["chat", "-p", "x"], "chat: error: there is no option -p"),
+        (["complete", "--system", "x"], "complete: error: there is no option --system"),
+        (["chat", "--skip-tokenizer-init"], "skip_tokenizer_init is True"),
+        (["chat", "--task", "embed"], "task is 'embed'; to get answers it must be 'generate'"),
+        (["chat", "plain"], "plain has no chat template; `server.py complete` goes on from a text"),
+        (["chat", "--data-parallel-size", "2"], "data_parallel_size is 2"),
+        (["chat", "--api-key", "x"], "--api-key is given; without --url there is no server that it could be for"),
+        (["chat", "--url", "127.0.0.1:8000"], "url is '127.0.0.1:8000'; it must be like http://127.0.0.1:8000"),
+        (["chat", "--url", "file:///etc/passwd"], "it must be like http://"),
+        (["chat", "--url", "http://127.0.0.1:1"], "http://127.0.0.1:1 does not answer: "),
+        (["chat", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs is given; with --url"),
+    ],
+)
+def test_what_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys, argv, words):
+    shutil.copytree(DEMO, tmp_path / "plain", ignore=shutil.ignore_patterns("*.py", "*.jinja", "__pycache__"))
+    config = json.loads(Path(DEMO, "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (tmp_path / "plain" / "tokenizer_config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and not said.out and said.err.count("\n") == 1 and words in said.err
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("served"), "--api-key", "sesame") as server:
+        yield server
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, *argv: str, text: str = "") -> int:
+    """The exit code of `server.py` with this text on stdin."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(SystemExit) as ended:
+        main([*argv])
+    return ended.value.code
+
+
+def test_a_server_answers(server, monkeypatch, capsys, llm):
+    url, greedy = f"http://127.0.0.1:{server.port}", ("--temperature", "0")
+    long = "Repeat: " + "so " * 1100
+    text = f"{SUM}\n{long}\nWhat is 2 + 3?\n"
+    assert ask(monkeypatch, "chat", "--url", url, "--api-key", "sesame", *greedy, text=text) == 1
+    said = capsys.readouterr()
+    assert said.out == "81\n5\n" and said.err.count("\n") == 1
+    assert re.match(r"the conversation has become too long: .*maximum context length is 1024 .*; /reset", said.err)
+    monkeypatch.setenv("MANTA_API_KEY", "sesame,other")
+    begun = ("complete", "demo", "--url", f"{url}/v1/", "--max-tokens", "20", *greedy)
+    assert ask(monkeypatch, *begun, "-p", "To be, or") == 0
+    params = SamplingParams(temperature=0, max_tokens=20)
+    whole = llm.generate("To be, or", params, use_tqdm=False)[0].outputs[0].text
+    assert capsys.readouterr() == (printable(whole).removesuffix("\n") + "\n", "")
+    assert ask(monkeypatch, *begun, text="\n") == 2 and "the prompt is empty" in capsys.readouterr().err
+    assert ask(monkeypatch, "chat", "other", "--url", url) == 2
+    assert "has no model 'other'; it has 'demo'" in capsys.readouterr().err
+    assert ask(monkeypatch, "chat", "--url", url, "--api-key", "wrong") == 2
+    assert "server.py chat: error: the API key is missing or wrong" in capsys.readouterr().err
+
+
+def test_ctrl_c_stops_what_a_server_does(server):
+    url = f"http://127.0.0.1:{server.port}"
+    with terminal(
+        "complete", "--url", url, "--api-key", "sesame", "-p", "To", "--ignore-eos", "--max-tokens", "1000"
+    ) as it:
+        it.until(r"\w{2}")
+        it.type("\x03")
+        assert it.process.wait(30) == 130
+    client = server.client()
+    client.api_key = "sesame"
+
+    def running() -> bool:
+        metrics = client.get(f"{url}/metrics", cast_to=str)
+        return "manta_num_requests_running 0" in metrics
+
+    eventually(running)
+
+
+def test_an_output_that_takes_nothing_is_one_line(server):
+    url = f"http://127.0.0.1:{server.port}"
+    argv = ("complete", "--url", url, "--api-key", "sesame", "-p", "To be, or")
+    with open("/dev/full", "w") as full:
+        done = run(*argv, code=1, stdout=full)
+    assert done.stderr == "server.py complete: error: [Errno 28] No space left on device\n"
+    reader, writer = os.pipe()
+    os.close(reader)
+    assert run(*argv, code=1, stdout=writer).stderr == ""
+    os.close(writer)
+
+
+class Strange(BaseHTTPRequestHandler):
+    """A server that answers a path's last message with itself, as it stands there."""
+
+    def do_GET(self) -> None:
+        self.reply(b'{"data": [{"id": "m"}]}')
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.reply(asked["messages"][-1]["content"].replace("|", "\n\n").encode().decode("unicode_escape").encode())
+
+    def reply(self, body: bytes) -> None:
+        self.send_response(500 if b"refused" in body else 200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("events", "out", "err"),
+    [
+        ('data: {"choices": [{"delta": {"content": "a\\\\u001b[2Jb"}}]}|data: [DONE]', "a[2Jb\n", ""),
+        ('data: {"choices": [{"delta": {"content": "a"}}]}|', "a\n", "breaks off"),
+        (
+            'data: {"choices": [{"delta": {"content": "a"}}]}|data: {"error": {"message": "no\\\\u001b[2J"}}',
+            "a\n",
+            "no[2J",
+        ),
+        ("data: {|", "", "breaks off: JSONDecodeError"),
+        ('data: {"choices": 3}|', "", "breaks off: TypeError"),
+        ("refused", "", "answers with 500 Internal Server Error"),
+        ('{"error": {"message": "refused: maximum context length"}}', "", "too long: refused: maximum context length"),
+    ],
+)
+def test_a_strange_server_ends_nothing(monkeypatch, capsys, events, out, err):
+    strange = HTTPServer(("127.0.0.1", 0), Strange)
+    thread = threading.Thread(target=strange.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        code = ask(monkeypatch, "chat", "--url", f"http://127.0.0.1:{strange.server_port}", text=f"{events}\n")
+    finally:
+        strange.shutdown()
+        thread.join()
+        strange.server_close()
+    said = capsys.readouterr()
+    assert code == bool(err) and said.out == out and err in said.err and said.err.count("\n") == bool(err)
