@@ -40,9 +40,10 @@ from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
-from config import EngineConfig, ServerConfig, from_flags, parser_for, say
+from config import EngineConfig, ServerConfig, from_flags, parser_for
 from engine_process import check_gpus, launch, new_client
-from executor import lead_or_follow
+from executor import lead_or_follow, name_process
+from logs import console, set_up
 from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
@@ -60,7 +61,7 @@ ROUTE_OF = {path: route for route, paths in PATHS.items() for path in paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
     "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "root_path",
-    "log_requests", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
+    "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
     "api_server_count",
 )  # fmt: skip
 
@@ -418,10 +419,12 @@ def read_flags(argv: list[str]) -> tuple[str, str, EngineConfig, ServerConfig]:
     options = parser_for(EngineConfig, ServerConfig)
     options.prog, options.usage = parser.prog, usage
     flags = options.parse_args(rest)
+    set_up(flags.log_level, flags.log_format)
     engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
     for option in dataclasses.fields(config):
         if option.name in HTTP_ONLY and getattr(config, option.name) != option.default:
             raise ValueError(f"--{option.name.replace('_', '-')} is given; a batch has no HTTP that it could concern")
+    engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
     if engine_config.scheduling_policy == "auto":
         engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")
     # Lines wait for their turn here, so that none is ever refused because of others.
@@ -462,8 +465,9 @@ def main(argv: list[str]) -> None:
         tokenizer = Tokenizer(engine_config.model, config.max_template_chars)
         file, answers = open_files(source, target)
     except ValueError as error:
-        say(f"server.py batch: error: {error}")
+        console.error(f"server.py batch: error: {error}")
         sys.exit(2)
+    name_process("batch")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (os.path.basename(os.path.abspath(engine_config.model)),)
     children: list[Child] = []
@@ -480,15 +484,15 @@ def main(argv: list[str]) -> None:
                 run_to_end(batch, file, children)
             except OSError as error:
                 bar.close()
-                say(f"server.py batch: error: {error}; {batch.summary()}")
+                console.error(f"server.py batch: error: {error}; {batch.summary()}")
                 sys.exit(1)
             except SystemExit:
                 bar.close()
-                say(f"batch: stopped; {batch.summary()}; the same command goes on from here")
+                console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
                 raise
             finally:
                 client.close()
-        say(f"batch: {batch.summary()}")
+        console.info(f"batch: {batch.summary()}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:

@@ -23,6 +23,7 @@ from client import Stream
 from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
+from logs import logger, set_up
 from messages import chat_messages, template_variables
 from outputs import (
     BeamSearchOutput,
@@ -162,6 +163,7 @@ class LLMEngine:
         if (size := config.data_parallel_size) > 1:
             raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
         self.config = config
+        set_up(config.log_level, config.log_format, logger.name)
         self.tokenizer = open_tokenizer(config.model, config.skip_tokenizer_init)
         core = EngineCore(config)
         self.inputs = InputProcessor(self.tokenizer, core.facts)
@@ -241,6 +243,10 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """How many requests there are."""
         return len(self.live)
+
+    def do_log_stats(self) -> None:
+        """Log what the engine has done since the last time, at the level info."""
+        self.client.core.do_log_stats()
 
     def close(self) -> None:
         """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""

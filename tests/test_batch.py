@@ -340,12 +340,12 @@ def test_a_full_disk_ends_the_batch(files, engine, monkeypatch):
     assert sorted(files.by_id()) == list("01234")
 
 
-def test_options_are_the_engines_and_those_of_requests(capsys):
+def test_options_are_the_engines_and_those_of_requests(capsys, caplog):
     files = ["-i", "a", "-o", "b"]
     source, target, engine_config, config = read_flags([*files, "--max-num-seqs", "7", "--max-prompts", "3"])
     assert (source, target, engine_config.max_num_seqs, config.max_prompts) == ("a", "b", 7, 3)
     assert engine_config.scheduling_policy == "fcfs"
-    for flags in (["--port", "1"], ["--api-key", "k"], ["--log-requests"]):
+    for flags in (["--port", "1"], ["--api-key", "k"], ["--otlp-traces-endpoint", "http://x"]):
         with pytest.raises(ValueError, match=f"{flags[0]} is given"):
             read_flags([*files, *flags])
     for argv, code in ((["--help"], 0), (["-i", "a"], 2), ([*files, "--max-nums", "1"], 2), ([*files, "c"], 2)):
@@ -356,7 +356,7 @@ def test_options_are_the_engines_and_those_of_requests(capsys):
         assert 0 < len((told.out + told.err).splitlines()) < 20
     with pytest.raises(SystemExit) as ended:
         main([*files, "--model", "/nowhere"])
-    assert ended.value.code == 2 and "server.py batch: error: there is no folder" in capsys.readouterr().err
+    assert ended.value.code == 2 and "server.py batch: error: there is no folder" in caplog.text
 
 
 # --- in processes -----------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "model_config", "openapi", "processes",
+        "batch", "bodies", "config", "engine_process", "executor", "logs", "model_config", "openapi", "processes",
         "protocol", "replies",
-        "responses", "serving", "startup", "tokenizer"},
+        "responses", "serving", "startup", "telemetry", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "model_config", "processes", "protocol",
+        "bodies", "client", "config", "engine_process", "executor", "logs", "model_config", "processes", "protocol",
         "replies", "serving",
         "tokenizer"},
     "serving": {
@@ -32,8 +32,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "messages": set(),
     "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
-        "client", "data_parallel", "logprobs", "messages", "outputs", "plan", "protocol", "sampling_params",
+        "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol", "sampling_params",
         "tokenizer"},
+    "telemetry": {"logs", "replies"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
     "vocabularies": set(),
@@ -42,21 +43,22 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "messages", "outputs", "plan", "prompts", "sampling_params",
+        "client", "config", "core", "embeddings", "logs", "messages", "outputs", "plan", "prompts", "sampling_params",
         "tokenizer"},
     "async_llm": {
-        "client", "config", "engine_process", "model_config", "outputs", "plan", "processes", "prompts", "ring",
+        "client", "config", "engine_process", "logs", "model_config", "outputs", "plan", "processes", "prompts", "ring",
         "sampling_params",
         "tokenizer"},
     "core": {
-        "config", "executor", "journal", "model_config", "plan", "pooling", "sampling_params", "scheduler",
+        "config", "executor", "journal", "logs", "model_config", "plan", "pooling", "sampling_params", "scheduler",
         "sequence", "tracing"},
-    "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
+    "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
-    "processes": {"config", "executor", "ring"},
+    "processes": {"config", "executor", "logs", "ring"},
     "data_parallel": {"client", "executor", "kv_cache", "plan", "processes"},
     # deciding
-    "config": set(),
+    "config": {"logs"},
+    "logs": set(),
     "families": set(),
     "config_fields": {"families"},
     "model_config": {"config", "config_fields", "families", "kv_layout", "quantization", "sizes"},
@@ -73,14 +75,14 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "beam": set(),
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
-    "executor": {"config", "model_config", "plan", "ring", "startup"},
+    "executor": {"config", "logs", "model_config", "plan", "ring", "startup"},
     "ring": {"plan"},
     # device
     "worker": {
         "batch_state", "compile_guard", "config", "cpu", "memory", "model", "model_config", "parallel", "plan",
         "sampling_params", "sanitizer"},
     "startup": {
-        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model",
+        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "logs", "memory", "model",
         "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "compile_guard": set(),
     "batch_state": {"cpu", "plan", "sampling_params"},
@@ -110,8 +112,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
-    "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "logs", "model_config",
+    "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",
