@@ -396,6 +396,7 @@ class Admission:
         cached, fetched = found
         if not request.admitted:
             request.admitted, request.num_cached = True, cached
+            request.time_in_queue = self.now - request.arrival
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += cached
             self.counters["host_cache_hits_total"] += fetched * self.config.block_size

@@ -22,9 +22,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from client import GONE, SILENT, EngineDeadError, MPClient, Stream
-from config import EngineConfig, say
+from config import EngineConfig
 from engine_process import EngineProcess
 from hub import find_model
+from logs import logger, set_up
 from model_config import ModelConfig
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput
@@ -85,6 +86,7 @@ class AsyncLLM:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "torchrun":
             raise ValueError("distributed_executor_backend is 'torchrun'; for AsyncLLM it must be auto, uni or mp")
+        set_up(config.log_level, config.log_format, logger.name)
         config = find_model(config)
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
@@ -117,7 +119,7 @@ class AsyncLLM:
             while not self.closed.wait(LOOK):
                 self.process.check()
         except ChildProcessError as error:
-            say(str(error))
+            logger.error(str(error))
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -220,6 +222,10 @@ class AsyncLLM:
     async def get_metrics(self) -> dict[str, float]:
         """Gauges and counters of the engine; see `LLM.get_metrics`."""
         return await self._call("metrics")
+
+    async def do_log_stats(self) -> None:
+        """Have the engine log what it has done since the last time, at the level info."""
+        await self._call("do_log_stats")
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True."""

@@ -40,11 +40,12 @@ from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
-from config import EngineConfig, ServerConfig, say
+from config import EngineConfig, ServerConfig
 from engine_process import check_gpus, launch, new_client
-from executor import lead_or_follow
+from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, refuse_given
 from hub import find_model
+from logs import console, set_up
 from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
@@ -62,7 +63,7 @@ ROUTE_OF = {path: route for route, paths in PATHS.items() for path in paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
     "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "root_path",
-    "log_requests", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
+    "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
     "api_server_count",
 )  # fmt: skip
 
@@ -421,6 +422,8 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     """
     refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
     engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+    set_up(engine_config.log_level, engine_config.log_format)
+    engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
     if engine_config.scheduling_policy == "auto":
         engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")
     # Lines wait for their turn here, so that none is ever refused because of others.
@@ -468,6 +471,7 @@ def main(argv: list[str]) -> None:
         parser.error(str(error))
     except KeyboardInterrupt:  # models take a while to download
         sys.exit(128 + signal.SIGINT)
+    name_process("batch")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (engine_config.model_name,)
     children: list[Child] = []
@@ -484,15 +488,15 @@ def main(argv: list[str]) -> None:
                 run_to_end(batch, file, children)
             except OSError as error:
                 bar.close()
-                say(f"{parser.prog}: error: {error}; {batch.summary()}")
+                console.error(f"{parser.prog}: error: {error}; {batch.summary()}")
                 sys.exit(1)
             except SystemExit:
                 bar.close()
-                say(f"batch: stopped; {batch.summary()}; the same command goes on from here")
+                console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
                 raise
             finally:
                 client.close()
-        say(f"batch: {batch.summary()}")
+        console.info(f"batch: {batch.summary()}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     finally:

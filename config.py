@@ -12,12 +12,13 @@ import json
 import math
 import os
 import re
-import sys
 import weakref
 from collections.abc import MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+
+from logs import logger
 
 VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
@@ -25,12 +26,6 @@ DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
-
-
-def say(text: str) -> None:
-    """Write a line to stderr, if that can be: a full disk or a closed pipe behind it must end nothing."""
-    with contextlib.suppress(OSError, ValueError):  # a closed file is a ValueError
-        print(text, file=sys.stderr, flush=True)
 
 
 class DiagnosticFile:
@@ -65,7 +60,7 @@ class DiagnosticFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.size += len(data)
         except OSError as error:
-            say(f"{self.name}: {error.strerror}; no more is written there")
+            logger.warning(f"{self.name}: {error.strerror}; no more is written there")
             with contextlib.suppress(OSError):
                 self.file.truncate(self.size)
                 self.file.seek(self.size)
@@ -125,7 +120,8 @@ class EngineConfig:
             "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend",
             "startup_timeout", "step_timeout", "max_worker_restarts"),
         "limits of a request": ("max_logprobs",),
-        "diagnostics": ("log_scheduler", "trace", "sanitize_kv"),
+        "diagnostics": (
+            "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "sanitize_kv"),
     }  # fmt: skip
     model: str = option(
         DEMO,
@@ -224,6 +220,11 @@ class EngineConfig:
         False, "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step"
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "the least important that is logged to stderr; info has a line for each request, without its text"
+    )
+    log_format: Literal["text", "json"] = option("text", "lines of plain words, or a JSON object on each line")
+    disable_log_stats: bool = option(False, "log no line with the throughput every 10 s while there is work")
     log_scheduler: str | None = option(
         None, "file for a journal of JSON lines: what came to the scheduler and what it decided"
     )
@@ -332,7 +333,7 @@ class ServerConfig:
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
             "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
             "request_timeout", "body_timeout", "write_timeout"),
-        "diagnostics": ("log_requests",),
+        "diagnostics": ("otlp_traces_endpoint",),
     }  # fmt: skip
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on", 0, 65535)
@@ -363,7 +364,9 @@ class ServerConfig:
         "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
         "it, so the proxy may cut it off or not",
     )
-    log_requests: bool = option(False, "log a line of JSON to stderr for each request at its end, without its text")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
+    )
     max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
     max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
     max_stop_strings: int = option(64, "stop strings in one request", 1)
@@ -396,6 +399,11 @@ class ServerConfig:
                 )
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]", self.otlp_traces_endpoint):
+            raise ValueError(
+                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
+                "http://localhost:4318/v1/traces"
+            )
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(

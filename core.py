@@ -13,9 +13,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from config import VERSION, EngineConfig, say
+from config import VERSION, EngineConfig
 from executor import MpExecutor, Peers, WorkerError, new_executor
 from journal import Journal
+from logs import StatLogger, logger
 from model_config import ModelConfig
 from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
@@ -24,7 +25,9 @@ from scheduler import Scheduler
 from sequence import Request
 from tracing import Trace
 
-UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
+UTILITIES = (
+    "metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc", "do_log_stats",
+)  # fmt: skip
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
@@ -71,6 +74,7 @@ class EngineCore:
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
         self.depth = 2 if overlap else 1  # how many of them there are at most
         self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
+        self.stats = StatLogger(self.metrics)
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request.
@@ -167,7 +171,7 @@ class EngineCore:
         begun, outputs = time.monotonic(), self._start_over(True, str(error))
         self._restart_workers(error)
         live = len(self.scheduler.requests)
-        say(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
+        logger.warning(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
         self.on_trouble(None)
         return outputs
 
@@ -195,7 +199,7 @@ class EngineCore:
             try:
                 return self.executor.restart(config)
             except (ValueError, WorkerError, OSError) as failure:
-                say(f"{failure}: the workers are started once more")
+                logger.warning(f"{failure}: the workers are started once more")
                 error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
 
     def _start_over(self, lost: bool, cause: str | None) -> list[EngineOutput]:
@@ -239,6 +243,10 @@ class EngineCore:
     def metrics(self) -> dict[str, float]:
         """Gauges and counters, by vLLM's names."""
         return self.scheduler.metrics() | {"num_worker_restarts_total": self.num_restarts}
+
+    def do_log_stats(self) -> None:
+        """Log what has been done since the last time, at the level info."""
+        self.stats.log()
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
-from executor import meeting_place
+from executor import meeting_place, name_process
 from kv_cache import chain
 from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Subscribe, Wave, WaveReport
 from processes import Child, ParentPipe
@@ -385,6 +385,7 @@ class CoordinatorProcess(Child):
 
 def coordinator_main() -> None:
     """What the coordinator's process runs."""
+    name_process("coordinator")
     parent = ParentPipe()
     coordinator = Coordinator(parent.options["size"], parent.listener)
     parent.ready({})

@@ -24,6 +24,7 @@ from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
 from hub import find_model
+from logs import logger, set_up
 from messages import chat_messages, template_variables
 from outputs import (
     BeamSearchOutput,
@@ -162,6 +163,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig):
         if (size := config.data_parallel_size) > 1:
             raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
+        set_up(config.log_level, config.log_format, logger.name)
         self.config = config = find_model(config)
         self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
         core = EngineCore(config)
@@ -242,6 +244,10 @@ class LLMEngine:
     def get_num_unfinished_requests(self) -> int:
         """How many requests there are."""
         return len(self.live)
+
+    def do_log_stats(self) -> None:
+        """Log what the engine has done since the last time, at the level info."""
+        self.client.core.do_log_stats()
 
     def close(self) -> None:
         """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""

@@ -14,14 +14,14 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from collections import defaultdict
 
 from client import Connection, FrameServer, MPClient
-from config import PROG, EngineConfig, say
+from config import PROG, EngineConfig
 from core import EngineCore
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
-from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent
+from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
+from logs import console, logger, set_up
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
 from ring import BEAT
@@ -111,6 +111,7 @@ class EngineServer:
                     pass
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
+                    self._log_stats()
                     checked = time.monotonic()
             self._report()
             start = None
@@ -119,6 +120,11 @@ class EngineServer:
                 self.lockstep.steps += start
             for owner, news in self._split(core.step(start)).items():
                 self.frames.send(owner, news)
+            self._log_stats()
+
+    def _log_stats(self) -> None:
+        if not self.core.config.disable_log_stats:
+            self.core.stats.log_if_due()
 
     def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
         """The part of a step's news that each client is sent."""
@@ -175,6 +181,8 @@ def engine_main() -> None:
     """What the engine process runs."""
     parent = ParentPipe()
     config = EngineConfig(**parent.options)
+    name_process(f"engine {config.data_parallel_rank}")
+    set_up(config.log_level, config.log_format)
     if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
     peers = None
@@ -183,10 +191,10 @@ def engine_main() -> None:
     try:
         core = EngineCore(config, peers)
     except (ValueError, WorkerError, ConnectionError) as error:
-        say(f"{PROG}: error: {error}")
+        console.error(f"{PROG}: error: {error}")
         sys.exit(2)
     if core.config.data_parallel_rank == 0:
-        say(core.start_log())
+        console.info(core.start_log())
     server = EngineServer(core, parent.listener, parent.beside, peers)
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
@@ -196,9 +204,9 @@ def engine_main() -> None:
         server.run()
         code = 0
     except ConnectionError as error:  # a rank is gone, and its own log says why
-        say(f"{PROG}: error: {error}")
+        logger.error(str(error))
     except BaseException:
-        say(traceback.format_exc())
+        logger.exception("the engine has failed")
     core.close()
     parent.end(code)
 

@@ -32,7 +32,8 @@ from typing import Any, NoReturn, Protocol
 import psutil
 from tqdm import tqdm
 
-from config import EngineConfig, say
+from config import EngineConfig
+from logs import logger, set_up
 from model_config import ModelConfig
 from plan import Call, Reply, StepPlan, StepResult
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
@@ -172,11 +173,11 @@ class TorchrunExecutor(UniExecutor):
 
 
 def let_go(channel: Any) -> None:
-    """Tell the other ranks to end, and print the error if one has ended already."""
+    """Tell the other ranks to end, and log the error if one has ended already."""
     try:
         channel.close()
     except ConnectionError as error:
-        say(str(error))
+        logger.error(str(error))
 
 
 class Peers(Protocol):
@@ -495,6 +496,9 @@ def worker_main(
 ) -> None:
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
+    several = config.data_parallel_size > 1
+    name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if several else ""))
+    set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
         end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
@@ -548,6 +552,15 @@ def keep_beating(results: RingBuffer) -> None:
         time.sleep(BEAT)
 
 
+def name_process(name: str) -> None:
+    """Call this process so in the log, and in what `ps` shows, which loses the command line's keys by that."""
+    multiprocessing.current_process().name = name
+    if sys.platform != "darwin":  # where it may crash what is forked afterwards
+        from setproctitle import setproctitle
+
+        setproctitle(f"manta: {name}")
+
+
 def leave_with_parent() -> None:
     """End this process when its parent has ended, for whatever reason."""
     parent = multiprocessing.parent_process()
@@ -599,9 +612,10 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
 
     Raises:
         ValueError: see `start_worker`.
-        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process prints that and ends with 1, which
+        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process logs that and ends with 1, which
             torchrun takes for a failure.
     """
+    name_process(f"worker {rank}")
     try:
         worker = new_worker(config, model_config, rank, "env://")
         worker.group.set_timeout(step_timeout(config, worker.facts()))
@@ -614,7 +628,7 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
             if isinstance(message, Call):
                 channel.all_gather(answered)
     except ConnectionError as error:
-        say(str(error))
+        logger.error(str(error))
         sys.stdout.flush()
         os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
     worker.group.close()

@@ -20,7 +20,7 @@ from collections.abc import Container, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
-from config import PROG, VERSION, say
+from config import PROG, VERSION
 
 T = TypeVar("T")
 FACTORS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}  # letters after a number, as in vLLM
@@ -123,8 +123,7 @@ class OptionParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and end."""
-        say(f"{self.prog}: error: {message}")
-        sys.exit(2)
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options that are given on the command line, or else in the file of `--config`; see `from_flags`.

@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator
 from types import FrameType
 from typing import Any
 
-from config import MODEL_TAKES, EngineConfig, read_json, say
+from config import MODEL_TAKES, EngineConfig, read_json
+from logs import console
 from model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
@@ -191,12 +192,14 @@ def download(config: EngineConfig, weights: bool) -> str:
                 announce(config, missing, sum(sizes.get(file, 0) for file in missing))
                 fetch(allow_patterns=missing)
     except KeyboardInterrupt:
-        say(f"{name}: the download is interrupted; the files that are complete are kept")
+        console.info(f"{name}: the download is interrupted; the files that are complete are kept")
         raise
     except (OSError, HTTPError, UnicodeEncodeError) as error:
         raise ValueError(explain(trouble or error, config)) from None
     if trouble and not isinstance(trouble, OfflineModeIsEnabled):
-        say(f"{name} is taken from {cache_of(config)}, because the hub could not be asked: {first_line(trouble)}")
+        console.info(
+            f"{name} is taken from {cache_of(config)}, because the hub could not be asked: {first_line(trouble)}"
+        )
     return folder
 
 
@@ -223,7 +226,7 @@ def announce(config: EngineConfig, files: list[str], size: int) -> None:
             "name another place by --download-dir or HF_HOME"
         )
     count = f"{len(files)} files" if len(files) > 1 else files[0]
-    say(f"{config.model}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
+    console.info(f"{config.model}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
 
 
 @contextlib.contextmanager

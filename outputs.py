@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -50,6 +50,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0
+    time_in_queue: float | None = None  # seconds before the engine let it in
 
 
 @dataclass
@@ -92,6 +93,10 @@ class Vector:
         self.request_id, self.prompt_token_ids, self.pooling = request_id, prompt_token_ids, pooling
         self.params = SamplingParams()
         self.pooled = b""  # float32
+        self.drawn: Sequence[Generation] = ()
+        self.num_generated = 0
+        self.error: str | None = None
+        self.metrics = RequestMetrics(time.monotonic())
 
     @property
     def finished(self) -> bool:
@@ -101,8 +106,12 @@ class Vector:
     def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str:
         """Take the engine's news, which are the vector."""
         assert output.pooled is not None
-        self.pooled = output.pooled
+        self.pooled, self.metrics.time_in_queue = output.pooled, output.time_in_queue
         return ""
+
+    def fail(self, error: str | None) -> None:
+        """Note that the engine has given the request up."""
+        self.error = error
 
 
 @dataclass
@@ -306,7 +315,7 @@ class Choices:
         if generation.finished:  # the engine sent this before it heard of the abort
             return None
         if metrics.first_token_time is None:
-            metrics.num_cached_tokens = output.num_cached_tokens
+            metrics.num_cached_tokens, metrics.time_in_queue = output.num_cached_tokens, output.time_in_queue
             if output.token_ids:
                 metrics.first_token_time = time.monotonic()
         text = generation.push(output)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import mmap
 import multiprocessing
@@ -33,9 +34,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
+from gunicorn.glogging import Logger
 
-from config import ServerConfig, say
-from executor import end_with_parent, is_stopped
+from config import ServerConfig
+from executor import end_with_parent, is_stopped, name_process
+from logs import console, logger
 from ring import STALL, Watchdog
 
 if TYPE_CHECKING:
@@ -139,13 +142,15 @@ class Child:
         """
         if self.process.poll() is not None and not self.starting:
             if time.monotonic() >= self.not_before:
-                self._say(f"has ended (pid {self.process.pid}); another is started")
+                logger.warning(f"{self.name} has ended (pid {self.process.pid}); another is started")
                 self._close_pipes()
                 self._launch()
         elif self.starting and self._said():
             if self._ready():
                 self.failures = 0
-                self._say(f"is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})")
+                logger.warning(
+                    f"{self.name} is ready again after {time.monotonic() - self.begun:.1f} s (pid {self.process.pid})"
+                )
             else:
                 self.not_before = time.monotonic() + self.failures
                 self.failures += 1
@@ -171,11 +176,8 @@ class Child:
             self._kill(f"has given no sign of life for {still:.0f} s")
 
     def _kill(self, why: str) -> None:
-        self._say(f"{why}; it is killed (pid {self.process.pid})")
+        logger.warning(f"{self.name} {why}; it is killed (pid {self.process.pid})")
         self.process.kill()
-
-    def _say(self, what: str) -> None:
-        say(f"{self.name} {what}")
 
     def _close_pipes(self) -> None:
         assert self.process.stdin and self.process.stdout
@@ -331,6 +333,15 @@ class Board:
             self.words[self.mine] -= answers
 
 
+class GunicornLog(Logger):
+    """Gunicorn's log, as a part of ours."""
+
+    def setup(self, cfg: Any) -> None:
+        """Take gunicorn's settings."""
+        self.error_log = logger.getChild("gunicorn")
+        self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
+
+
 class DrainingArbiter(Arbiter):
     """Gunicorn's main loop, which looks after the server's other children as well.
 
@@ -411,9 +422,13 @@ class Gunicorn(BaseApplication):
 def gunicorn_options(
     listener: socket.socket, children: Sequence[Child], board: Board, config: ServerConfig
 ) -> dict[str, Any]:
-    """Settings and hooks; gunicorn's own log speaks of errors only."""
+    """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
+
+    def pre_fork(arbiter: Arbiter, worker: Any) -> None:
+        name_process("server")  # gunicorn has called it otherwise
 
     def post_fork(arbiter: Arbiter, worker: Any) -> None:
+        name_process(f"api {worker.age - 1}")
         end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
         for child in children:
             child.disown()
@@ -427,13 +442,14 @@ def gunicorn_options(
         if worker.age == 1:
             host, port = worker.sockets[0].getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            say(f"  server    {url}")
+            console.info(f"  server    {url}")
 
     return {
         "bind": f"fd://{listener.detach()}", "workers": config.api_server_count,
         "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
-        "loglevel": "error", "control_socket_disable": True,
-        "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
+        "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
+        "control_socket_disable": True,
+        "pre_fork": pre_fork, "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
     }  # fmt: skip
 
 

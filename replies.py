@@ -1,6 +1,7 @@
 """What goes out: a request on its way through the engine, and the shapes of its reply.
 
-    Run         a request that has passed validation; `news` runs it, `whole` and `events` shape what came of it
+    Job         what a request has the engine do, and what a log says of it
+    Run         a job that makes texts; `news` runs it, `whole` and `events` shape what came of it
 
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
 """
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import queue
+import re
 import socket
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ import msgspec
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
+from logs import logger
 from messages import text_of
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
@@ -32,6 +34,8 @@ from tokenizer import Tokenizer
 Client = MPClient | DPClient
 ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESSAGES: "msg_"}
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
+LEFT = "the client left"  # an error of a request, for the log
+QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
@@ -45,12 +49,57 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, EngineDeadError | TimeoutError):
         return ApiError(503, without_folders(str(error)))
-    logging.getLogger("manta").error("a request failed", exc_info=error)
+    logger.error("a request failed", exc_info=error)
     return ApiError(500, "internal error; the server's log has the details")
 
 
-class Run:
-    """A request that has passed validation, on its way through the engine, for which each prompt is one request.
+def unquoted(error: str) -> str:
+    """What a log says of an error: what it quotes may be text of the request, and is left out."""
+    return QUOTED.sub("'...'", error)
+
+
+class Job:
+    """What an HTTP request has the engine do, for which each prompt is one request.
+
+    Args:
+        id: of the reply.
+        fields: of the request.
+        requests: one for each prompt.
+    """
+
+    def __init__(self, id: str, fields: dict[str, Any], requests: Sequence[Choices | Vector]):
+        self.id, self.fields, self.requests = id, fields, requests
+
+    def facts(self, begun: float) -> dict[str, Any]:
+        """What a log says of it: counts, and seconds since `begun`, which is by `time.monotonic()`; but no text."""
+        metrics = [asked.metrics for asked in self.requests]
+        firsts = [at for each in metrics if (at := each.first_token_time) is not None]
+        queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+        return {
+            "id": self.id, "model": self.fields["model"], "stream": bool(self.fields.get("stream")),
+            "n": self.requests[0].params.n,
+            "prompt_tokens": sum(len(asked.prompt_token_ids) for asked in self.requests),
+            "cached_tokens": sum(each.num_cached_tokens for each in metrics),
+            "output_tokens": sum(asked.num_generated for asked in self.requests),
+            "queue_seconds": round(max(queued), 4) if queued else None,
+            "first_token_seconds": round(min(firsts) - begun, 4) if firsts else None,
+        }  # fmt: skip
+
+    @property
+    def error(self) -> str:
+        """Why it was given up; empty if it was not."""
+        return next((unquoted(asked.error) for asked in self.requests if asked.error), "")
+
+    @property
+    def endings(self) -> list[str]:
+        """How its answers have ended, each way once: length, stop, stop string or stop token."""
+        kinds = {str: " string", int: " token", type(None): ""}
+        ended = [generation for asked in self.requests for generation in asked.drawn if generation.finish_reason]
+        return [*dict.fromkeys(f"{each.finish_reason}{kinds[type(each.stop_reason)]}" for each in ended)]
+
+
+class Run(Job):
+    """A job that makes texts.
 
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
@@ -72,17 +121,18 @@ class Run:
         params: list[SamplingParams],
         tokenizer: Tokenizer,
     ):
-        self.id = ID_PREFIXES[route] + name
+        id = ID_PREFIXES[route] + name
         self.created = int(time.time())
-        self.owner, self.route, self.fields = owner, route, fields
+        self.owner, self.route = owner, route
         self.options = fields["stream_options"] or {"include_usage": False, "continuous_usage_stats": False}
         self.n, self.top, self.tokenizer = params[0].n, params[0].logprobs, tokenizer
         self.name = namer(tokenizer, fields["return_tokens_as_token_ids"])
         self.scores = self.top is not None or fields["prompt_logprobs"] is not None
-        self.requests = [
-            Choices(f"{self.id}-{i}", prompt, ids, param, tokenizer)
+        self.requests: list[Choices] = [
+            Choices(f"{id}-{i}", prompt, ids, param, tokenizer)
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
+        super().__init__(id, fields, self.requests)
         echoes = fields["echo"] and route != CHAT
         self.prompts = [Prompt(asked, tokenizer) for asked in self.requests] if echoes else []
         self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
@@ -97,15 +147,6 @@ class Run:
             return
         for i, index, new in run_requests(self.requests, self.fields, self.owner, client, sock, timeout):
             yield i * self.n + index, new
-
-    def summary(self) -> dict[str, Any]:
-        """What a log says of it: counts and the time of the first token, by `time.monotonic()`, but no text."""
-        usage, times = self._usage(), [asked.metrics.first_token_time for asked in self.requests]
-        return {
-            "model": self.fields["model"], "stream": bool(self.fields["stream"]), "n": self.n,
-            "prompt_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-            "first_token_time": min((at for at in times if at is not None), default=None),
-        }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
@@ -283,6 +324,11 @@ def run_requests(
                 del live[output.request_id]
             if new is not None:
                 yield i, output.index, new
+    except BaseException as error:
+        gone = isinstance(error, ClientGone | GeneratorExit)  # the latter where a write to the client has failed
+        for i in live.values():
+            requests[i].fail(LEFT if gone else str(error))
+        raise
     finally:
         for request_id in live:
             client.abort(request_id)

@@ -470,8 +470,8 @@ class Scheduler:
                 self.space.publish(seq, computed)
             if i in result.pooled:
                 self._finish(seq.group, "stop")
-                name = seq.group.request.request_id
-                pooled.append(EngineOutput(name, [], "stop", finished=True, pooled=result.pooled[i]))
+                pooled.append(EngineOutput(request.request_id, [], "stop", finished=True, pooled=result.pooled[i]))
+                pooled[-1].time_in_queue = request.time_in_queue
             if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
                 continue
             if seq.group.beams is not None:
@@ -526,6 +526,7 @@ class Scheduler:
         group, token = seq.group, seq.tokens[-1]
         request = group.request
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
+        output.time_in_queue = request.time_in_queue
         if request.params.max_tokens == 0:
             output.token_ids, output.finish_reason = [], "length"
             seq.tokens.pop()
@@ -589,7 +590,7 @@ class Scheduler:
         self.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
         self.admission.learn(group)
         self._finish(group, outputs[0].finish_reason or "")
-        outputs[-1].finished = True
+        outputs[-1].finished, outputs[0].time_in_queue = True, request.time_in_queue
         return outputs
 
     def start_over(self, lost: bool, cause: str | None = None) -> list[EngineOutput]:

@@ -192,7 +192,7 @@ class Request:
     __slots__ = (
         "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
         "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables", "request_id", "salt",
-        "stop_ids", "stops",
+        "stop_ids", "stops", "time_in_queue",
     )  # fmt: skip
 
     def __init__(
@@ -214,6 +214,7 @@ class Request:
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
         self.arrival = 0.0
         self.admitted = False
+        self.time_in_queue = 0.0  # seconds until it was admitted
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
         # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
         self.num_scored = self.num_prompt if params.prompt_logprobs is None else 1

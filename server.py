@@ -15,10 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import errno
 import hmac
-import json
+import logging
 import os
 import re
 import signal
@@ -30,6 +29,7 @@ from collections.abc import Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
@@ -46,24 +46,27 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 import batch
 import terminal
 from bodies import parse_json
-from config import PROG, EngineConfig, ServerConfig, say, with_all_keys
+from config import PROG, EngineConfig, ServerConfig, with_all_keys
 from engine_process import check_gpus, launch, new_client
-from executor import lead_or_follow
+from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, split_command
 from hub import find_model
+from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
-from replies import ClientGone, Run, as_api_error, json_of
+from replies import ClientGone, Job, as_api_error, json_of, unquoted
 from responses import message_error
 from serving import Api, Caller, Events
+from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+QUIET = ("health", "metrics")  # routes that programs ask for all the time
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
@@ -181,20 +184,51 @@ class RootPath:
         return self.app(environ, start_response)
 
 
-def log_line(name: str, client: str, method: str, path: str, status: int, begun: float, run: Run | None) -> None:
-    """Write what there is to tell of a request, in JSON, so that nothing that a client sends can look like a line.
+def log_request(
+    name: str,
+    client: str,
+    place: tuple[str, str],
+    status: int,
+    begun: float,
+    job: Job | None = None,
+    error: str = "",
+    level: int = logging.INFO,
+) -> None:
+    """Say that a request has ended, and how, without its text.
 
-    It is ASCII, because some readers break lines at other characters, too, and terminals obey some of them.
+    Args:
+        name: of the request, as X-Request-Id says it.
+        client: whose it is.
+        place: its method and path; empty where it is no HTTP.
+        status: of the reply.
+        begun: when it came, in seconds of `time.monotonic()`.
+        job: what the engine did for it.
+        error: what was wrong, if the reply says so.
+        level: of the record.
     """
-    now = time.monotonic()
-    told = {} if run is None else run.summary()
-    first = told.pop("first_token_time", None)
-    line = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"), "request_id": name,
-        "client": client, "method": method, "path": path[:256], "status": status, **told,
-        "first_token_seconds": None if first is None else round(first - begun, 4), "seconds": round(now - begun, 4),
-    }  # fmt: skip
-    say(json.dumps(line))
+    if not logger.isEnabledFor(level):
+        return
+    seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
+    ended = unquoted(error)
+    if job and not error:
+        ended = job.error or ", ".join(job.endings)
+    method, path = place[0], quote(place[1])[:256]
+    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
+    id = told.get("id", name)
+    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
+    line = " ".join(filter(None, (method, path, f"{status} in {seconds:.3f} s, {id}"))) + (
+        f": {ended}" if ended else ""
+    )
+    if told:
+        line += (
+            f"; tokens: {told['prompt_tokens']} prompt ({told['cached_tokens']} cached), {told['output_tokens']} output"
+        )
+        line += "".join(
+            f", {told[key]:.3f} s {what}"
+            for key, what in (("queue_seconds", "in the queue"), ("first_token_seconds", "to the first token"))
+            if told[key] is not None
+        )
+    logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
 
 
 def view_of(api: Api, route: str) -> Callable[[], Response]:
@@ -243,8 +277,8 @@ def add_routes(app: Flask, api: Api) -> None:
         app.add_url_rule(rule, name, view, methods=[method])
 
 
-def create_app(api: Api) -> Flask:
-    """The Flask app around the routes of `api`."""
+def create_app(api: Api, spans: Spans | None = None) -> Flask:
+    """The Flask app around the routes of `api`; `spans` tells of its requests."""
     app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -289,10 +323,17 @@ def create_app(api: Api) -> Flask:
         response.headers["X-Request-Id"] = name
         if for_anthropic():
             response.headers["Request-Id"] = name  # where Anthropic's SDK looks for it
-        if config.log_requests:
-            seen = name, g.client, request.method, request.root_path + request.path, response.status_code, g.begun
-            caller = g.get("caller")
-            response.call_on_close(lambda: log_line(*seen, caller.run if caller else None))  # or a stream had no end
+        place, status, begun = (request.method, request.root_path + request.path), response.status_code, g.begun
+        client, headers, caller, error = g.client, request.headers, g.get("caller"), g.get("error", "")
+        level = logging.DEBUG if request.endpoint in QUIET else logging.INFO
+
+        def tell() -> None:
+            job = caller.job if caller else None
+            log_request(name, client, place, status, begun, job, error, level)
+            if spans and job:
+                spans.add(job, headers, status, begun)
+
+        response.call_on_close(tell)  # and not now, when a stream has no end yet
         return allow_origin(response, config)
 
     @app.errorhandler(Exception)
@@ -305,10 +346,12 @@ def create_app(api: Api) -> Flask:
         if isinstance(error, HTTPException):
             error = ApiError(error.code or 500, http_message(error, config))
         answer = api_error(error)
+        g.error = str(answer)
         response = reply(message_error(answer) if for_anthropic() else answer.body(), answer.status)
         response.headers.update(headers | STATUS_HEADERS.get(answer.status, {}))
         return response
 
+    app.extensions["spans"] = spans
     if config.root_path:
         app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -357,9 +400,14 @@ class Worker(GeventWorker):
         with contextlib.suppress(OSError), gevent.Timeout(self.cfg.keepalive, False):
             client.sendall(head.encode() + b"\r\n\r\n" + content)
             util.close_graceful(client)  # else what it has sent and nobody read would cost it the reply
-        if config.log_requests:
-            tag = self.app.board.tag("address", addr[0] if addr else "")
-            log_line(name, tag, "", "", answer.status, begun, None)
+        tag = self.app.board.tag("address", addr[0] if addr else "")
+        log_request(name, tag, ("", ""), answer.status, begun, error=str(answer))
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """On SIGTERM: send the spans that are left while the connections are closed."""
+        super().handle_exit(sig, frame)
+        if spans := self.wsgi.extensions["spans"]:
+            gevent.spawn(spans.flush)
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -381,7 +429,10 @@ def serve(argv: list[str]) -> None:
     flags = parser.read(argv)
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+        set_up(engine_config.log_level, engine_config.log_format)
         config = with_all_keys(config, os.environ)
+        if config.otlp_traces_endpoint:
+            check_telemetry(os.environ)
         engine_config = with_policy(engine_config, config)
         check_gpus(engine_config)
         engine_config = find_model(engine_config, weights="plan" not in flags)
@@ -399,6 +450,7 @@ def serve(argv: list[str]) -> None:
         parser.error(str(error))
     except KeyboardInterrupt:  # models take a while to download
         sys.exit(128 + signal.SIGINT)
+    name_process("server")
     names = config.served_model_name or (engine_config.model_name,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board = os.getpid(), Board()
@@ -408,7 +460,9 @@ def serve(argv: list[str]) -> None:
         facts = engines[0].facts
 
         def make_app() -> Flask:
-            return create_app(Api(new_client(engines, coordinator), tokenizer, facts, config, names, board))
+            endpoint = config.otlp_traces_endpoint
+            spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
+            return create_app(Api(new_client(engines, coordinator), tokenizer, facts, config, names, board), spans)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:
@@ -431,7 +485,7 @@ def bench(argv: list[str]) -> None:
     """Become `bench/bench.py` with these arguments."""
     script = Path(__file__).parent / "bench" / "bench.py"
     if not script.exists():
-        say(f"{PROG} bench: error: there is no {script}; the benchmarks come with the source")
+        console.error(f"{PROG} bench: error: there is no {script}; the benchmarks come with the source")
         sys.exit(2)
     os.execv(sys.executable, [sys.executable, str(script), *argv])
 

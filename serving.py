@@ -47,7 +47,7 @@ from protocol import (
     too_long,
     without_folders,
 )
-from replies import Client, Run, run_requests
+from replies import Client, Job, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from tokenizer import LONG_TEXT, Tokenizer
@@ -65,14 +65,14 @@ class Caller:
         client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
         sock: the connection; None where there is none to look at.
         release: is called when nothing refers to the request's body any more.
-        run: what the engine makes of it, once it has been sent there.
+        job: what the engine does for it, once it has been sent there.
     """
 
     name: str
     client: str
     sock: socket.socket | None = None
     release: Callable[[], None] = lambda: None
-    run: Run | None = None
+    job: Job | None = None
 
 
 class Events(NamedTuple):
@@ -285,6 +285,7 @@ class Api:
         params = PoolingParams(dimensions, fields["use_activation"])
         vectors = [Vector(f"{name}-{i}", ids, params) for i, (_, ids) in enumerate(prompts)]
         with self._admitted(len(vectors), caller):
+            caller.job = Job(name, fields, vectors)
             config = self.config
             for _ in run_requests(vectors, fields, caller.client, self.client, caller.sock, config.request_timeout):
                 pass
@@ -499,7 +500,7 @@ class Api:
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = caller.run = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -25,6 +24,7 @@ from batch_state import BatchState
 from compile_guard import CompileGuard
 from config import EngineConfig
 from loader import checkpoint_files, fill_dummy, load_weights
+from logs import logger
 from memory import (
     available_bytes,
     blocks_per_seq,
@@ -520,7 +520,7 @@ def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "
             torch.zeros(1, device="cuda")
         count //= 2
     if count < asked:
-        print(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned", file=sys.stderr)
+        logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
     return pool if count else torch.empty(0, *shape, dtype=dtype)
 
 

@@ -30,7 +30,7 @@ from urllib.error import HTTPError, URLError
 
 from async_llm import AsyncLLM
 from client import EngineDeadError
-from config import PROG, EngineConfig, check_fields, option, say
+from config import PROG, EngineConfig, check_fields, option
 from flags import OptionParser, from_flags, refuse_given
 from hub import find_model
 from model_config import ModelConfig
@@ -100,6 +100,12 @@ class CompleteOptions(AnswerOptions):
 
 class TooLongError(ValueError):
     """The context does not hold the prompt."""
+
+
+def say(text: str) -> None:
+    """Write a line to stderr, if that can be."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:

@@ -26,7 +26,7 @@ from served import Server, eventually, serving
 
 POOLING = ("/v1/embeddings", "/pooling", "/classify", "/score", "/rerank")
 # Answers are short, so that time goes into requests.
-FLAGS = ("--max-model-len", "96", "--max-output-tokens", "1024", "--max-num-seqs", "32", "--log-requests")
+FLAGS = ("--max-model-len", "96", "--max-output-tokens", "1024", "--max-num-seqs", "32", "--log-format", "json")
 NAMED = re.compile(r"(?s)^(/v1/responses|/v1/models|/explain)/.*?(/input_items|/cancel|)$")
 CHECKS = (
     "not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance",
@@ -86,8 +86,8 @@ def report(log: str) -> None:
     assert "Traceback" not in log, log[-4000:]
     seen: dict[str, Counter[int]] = {}
     for line in log.splitlines():
-        if line.startswith("{"):
-            told = json.loads(line)
+        told = json.loads(line) if line.startswith("{") else {}
+        if "path" in told:
             place = NAMED.sub(r"\1/*\2", told["path"])
             seen.setdefault(f"{told['method']} {place}", Counter())[told["status"]] += 1
     for route, statuses in sorted(seen.items()):

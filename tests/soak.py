@@ -131,11 +131,11 @@ def memory(pid: int) -> dict[str, float]:
 
 
 def name_of(pid: int, main: int) -> str:
-    """What a process of the server is, by its command line. API processes are forked, and so have their parent's."""
+    """What a process of the server is, by its title."""
     command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     if pid == main:
         return "main"
-    words = {"engine_process": "engine", "resource_tracker": "tracker", "spawn_main": "worker", "server.py": "api"}
+    words = {"manta: engine": "engine", "resource_tracker": "tracker", "manta: worker": "worker", "manta: api": "api"}
     return next((name for word, name in words.items() if word in command), command)
 
 

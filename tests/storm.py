@@ -116,10 +116,11 @@ class Server:
         while below:
             pid, parent = below.pop()
             command = command_of(pid)
-            kind = (
-                "engine" if "engine_process.py" in command else "coordinator" if "data_parallel.py" in command else ""
-            )
-            kind = kind or ("api" if parent == "main" else "worker" if "spawn_main" in command else "")
+            # The first words are those of a process that has not called itself by the others yet.
+            engine, coordinator = (r"engine_process\.py|manta: engine", r"data_parallel\.py|manta: coordinator")
+            kind = "engine" if re.search(engine, command) else "coordinator" if re.search(coordinator, command) else ""
+            worker = re.search("spawn_main|manta: worker", command)
+            kind = kind or ("api" if parent == "main" else "worker" if worker else "")
             if kind:
                 kinds[kind].append(pid)
                 below += [(child, kind) for child in children(pid)]

@@ -346,7 +346,7 @@ def test_options_are_the_engines_and_those_of_requests(capsys):
     engine_config, config = read_flags(flags)
     assert (flags.input_file, flags.output_file, engine_config.max_num_seqs, config.max_prompts) == ("a", "b", 7, 3)
     assert engine_config.scheduling_policy == "fcfs"
-    for flags in (["--port", "1"], ["--api-key", "k"], ["--log-requests"]):
+    for flags in (["--port", "1"], ["--api-key", "k"], ["--otlp-traces-endpoint", "http://x"]):
         with pytest.raises(ValueError, match=f"{flags[0]} is given"):
             read_flags(new_parser().read([*files, *flags]))
     for argv in (["-i", "a"], [*files, "--max-nums", "1"], [*files, "c", "d"]):
@@ -419,7 +419,7 @@ def test_a_batch_survives_whatever_ends(files, tmp_path):
     done = len(files.by_id())
     assert done < 120
     with running(files, tmp_path / "fourth", done + 3) as batch:
-        engine = next(pid for pid in batch.children() if "engine_process.py" in command(pid))
+        engine = next(pid for pid in batch.children() if "manta: engine" in command(pid))
         os.kill(engine, signal.SIGKILL)
         assert batch.process.wait(120) == 0
     said = batch.log.read_text()

@@ -63,7 +63,7 @@ def test_dtypes_have_other_names(name, dtype):
         (["demo", "--model", "other"], "MODEL is 'demo' and --model is 'other'; give one of them"),
         (["comlete"], "comlete is neither a folder nor a command, which comes first; the nearest is complete"),
         (["--port", "0", "chat"], "chat is neither a folder nor a command, which comes first; the nearest is chat"),
-        (["nowhere/at-all"], "there is no folder nowhere/at-all"),
+        (["nowhere/at/all"], "there is no folder nowhere/at/all"),
         (["--config", "/nowhere.toml"], "/nowhere.toml cannot be read: No such file"),
     ],
 )
@@ -75,12 +75,11 @@ def test_a_mistake_is_one_line(capsys, argv, words):
     assert said.err.startswith("server.py: error: ") and words in said.err
 
 
-def test_a_command_is_named_as_it_was_called(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/manta"])
-    for command, name in (([], "manta"), (["batch"], "manta batch"), (["chat"], "manta chat")):
+def test_a_command_is_named(capsys):
+    for command in ("batch", "chat"):
         with pytest.raises(SystemExit):
-            main([*command, "--foo"])
-        assert capsys.readouterr().err.startswith(f"{name}: error: ")
+            main([command, "--foo"])
+        assert capsys.readouterr().err.startswith(f"server.py {command}: error: ")
 
 
 def test_help_has_groups_and_tells_each_default_once(capsys):

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "flags", "hub", "model_config", "openapi",
-        "processes", "protocol", "replies", "responses", "serving", "startup", "terminal", "tokenizer"},
+        "batch", "bodies", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config", "openapi",
+        "processes", "protocol", "replies", "responses", "serving", "startup", "telemetry", "terminal", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "flags", "hub", "model_config", "processes",
-        "protocol", "replies", "serving", "tokenizer"},
+        "bodies", "client", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config",
+        "processes", "protocol", "replies", "serving", "tokenizer"},
     "terminal": {
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
@@ -33,8 +33,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "messages": set(),
     "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
-        "client", "data_parallel", "logprobs", "messages", "outputs", "plan", "protocol", "sampling_params",
+        "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol", "sampling_params",
         "tokenizer"},
+    "telemetry": {"logs", "replies"},
     "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
     "vocabularies": set(),
@@ -43,24 +44,25 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "hub", "messages", "outputs", "plan", "prompts", "sampling_params",
-        "tokenizer"},
-    "async_llm": {
-        "client", "config", "engine_process", "hub", "model_config", "outputs", "plan", "processes", "prompts", "ring",
+        "client", "config", "core", "embeddings", "hub", "logs", "messages", "outputs", "plan", "prompts",
         "sampling_params", "tokenizer"},
+    "async_llm": {
+        "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
+        "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "journal", "model_config", "plan", "pooling", "sampling_params", "scheduler",
+        "config", "executor", "journal", "logs", "model_config", "plan", "pooling", "sampling_params", "scheduler",
         "sequence", "tracing"},
-    "engine_process": {"client", "config", "core", "data_parallel", "executor", "plan", "processes", "ring"},
+    "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
-    "processes": {"config", "executor", "ring"},
+    "processes": {"config", "executor", "logs", "ring"},
     "data_parallel": {"client", "executor", "kv_cache", "plan", "processes"},
     # deciding
-    "config": set(),
+    "config": {"logs"},
+    "logs": set(),
     "families": set(),
     "config_fields": {"families"},
     "model_config": {"config", "config_fields", "families", "kv_layout", "quantization", "sizes"},
-    "hub": {"config", "model_config"},
+    "hub": {"config", "logs", "model_config"},
     "sizes": set(),
     "quantization": set(),
     "sampling_params": {"config"},
@@ -74,14 +76,14 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "beam": set(),
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
-    "executor": {"config", "model_config", "plan", "ring", "startup"},
+    "executor": {"config", "logs", "model_config", "plan", "ring", "startup"},
     "ring": {"plan"},
     # device
     "worker": {
         "batch_state", "compile_guard", "config", "cpu", "memory", "model", "model_config", "parallel", "plan",
         "sampling_params", "sanitizer"},
     "startup": {
-        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "memory", "model",
+        "batch_state", "compile_guard", "config", "cpu", "cpu_ops", "kernels", "loader", "logs", "memory", "model",
         "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "sanitizer", "worker"},
     "compile_guard": set(),
     "batch_state": {"cpu", "plan", "sampling_params"},
@@ -113,8 +115,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "setup": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
-    "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "logs", "model_config",
+    "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",

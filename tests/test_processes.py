@@ -181,12 +181,12 @@ def test_an_engine_process_that_stays_stopped_is_replaced(tmp_path: Path) -> Non
         server.assert_gone()
 
 
-def belongings(folder: Path) -> list[int]:
-    """All processes that have this folder as their TMPDIR."""
-    found, wanted = [], f"TMPDIR={folder}".encode()
+def belongings(log: Path) -> list[int]:
+    """All processes whose stderr is this file."""
+    found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if wanted in (path / "environ").read_bytes().split(b"\0") and alive(int(path.name)):
+            if os.readlink(path / "fd" / "2") == str(log) and alive(int(path.name)):
                 found.append(int(path.name))
     return found
 
@@ -194,17 +194,20 @@ def belongings(folder: Path) -> list[int]:
 @pytest.mark.parametrize("size", ["1", "2"])
 def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str) -> None:
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", size]
     for moment in ("server.py", "engine_process.py", "spawn_main", "libtorch_cpu"):
         for all_of_them in (False, True):
             command = [sys.executable, "server.py", *flags]
-            with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL) as process:
-                eventually(lambda: any(moment in about(pid) for pid in belongings(tmp_path)), 60)  # noqa: B023
-                for pid in belongings(tmp_path) if all_of_them else [process.pid]:
+            with (
+                open(log, "w") as file,
+                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
+            ):
+                eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
+                for pid in belongings(log) if all_of_them else [process.pid]:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not belongings(tmp_path), 30)
+            eventually(lambda: not belongings(log), 30)
             assert not list(tmp_path.glob("manta*")), (moment, all_of_them)
 
 

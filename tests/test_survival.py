@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -53,7 +54,7 @@ def command(pid: int) -> str:
 
 
 def engine_of(server: Server) -> int:
-    return next(pid for pid in server.family() if "engine_process.py" in command(pid))
+    return next(pid for pid in server.family() if "manta: engine" in command(pid))
 
 
 def worker_of(server: Server) -> int:
@@ -63,11 +64,11 @@ def worker_of(server: Server) -> int:
 
 def workers_of(server: Server) -> list[int]:
     """The processes that hold the model, or are about to."""
-    return [pid for pid in server.family() if "spawn_main" in command(pid)]
+    return [pid for pid in server.family() if re.match(".*spawn_main|manta: worker", command(pid))]
 
 
 def api_of(server: Server) -> list[int]:
-    return [pid for pid in server.family()[1:] if "server.py" in command(pid)]
+    return [pid for pid in server.family() if "manta: api" in command(pid)]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from parallel import Group
 from scripted import CHAT
 from served import Server, eventually, serving
 from test_executor import PROMPTS
-from test_survival import Reader, engine_of
+from test_survival import Reader, command, engine_of
 
 ROOT = Path(__file__).parent.parent
 # Seconds until torchrun has ended: it gives ranks 30 to end before it kills them, and a busy machine takes longer.
@@ -80,9 +80,9 @@ def two_ranks(folder: Path, *flags: str) -> Iterator[Server]:
 
 def rank(server: Server, number: int) -> int:
     """The process that torchrun has started as this rank."""
-    wanted = f"RANK={number}"
+    wanted = f"manta: worker {number}" if number else "manta: server"
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
-    return next(int(pid) for pid in children if wanted in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return next(int(pid) for pid in children if wanted in command(int(pid)))
 
 
 def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:

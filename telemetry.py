@@ -1,0 +1,149 @@
+"""A span of each request that the engine ran, for collectors of OpenTelemetry: `--otlp-traces-endpoint`.
+
+    check_telemetry     whether that can be, before anything is started
+    Spans               sends them, in an API process
+
+OpenTelemetry's packages are imported only where spans are wanted. The exporter runs in a thread of its own, which
+gevent makes a greenlet, and reads its settings from OTEL_EXPORTER_OTLP_* and OTEL_BSP_*.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from werkzeug.datastructures import Headers
+
+from logs import logger
+from replies import LEFT, Job
+
+PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
+PROTOCOL = "http/protobuf"
+COMPLAIN = 60.0  # seconds between two complaints that spans cannot be sent
+
+
+def check_telemetry(environ: Mapping[str, str]) -> None:
+    """Check that spans can be made, without importing what makes them: gevent must patch the sockets before that.
+
+    Raises:
+        ValueError: a package is missing, or `environ` asks for a protocol other than PROTOCOL.
+    """
+    try:
+        found = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:
+        found = None
+    if not found:
+        raise ValueError(f"otlp_traces_endpoint is given; it needs packages: pip install {PACKAGES}")
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        if (protocol := environ.get(name, PROTOCOL)) != PROTOCOL:
+            raise ValueError(f"{name} is {protocol!r}; it must be {PROTOCOL}")
+
+
+class Complaints(logging.Handler):
+    """Passes on to our log what OpenTelemetry complains of, but not all the time: a collector may be away for days."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.latest = float("-inf")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a record on, or drop it."""
+        if (now := time.monotonic()) >= self.latest + COMPLAIN:
+            self.latest = now
+            logger.warning(f"OpenTelemetry: {record.getMessage()[:500]}")
+
+
+class Spans:
+    """Sends spans to a collector. One that cannot be reached costs spans, and nothing else.
+
+    Args:
+        endpoint: the collector's URL.
+    """
+
+    def __init__(self, endpoint: str):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        theirs = logging.getLogger("opentelemetry")
+        theirs.propagate, theirs.handlers = False, [Complaints()]
+        named = OTELResourceDetector().detect().attributes  # by OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
+        resource = Resource.create({"service.name": "manta"} | dict(named))
+        # At its end the process does not wait for a collector, but `flush` has been called by then.
+        self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self.provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+        self.tracer = self.provider.get_tracer("manta")
+
+    def add(self, job: Job, headers: Headers, status: int, begun: float) -> None:
+        """Tell of a request that has just ended; its parent is the span that its `traceparent` names, if it has one.
+
+        Args:
+            job: what the engine did for it.
+            headers: of the request.
+            status: of the reply.
+            begun: when it came, in seconds of `time.monotonic()`.
+        """
+        from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        now, offset = time.monotonic(), time.time_ns() - time.monotonic_ns()
+
+        def at(seconds: float) -> int:
+            return offset + int(seconds * 1e9)
+
+        parent = TraceContextTextMapPropagator().extract(headers)
+        span = self.tracer.start_span("llm_request", parent, SpanKind.SERVER, start_time=at(begun))
+        span.set_attributes(attributes(job, begun, now) | {"http.response.status_code": status})
+        if job.error not in ("", LEFT) and not 400 <= status < 500:  # those are the client's
+            span.set_status(StatusCode.ERROR, job.error)
+        inside = set_span_in_context(span)
+        for name, (since, until) in phases(job, now).items():
+            self.tracer.start_span(name, inside, start_time=at(since)).end(at(until))
+        span.end(at(now))
+
+    def flush(self) -> None:
+        """Send what is left."""
+        self.provider.force_flush()
+
+
+def attributes(job: Job, begun: float, now: float) -> dict[str, Any]:
+    """What a span tells of a request that came when it was `begun`, by vLLM's names; times are in seconds."""
+    facts, params, ran = job.facts(begun), job.requests[0].params, phases(job, now)
+    told = {
+        "gen_ai.request.id": job.id,
+        "gen_ai.response.model": facts["model"],
+        "gen_ai.usage.prompt_tokens": facts["prompt_tokens"],
+        "gen_ai.usage.completion_tokens": facts["output_tokens"],
+        "gen_ai.latency.time_in_queue": facts["queue_seconds"],
+        "gen_ai.latency.time_to_first_token": facts["first_token_seconds"],
+        "gen_ai.latency.e2e": now - begun,
+    }
+    for name in ("prefill", "decode"):
+        if name in ran:
+            told[f"gen_ai.latency.time_in_model_{name}"] = ran[name][1] - ran[name][0]
+            told["gen_ai.latency.time_in_model_inference"] = ran[name][1] - ran["prefill"][0]
+    if job.requests[0].pooling is None:
+        told |= {
+            f"gen_ai.request.{name}": getattr(params, name) for name in ("max_tokens", "temperature", "top_p", "n")
+        }
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def phases(job: Job, now: float) -> dict[str, tuple[float, float]]:
+    """From when until when a job waited, had its prompts computed and was answered, as far as it has come.
+
+    Of several prompts, the first begins each phase but the second, which begins when all have been let in.
+    """
+    metrics = [asked.metrics for asked in job.requests]
+    queued = [seconds for each in metrics if (seconds := each.time_in_queue) is not None]
+    if not queued:
+        return {}
+    sent, ends = min(each.arrival_time for each in metrics), [each.finished_time or now for each in metrics]
+    let_in = sent + max(queued)
+    first = min((at for each in metrics if (at := each.first_token_time) is not None), default=max(ends))
+    found = {"queue": (sent, let_in), "prefill": (let_in, max(first, let_in))}
+    return found | ({"decode": (first, max(ends))} if job.endings else {})
