@@ -124,7 +124,8 @@ class Terminal:
         code = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, sys.executable, "server.py", *argv],
-            cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env=os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         os.close(slave)
         self.seen = ""
