@@ -195,7 +195,7 @@ def test_a_conversation_by_a_pipe(tmp_path):
     assert done.stdout == "81\n" and "tok/s" not in done.stderr
     last = done.stderr.splitlines()[-1]
     assert re.fullmatch(
-        r"the conversation has become too long: that is \d+ tokens, and the context holds 64 .*; /reset forgets it",
+        r"the conversation has become too long: the prompt has \d+ tokens, and the context holds 64 .*; /reset forgets it",
         last,
     )
 
