@@ -187,7 +187,9 @@ class LocalModel:
         else:
             ids = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)
         if len(ids) >= self.max_model_len:
-            raise TooLongError(f"that is {len(ids)} tokens, and the context holds {self.max_model_len} with the answer")
+            raise TooLongError(
+                f"the prompt has {len(ids)} tokens, and the context holds {self.max_model_len} with the answer"
+            )
         self.runner.run(self._follow(ids, answer))
 
     async def _follow(self, ids: list[int], answer: Answer) -> None:
