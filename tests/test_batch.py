@@ -420,7 +420,7 @@ def test_a_batch_survives_whatever_ends(files, tmp_path):
     done = len(files.by_id())
     assert done < 120
     with running(files, tmp_path / "fourth", done + 3) as batch:
-        engine = next(pid for pid in batch.children() if "engine_process.py" in command(pid))
+        engine = next(pid for pid in batch.children() if "manta: engine" in command(pid))
         os.kill(engine, signal.SIGKILL)
         assert batch.process.wait(120) == 0
     said = batch.log.read_text()
