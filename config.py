@@ -339,7 +339,7 @@ class ServerConfig:
     port: int = option(8000, "port to listen on", 0, 65535)
     api_key: tuple[str, ...] = option(
         (),
-        "key that clients must send; repeat it for several; `ps` shows it, but not api_key_file or MANTA_API_KEY",
+        "key that clients must send; repeat it for several; `ps` may show it, but not api_key_file or MANTA_API_KEY",
     )
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")

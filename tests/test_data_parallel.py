@@ -358,7 +358,7 @@ def test_two_engines_serve_and_one_survives_the_other(tmp_path: Path) -> None:
             assert reader.text == text
         eventually(lambda: len(counts(server, "num_requests_running")) == 2, 60)
         for times, with_signal in enumerate((signal.SIGSTOP, signal.SIGKILL), 1):
-            coordinator = next(pid for pid in server.family() if "data_parallel.py" in command(pid))
+            coordinator = next(pid for pid in server.family() if "manta: coordinator" in command(pid))
             os.kill(coordinator, with_signal)
             reader = Reader(server, prompt=prompts[0], max_tokens=40)  # for which it is not needed
             reader.join(60)

@@ -272,7 +272,7 @@ def read(stream: Any) -> list[int]:
 def workers(of: int) -> list[int]:
     """The worker processes of an engine's process."""
     children = Path(f"/proc/{of}/task/{of}/children").read_text().split()
-    return [int(pid) for pid in children if "spawn_main" in command(int(pid))]
+    return [int(pid) for pid in children if "manta: worker" in command(int(pid))]
 
 
 LONG = pytest.mark.long

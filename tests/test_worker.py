@@ -234,7 +234,7 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
 
 
 @pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
-def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, capsys, most, blocks):
+def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, caplog, most, blocks):
     """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
     registered, zeros = [], torch.zeros
 
@@ -250,7 +250,7 @@ def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypa
     assert [size for _, size in registered] == [count * BLOCK_BYTES for count in (10, 5, 2, 1)[: len(registered)]]
     assert taken == [{"device": "cuda"}] * (len(registered) - bool(blocks))
     assert not blocks or registered[-1] == (pool.data_ptr(), pool.nbytes)
-    assert (f"the host pool has {blocks} blocks: no more than these of 10" in capsys.readouterr().err) == (blocks < 10)
+    assert (f"the host pool has {blocks} blocks: no more than these of 10" in caplog.text) == (blocks < 10)
 
 
 @pytest.mark.parametrize(
