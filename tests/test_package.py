@@ -90,6 +90,6 @@ def test_the_command_starts_its_processes(installed: Path, elsewhere: Path) -> N
 
 
 def test_the_command_calls_itself_by_its_name(installed: Path, elsewhere: Path) -> None:
-    done = run(installed, elsewhere, "from manta.server import main; main()", "--model", "nowhere")
+    done = run(installed, elsewhere, "import sys; sys.argv[0] = 'manta'; from manta.server import main; main()", "--model", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("manta: error: there is no folder nowhere") and done.stderr.count("\n") == 1
