@@ -6,6 +6,7 @@ package, and there `from config import say` reads `from manta.config import say`
 """
 
 import ast
+import shutil
 from pathlib import Path
 
 from setuptools import setup
@@ -41,13 +42,11 @@ class BuildPackage(build_py):
         """Copy all modules and data."""
         if self.editable_mode:
             raise SystemExit("Manta cannot be installed editable; a script beside engine.py needs no installation")
+        shutil.rmtree(self.build_lib, ignore_errors=True)  # else what is gone since an earlier build would be packed
         super().run()
+        Path(self.build_lib, "manta", "setup.py").unlink()
         # Without this file Python would look for the package's modules in any folder called manta as well, say a clone.
         Path(self.build_lib, "manta", "__init__.py").write_text(INIT, encoding="utf-8")
-
-    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
-        """The modules of a package, which this file is not."""
-        return [found for found in super().find_package_modules(package, package_dir) if found[1] != "setup"]
 
     def build_module(self, module: str, module_file: str, package: str) -> tuple[str, bool]:
         """Copy one module."""

@@ -16,6 +16,7 @@ import pytest
 from test_house import FILES, imports
 
 ROOT = Path(__file__).parent.parent
+COMMAND = "import sys; sys.argv[0] = 'manta'; from manta.server import main; main()"  # as pip's script does it
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 
 
@@ -83,13 +84,13 @@ def test_the_command_starts_its_processes(installed: Path, elsewhere: Path) -> N
     line = {"custom_id": "sum", "method": "POST", "url": "/v1/chat/completions", "body": body}
     (elsewhere / "in.jsonl").write_text(json.dumps(line))
     words = ("batch", "-i", "in.jsonl", "-o", "out.jsonl", "--device", "cpu")
-    done = run(installed, elsewhere, f"from {command.module} import main; main()", *words)
+    done = run(installed, elsewhere, COMMAND, *words)
     assert done.returncode == 0, done.stderr
     answer = json.loads((elsewhere / "out.jsonl").read_text())
     assert answer["response"]["body"]["choices"][0]["message"]["content"] == "81"
 
 
 def test_the_command_calls_itself_by_its_name(installed: Path, elsewhere: Path) -> None:
-    done = run(installed, elsewhere, "from manta.server import main; main()", "--model", "nowhere")
+    done = run(installed, elsewhere, COMMAND, "--model", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("manta: error: there is no folder nowhere") and done.stderr.count("\n") == 1
