@@ -21,9 +21,11 @@ STATUSES = {
 GETS = {
     "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
     "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
-    "/explain/{id}": "Where the time of a request went.", "/openapi.json": "This document.",
+    "/explain/{id}": "Where the time of a request went.", "/live": "What the engines do, as it happens.",
+    "/openapi.json": "This document.",
     "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
 }  # fmt: skip
+KINDS = {"/metrics": "text/plain", "/live": "text/event-stream"}  # what comes back, where that is not JSON
 BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
@@ -101,7 +103,7 @@ def openapi(root_path: str = "") -> dict[str, Any]:
             for n in re.findall(r"{(\w+)}", path)
         ]
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
-        found = replies(error, "text/plain" if path == "/metrics" else "application/json")
+        found = replies(error, KINDS.get(path, "application/json"))
         operation = {"summary": summary, "parameters": places, "responses": found}
         paths.setdefault(path, {})[method] = operation
     return {

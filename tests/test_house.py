@@ -25,7 +25,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "flags": {"config"},
     "serving": {
         "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
-        "sampling_params", "tokenizer"},
+        "sampling_params", "tokenizer", "viewers"},
+    "viewers": {"client", "config", "processes", "protocol", "replies"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
     "protocol": {"config", "messages", "sampling_params"},
@@ -50,7 +51,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "journal", "logs", "model_config", "plan", "pooling", "sampling_params", "scheduler",
+        "config", "executor", "journal", "live", "logs", "model_config", "plan", "pooling", "sampling_params",
+        "scheduler",
         "sequence", "tracing"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
@@ -74,6 +76,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "kv_cache": {"config", "kv_layout", "plan", "sequence"},
     "kv_layout": set(),
     "beam": set(),
+    "live": {"plan", "scheduler", "sequence"},
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
     "executor": {"config", "logs", "model_config", "plan", "ring", "startup"},
@@ -115,7 +118,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "setup": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "logs", "model_config",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "live", "logs", "model_config",
     "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
