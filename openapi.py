@@ -19,6 +19,7 @@ STATUSES = {
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
 GETS = {
+    "/": "The page: a chat, and the engine at work.", "/page.css": "Its style.", "/page.js": "Its script.",
     "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
     "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
     "/explain/{id}": "Where the time of a request went.", "/openapi.json": "This document.",
@@ -28,6 +29,7 @@ BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
 }
+KINDS = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/metrics": "text/plain"}
 QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
@@ -67,7 +69,8 @@ class MessageErrorReply(msgspec.Struct):
 
 def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     """What a route may answer: 200 with one of these content types, else with the schema of an error."""
-    schemas = {"application/json": {"schema": {"type": "object"}}, "text/plain": {"schema": {"type": "string"}}}
+    schemas = dict.fromkeys(KINDS.values(), {"schema": {"type": "string"}})
+    schemas["application/json"] = {"schema": {"type": "object"}}
     content = {kind: schemas.get(kind, {}) for kind in kinds}  # of an event OpenAPI 3.1 has no schema
     wrong = {"content": {"application/json": {"schema": error}}}
     return {
@@ -101,7 +104,7 @@ def openapi(root_path: str = "") -> dict[str, Any]:
             for n in re.findall(r"{(\w+)}", path)
         ]
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
-        found = replies(error, "text/plain" if path == "/metrics" else "application/json")
+        found = replies(error, KINDS.get(path, "application/json"))
         operation = {"summary": summary, "parameters": places, "responses": found}
         paths.setdefault(path, {})[method] = operation
     return {
