@@ -69,7 +69,7 @@ class MessageErrorReply(msgspec.Struct):
 
 def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     """What a route may answer: 200 with one of these content types, else with the schema of an error."""
-    schemas = dict.fromkeys(KINDS.values(), {"schema": {"type": "string"}})
+    schemas = {kind: {"schema": {"type": "string"}} for kind in KINDS.values()}
     schemas["application/json"] = {"schema": {"type": "object"}}
     content = {kind: schemas.get(kind, {}) for kind in kinds}  # of an event OpenAPI 3.1 has no schema
     wrong = {"content": {"application/json": {"schema": error}}}
