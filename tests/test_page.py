@@ -7,23 +7,23 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from served import Server, eventually, serving
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+playwright = pytest.importorskip("playwright.sync_api", reason="it drives the browser")
+pytest.importorskip("axe_playwright_python", reason="it finds what keeps people out")
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
 from playwright.sync_api import Browser, Page, Route, expect  # noqa: E402
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the path")
-QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+QUIET = [
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
 CHAT, LIVE = "**/v1/chat/completions", "**/live"
 
 
@@ -38,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(QUIET))
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield browser
         browser.close()
 
@@ -386,16 +386,10 @@ def test_the_map_shows_whose_each_block_is(live: Callable[..., Page]) -> None:
 def test_rates_are_of_the_last_second(live: Callable[..., Page]) -> None:
     page = live()
     for i in range(11):
-        done = {
-            "generation_tokens": 10 * i * i,
-            "prompt_tokens": 20 * i,
-            "prefix_query_tokens": 8,
-            "prefix_hit_tokens": 2,
-        }
-        ends = [
-            {"id": None, "reason": "stop", "prompt": 1, "output": 1, "ttft": i / 10, "e2e": i / 5, "preemptions": 0}
-        ]
-        send(page, engine(counters=dict.fromkeys(COUNTERS, 0) | done, finished=ends), time=i / 5)
+        done = {"generation_tokens": 10 * i * i, "prompt_tokens": 20 * i}
+        done |= {"prefix_query_tokens": 8, "prefix_hit_tokens": 2}
+        end = {"id": None, "reason": "stop", "prompt": 1, "output": 1, "ttft": i / 10, "e2e": i / 5, "preemptions": 0}
+        send(page, engine(counters=dict.fromkeys(COUNTERS, 0) | done, finished=[end]), time=i / 5)
     expect(page.locator("#throughput-text")).to_have_text("750 generated and 100 prompt tokens a second")
     expect(page.locator("#hits")).to_have_text("25 %")
     expect(page.locator("#latency-text")).to_have_text("Median of the last 11: first token 0.50 s, end 1.00 s")
