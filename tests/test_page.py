@@ -380,7 +380,7 @@ def test_the_map_shows_whose_each_block_is(live: Callable[..., Page]) -> None:
     expect(row).to_have_text("1f2e3d4c5 out · preempted 2× · running")
     expect(page.locator("#requests .row").last).to_have_text("another key’s request0 of 7 read · waiting")
     expect(page.locator("#requests .row").last).to_be_disabled()
-    expect(page.locator("#steps-text")).to_contain_text("1 row decoding, 90 prompt tokens, 1 preempted, 2.5 ms")
+    expect(page.locator("#steps-text")).to_contain_text("Step 1: 1 decoding, 90 prompt tokens, 1 preempted, 2.5 ms")
 
 
 def test_rates_are_of_the_last_second(live: Callable[..., Page]) -> None:
@@ -493,15 +493,10 @@ def test_nothing_scrolls_sideways(live: Callable[..., Page]) -> None:
             assert page.evaluate(f"{box}.scrollWidth <= {box}.clientWidth"), (width, box)
 
 
-def test_light_or_dark_is_kept(open_page: Callable[..., Page]) -> None:
-    page = open_page(color_scheme="light")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(ground)
-    page.get_by_role("button", name="Dark").click()
-    dark = page.evaluate(ground)
-    assert dark != light
-    page.reload()
-    expect(page.get_by_role("button", name="Light")).to_be_visible()
-    assert page.evaluate(ground) == dark
-    page.get_by_role("button", name="Light").click()
-    assert page.evaluate(ground) == light
+def test_the_map_is_light_or_dark_as_the_page_is(live: Callable[..., Page]) -> None:
+    page = live(color_scheme="light")
+    send(page, engine(blocks=[[0, 10]]))
+    expect(page.locator("#used")).to_have_text("0 %")
+    light = colour_of_block(page, 0)
+    page.emulate_media(color_scheme="dark")
+    eventually(lambda: sum(colour_of_block(page, 0)[:3]) < sum(light[:3]) / 2)

@@ -223,9 +223,11 @@ function take(event, turn) {
   turn.usage = event.usage ?? turn.usage;
   for (const { delta, logprobs, finish_reason: reason } of event.choices) {
     turn.reason = reason ?? turn.reason;
-    turn.content += delta.content ?? "";
-    if (delta.content) turn.first ??= performance.now();
-    if (!turn.tokens) put(turn.text, turn.content);
+    if (delta.content) {
+      turn.first ??= performance.now();
+      turn.content += delta.content;
+      if (!turn.tokens) turn.text.append(delta.content);
+    }
     // Tokens that come with the end and without text have ended the answer, and are no part of it.
     for (const token of logprobs?.content ?? []) turn.tokens.add(token, Boolean(reason && !delta.content));
   }
@@ -242,7 +244,7 @@ function conclude(turn) {
     takeBack(turn);
     answer();
   }));
-  put(byId("announcer"), turn.trouble ?? `The model: ${turn.content}`);
+  byId("announcer").textContent = turn.trouble ?? `The model: ${turn.content}`;
   if (atBottom) scrollDown();
 }
 
@@ -429,8 +431,7 @@ class Memory {
   engine = null;
   steps = [];
   finished = []; // each with a number of its own, `serial`
-  rates = []; // {time, generated, prompt, hits} for SPAN seconds
-  samples = []; // {time, counters} of the last second
+  rates = []; // {time, counters, generated, prompt, hits} for SPAN seconds
   flashes = []; // {block, way, begun}
   serial = 0;
 
@@ -451,13 +452,12 @@ class Memory {
     this.sample(time, engine.counters);
   }
 
+  /** Rates are over the last second. */
   sample(time, counters) {
-    this.samples.push({ time, counters });
-    while (this.samples.length > 2 && this.samples[1].time <= time - 1) this.samples.shift();
-    const [first] = this.samples;
-    const rate = (name) => (counters[name] - first.counters[name]) / (time - first.time || 1);
+    const before = this.rates.findLast((rate) => rate.time <= time - 1) ?? this.rates[0] ?? { time, counters };
+    const rate = (name) => (counters[name] - before.counters[name]) / (time - before.time || 1);
     const hits = counters.prefix_hit_tokens / (counters.prefix_query_tokens || 1);
-    this.rates.push({ time, generated: rate("generation_tokens"), prompt: rate("prompt_tokens"), hits });
+    this.rates.push({ time, counters, generated: rate("generation_tokens"), prompt: rate("prompt_tokens"), hits });
     while (this.rates[0].time < time - SPAN) this.rates.shift();
   }
 }
@@ -466,15 +466,17 @@ class Memory {
 function showTabs(ranks) {
   if (!ranks.includes(shown)) shown = ranks[0];
   const tabs = byId("engines");
-  const labels = [...tabs.querySelectorAll("label")];
-  if (labels.map(({ textContent }) => textContent).join() === ranks.map((rank) => `Engine ${rank}`).join()) return;
-  for (const label of labels) label.remove();
-  for (const rank of ranks) {
-    const choose = () => soon(draw, (shown = rank));
-    const input = element("input", { type: "radio", name: "engine", checked: rank === shown, onchange: choose });
-    tabs.append(element("label", {}, input, `Engine ${rank}`));
-  }
+  if (tabs.dataset.ranks === String(ranks)) return;
+  tabs.dataset.ranks = ranks;
   tabs.hidden = ranks.length < 2;
+  tabs.replaceChildren(tabs.firstElementChild, ...ranks.map((rank) => {
+    const choose = () => {
+      shown = rank;
+      soon(draw);
+    };
+    const input = element("input", { type: "radio", name: "engine", checked: rank === shown, onchange: choose });
+    return element("label", {}, input, `Engine ${rank}`);
+  }));
 }
 
 byId("reconnect").onclick = follow;
@@ -547,11 +549,11 @@ function drawMap({ engine, flashes }, now) {
   const columns = Math.floor(canvas.clientWidth / side);
   canvas.style.height = `${Math.ceil(engine.num_blocks / columns) * side}px`;
   const { pen, width, height } = clean(canvas);
-  const paints = { ...inks, shared: hatched(pen, inks.shared) };
+  const isLit = engine.requests.some(({ key }) => key === highlighted);
   let at = 0;
   for (const [owner, length] of engine.blocks) {
-    pen.fillStyle = paints[OWNERS[owner]] ?? `oklch(0.64 0.12 ${hueOf(owner)})`;
-    pen.globalAlpha = highlighted === null || highlighted === owner ? 1 : 0.25;
+    pen.fillStyle = inks[OWNERS[owner]] ?? `oklch(0.64 0.12 ${hueOf(owner)})`;
+    pen.globalAlpha = isLit && owner !== highlighted ? 0.25 : 1;
     for (const end = at + length; at < end; ) {
       const count = Math.min(end - at, columns - (at % columns)); // up to the end of its line
       pen.fillRect((at % columns) * side, Math.floor(at / columns) * side, count * side, side);
@@ -571,16 +573,6 @@ function cellSide(count, width) {
   let side = 26;
   while (side > 0.5 && Math.floor(width / side) * Math.floor(height / side) < count) side -= side > 4 ? 1 : 0.5;
   return side;
-}
-
-/** A paint with thin diagonal gaps. */
-function hatched(pen, ink) {
-  const tile = element("canvas", { width: 4, height: 4 });
-  const tilePen = tile.getContext("2d");
-  tilePen.fillStyle = ink;
-  tilePen.fillRect(0, 0, 4, 4);
-  for (let i = 0; i < 4; i++) tilePen.clearRect(i, 3 - i, 1, 1);
-  return pen.createPattern(tile, "repeat");
 }
 
 /** Blocks that leave for the host rise and fade; those that come back sink into their place. */
@@ -635,7 +627,7 @@ function drawSteps(steps) {
   const last = steps.at(-1);
   if (!last) return put(byId("steps-text"), "No step has run yet.");
   const lost = last.preempted ? `, ${last.preempted} preempted` : "";
-  const rows = `${plural(last.decode, "row")} decoding, ${plural(last.prefill, "prompt token")}${lost}`;
+  const rows = `${whole.format(last.decode)} decoding, ${plural(last.prefill, "prompt token")}${lost}`;
   put(byId("steps-text"), `Step ${whole.format(last.step)}: ${rows}, ${duration(last.ms / 1000)}`);
 }
 
@@ -841,21 +833,7 @@ for (const close of document.querySelectorAll("dialog .quiet")) close.onclick = 
 
 // --- the start -------------------------------------------------------------------------------------------------------
 
-const dark = matchMedia("(prefers-color-scheme: dark)");
-
-function showTheme() {
-  const kept = localStorage.getItem("theme");
-  if (kept) document.documentElement.dataset.theme = kept;
-  put(byId("theme"), (kept ?? (dark.matches ? "dark" : "light")) === "dark" ? "Light" : "Dark");
-  soon(draw);
-}
-
-byId("theme").onclick = () => {
-  localStorage.setItem("theme", byId("theme").textContent.toLowerCase());
-  showTheme();
-};
-dark.onchange = showTheme;
+matchMedia("(prefers-color-scheme: dark)").onchange = () => soon(draw);
 new ResizeObserver(() => soon(draw)).observe(byId("live"));
-showTheme();
 showModel().catch((error) => put(byId("model"), sentence(error.message)));
 if (!document.hidden) follow();
