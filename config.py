@@ -318,6 +318,7 @@ class ServerConfig:
     max_prompt_logprobs: int = option(
         2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
     )
+    max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
     max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
     max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
     request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)

@@ -16,6 +16,7 @@ from typing import Any
 from config import VERSION, EngineConfig, say
 from executor import MpExecutor, Peers, WorkerError, new_executor
 from journal import Journal
+from live import Recorder
 from model_config import ModelConfig
 from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
@@ -24,7 +25,9 @@ from scheduler import Scheduler
 from sequence import Request
 from tracing import Trace
 
-UTILITIES = ("metrics", "explain", "explain_prompts", "reset_prefix_cache", "check_integrity", "collective_rpc")
+UTILITIES = (
+    "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",
+)  # fmt: skip
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
@@ -66,6 +69,7 @@ class EngineCore:
             self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
         self.trace = Trace(config.trace + suffix) if config.trace else None
+        self.recorder = Recorder(self.scheduler, config.data_parallel_rank)
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # called with what is wrong; None: nothing
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
@@ -121,6 +125,8 @@ class EngineCore:
                 self.plans.append(self.scheduler.schedule())
             if self.journal:
                 self.journal.planned(self.plans[-1], self.scheduler)
+            if self.recorder.recording:
+                self.recorder.planned(self.plans[-1])
             try:
                 with self.span("submit", self.plans[-1]):
                     self.executor.submit(self.plans[-1])
@@ -147,6 +153,8 @@ class EngineCore:
             return Outputs(self._start_over(False, result.error))
         if self.journal:
             self.journal.landed(result)
+        if self.recorder.recording:
+            self.recorder.landed(plan)
         if self.trace:
             self.trace.phases(result)
         with self.span("update", plan):
@@ -252,6 +260,10 @@ class EngineCore:
         found = [story for i in range(most) if (story := self.explain(f"{name}-{i}")) is not None]
         mine = [story for story in found if client in (None, story["client"])]
         return [{key: value for key, value in story.items() if key != "client"} for story in mine]
+
+    def live(self, before: dict[int, dict[str, int]]) -> dict[str, Any]:
+        """What there is to see of this engine, and what has happened since `before`, by rank; see `Recorder.look`."""
+        return self.recorder.look(before.get(self.recorder.rank, {}))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes."""

@@ -95,6 +95,7 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
+        self.findable = bytearray(num_blocks)  # 1 for each block that has a hash: to copy this is cheap, for `live.py`
         self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # ref_count 0, next to reuse first
 
     @property
@@ -123,7 +124,7 @@ class BlockManager:
                 if self.keep_evicted:
                     self.evicted.append((block, old))
                 del self.block_of[old]
-                self.hashes[block] = None
+                self.hashes[block], self.findable[block] = None, 0
             self.ref_counts[block] = 1
             taken.append(block)
         return taken
@@ -152,20 +153,20 @@ class BlockManager:
     def publish(self, block: int, digest: bytes) -> None:
         """Let `block`, whose tokens have all been computed, be found by `digest`, unless another block already is."""
         if self.enable_prefix_caching and self.hashes[block] is None and digest not in self.block_of:
-            self.hashes[block] = digest
+            self.hashes[block], self.findable[block] = digest, 1
             self.block_of[digest] = block
 
     def forget(self, digest: bytes) -> None:
         """Let the block that is found by `digest`, if any is, be found no more; once it is idle it is reused first."""
         if (block := self.block_of.pop(digest, None)) is not None:
-            self.hashes[block] = None
+            self.hashes[block], self.findable[block] = None, 0
             if block in self.idle:
                 self.idle.move_to_end(block, last=False)
 
     def reset_prefix_cache(self) -> None:
         """Forget every hash; blocks in use stay where they are."""
         self.block_of.clear()
-        self.hashes = [None] * self.num_blocks
+        self.hashes, self.findable = [None] * self.num_blocks, bytearray(self.num_blocks)
 
     def check_integrity(self, tables: Iterable[Ints[int]]) -> None:
         """Assert that the books agree with `tables`, the block tables of all that own blocks."""
@@ -177,6 +178,7 @@ class BlockManager:
         for digest, block in self.block_of.items():
             assert self.hashes[block] == digest, f"block {block} is found by a hash that is not its own"
         assert len(self.block_of) == sum(digest is not None for digest in self.hashes)
+        assert self.findable == bytes(digest is not None for digest in self.hashes)
 
 
 class WatchedBlockManager(BlockManager):

@@ -525,6 +525,7 @@ class Scheduler:
         """The news of a sequence that has got another token, which may be its last."""
         group, token = seq.group, seq.tokens[-1]
         request = group.request
+        request.first_token = min(request.first_token, self.clock())
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
         if request.params.max_tokens == 0:
             output.token_ids, output.finish_reason = [], "length"

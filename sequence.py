@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterator
@@ -190,9 +191,9 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables", "request_id", "salt",
-        "stop_ids", "stops",
+        "admitted", "allowed", "arrival", "client", "finished_reports", "first_token", "groups", "held", "leader",
+        "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
+        "request_id", "salt", "stop_ids", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -212,7 +213,7 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.stops: dict[int, int] = {}  # the same as `bit_words`
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
-        self.arrival = 0.0
+        self.arrival, self.first_token = 0.0, math.inf  # when it came, and when its first token did, in seconds
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
         # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
@@ -272,6 +273,7 @@ class Request:
             "cached_tokens": self.num_cached,
             "finished": not self.groups,
             "seconds": now - self.arrival,
+            "first_token_seconds": self.first_token - self.arrival if self.first_token < math.inf else None,
             "answers": sorted(answers, key=lambda answer: answer["index"]),
         }
 

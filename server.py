@@ -121,6 +121,14 @@ def reply(content: dict[str, Any], status: int = 200) -> Response:
     return Response(json_of(content), status, content_type="application/json")
 
 
+def stream(answer: Events, config: ServerConfig) -> Response:
+    """A response of server-sent events."""
+    response = Response(in_time(answer.events, config.write_timeout), content_type="text/event-stream")
+    response.headers["Cache-Control"] = "no-cache"
+    response.call_on_close(answer.close)  # also where the body is never begun
+    return response
+
+
 def in_time(events: Iterator[bytes], write_timeout: float) -> Iterator[bytes]:
     """The body of a stream, as long as the client reads it."""
     gone = ConnectionResetError(errno.ECONNRESET, "the client does not read")  # gunicorn takes it in silence
@@ -212,12 +220,7 @@ def view_of(api: Api, route: str) -> Callable[[], Response]:
         caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
         longest = api.facts["max_model_len"]
         answer = api.answer(route, parse_json(read_body(api.config, api.board, hold), api.config, longest), caller)
-        if not isinstance(answer, Events):
-            return reply(answer)
-        response = Response(in_time(answer.events, api.config.write_timeout), content_type="text/event-stream")
-        response.headers["Cache-Control"] = "no-cache"
-        response.call_on_close(answer.close)  # also where the body is never begun
-        return response
+        return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
     return view
 
@@ -232,7 +235,8 @@ def page_view() -> Callable[[], Response]:
         path = request.url_rule.rule  # type: ignore[union-attr]
         response = Response(files[path], content_type=PAGE[path][1], headers=PAGE_HEADERS)
         response.add_etag()
-        return response.make_conditional(request)
+        response.make_conditional(request)
+        return response
 
     return view
 
@@ -254,6 +258,7 @@ def add_routes(app: Flask, api: Api) -> None:
         ("/version", "version", lambda: reply(api.version())),
         ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
+        ("/live", "live", lambda: stream(api.live(g.client), api.config)),
         ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id.rstrip("/"), g.client))),
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
@@ -298,7 +303,7 @@ def create_app(api: Api) -> Flask:
 
     @app.before_request
     def refuse_when_draining() -> None:
-        if board.draining and (request.method == "POST" or request.endpoint == "health"):
+        if board.draining and (request.method == "POST" or request.endpoint in ("health", "live")):
             raise ApiError(503, "the server is shutting down")
 
     @app.teardown_request

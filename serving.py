@@ -51,6 +51,7 @@ from replies import Client, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from tokenizer import LONG_TEXT, Tokenizer
+from viewers import Viewers
 
 CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
@@ -106,6 +107,7 @@ class Api:
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
         self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started, self.store = int(time.time()), Store(config)
+        self.viewers = Viewers(client, config, board)
         self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
             COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize,
             EMBEDDINGS: self.embeddings, POOLING: self.pool, CLASSIFY: self.classify, SCORE: self.score,
@@ -349,9 +351,14 @@ class Api:
         message = f"the response is {status}, but not in the background; to cancel it, close the connection"
         raise ApiError(400, message, "response_id")
 
+    def live(self, client: str) -> Events:
+        """What the engines do, as it happens; see `viewers.py`."""
+        viewer = self.viewers.enter(self._sees(client))
+        return Events(self.viewers.events(viewer), functools.partial(self.viewers.leave, viewer))
+
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        mine = client if self.config.api_key else None  # another key's requests are as good as unknown
+        mine = self._sees(client)
         found = self.client.call_all("explain_prompts", id, self.config.max_prompts, mine)
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
@@ -366,6 +373,10 @@ class Api:
             message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
+
+    def _sees(self, client: str) -> str | None:
+        """Whose requests a client may look at; None: all. With API keys, another's are as good as unknown."""
+        return client if self.config.api_key else None
 
     def _owner(self, client: str) -> str:
         """Whose a response of this client's is: without API keys, all clients are one."""

@@ -105,6 +105,20 @@ def test_api_keys(engine: ScriptedClient) -> None:
     refusal(http_client.options(CHAT), 401)
 
 
+def test_every_route_but_health_needs_a_key(engine: ScriptedClient) -> None:
+    """A page's own files need none, because the page is what asks for the key."""
+    http_client, open_to_all = client_of(engine, api_key=("one",)), set()
+    for rule in http_client.application.url_map.iter_rules():
+        for method in rule.methods:
+            response = http_client.open(re.sub("<.*?>", "x", rule.rule), method=method)
+            if rule.endpoint in ("health", "page") and method != "OPTIONS":
+                open_to_all.add(rule.endpoint)
+                assert response.status_code != 401
+            else:
+                assert response.status_code == 401, f"{method} {rule.rule}"
+    assert "health" in open_to_all
+
+
 ONE, TWO = ({"Authorization": f"Bearer {key}"} for key in ("one", "two"))
 
 

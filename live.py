@@ -1,0 +1,189 @@
+"""What an engine shows of itself while somebody watches: its queues, who owns which block, and what has just happened.
+
+`viewers.py` asks a few times a second, and makes the events of `/live` of the answers. While nobody asks, the engine
+does nothing for it but look at `Recorder.recording` in each step.
+
+What happens is counted, and only the latest is kept. Whoever asks brings the counts that came with its last answer, and
+is told what has come since then. So several processes may ask, and the engine keeps nothing for any of them.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Reversible
+from heapq import nsmallest
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+from plan import StepPlan
+from scheduler import Scheduler
+from sequence import SequenceGroup
+
+LINGER = 10.0  # seconds after the latest question in which steps are still noted
+MAX_REQUESTS, MAX_STEPS, MAX_MOVED, MAX_FINISHED = 256, 128, 64, 64  # that one answer lists
+COUNTERS = {
+    "prompt_tokens": "prompt_tokens_total",
+    "generation_tokens": "generation_tokens_total",
+    "preemptions": "num_preemptions_total",
+    "prefix_hit_tokens": "prefix_cache_hits_total",
+    "prefix_query_tokens": "prefix_cache_queries_total",
+}
+
+T = TypeVar("T")
+
+
+def latest(items: Reversible[T], count: int) -> list[T]:
+    """The last `count` of `items`, or all if there are fewer, in their order."""
+    return [*islice(reversed(items), count)][::-1]
+
+
+class Recorder:
+    """Notes the steps of one engine while somebody watches, and tells what there is to see.
+
+    Args:
+        scheduler: of the engine.
+        rank: of the engine among several.
+        clock: in seconds.
+
+    Attributes:
+        recording: whether somebody has asked lately; only then is `planned` to be called.
+    """
+
+    def __init__(self, scheduler: Scheduler, rank: int, clock: Callable[[], float] = time.monotonic):
+        self.scheduler, self.rank, self.clock = scheduler, rank, clock
+        self.recording, self.until = False, 0.0
+        self.flying: deque[tuple[float, dict[str, Any]]] = deque()  # steps without a result, and when they were planned
+        self.steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
+        self.blocks_out: deque[int] = deque(maxlen=MAX_MOVED)  # device blocks that were copied to the host,
+        self.blocks_in: deque[int] = deque(maxlen=MAX_MOVED)  # and those that came back from there
+        self.totals = dict.fromkeys(("steps", "out", "in", "copies"), 0)
+
+    def planned(self, plan: StepPlan) -> None:
+        """Note the step that the scheduler has just planned."""
+        now = self.clock()
+        if now > self.until:
+            self.recording = False
+            self.flying.clear()
+            return
+        others = self.scheduler.in_flight[-1].others
+        prompts = [n for seq, n, computed in others if n > 1 or computed <= seq.group.request.num_prompt]
+        step = {
+            "step": plan.step,
+            "prefill": sum(prompts),
+            "decode": len(plan.rows) - len(prompts),
+            "preempted": len(self.scheduler.admission.preempted),
+        }
+        self.flying.append((now, step))
+        for name, pairs in (("out", plan.swap_out), ("in", plan.swap_in), ("copies", plan.copies)):
+            self.totals[name] += len(pairs)
+        self.blocks_out.extend(block for block, _ in plan.swap_out)
+        self.blocks_in.extend(block for _, block in plan.swap_in)
+
+    def landed(self, plan: StepPlan) -> None:
+        """Note that the result of a step is in; steps before it that have none will get none."""
+        while self.flying and self.flying[0][1]["step"] <= plan.step:
+            planned_at, step = self.flying.popleft()
+            if step["step"] == plan.step:
+                self.steps.append(step | {"ms": 1000 * (self.clock() - planned_at)})
+                self.totals["steps"] += 1
+
+    def look(self, before: dict[str, int]) -> dict[str, Any]:
+        """What there is to see now, and what has happened since the answer that `before` came with.
+
+        Returns:
+            The fields of an engine in an event of `/live`, but for `blocks`; of these, what `viewers.blocks_of` takes.
+            Ids are the engine's, and with them comes whose the request is. `totals` is for the next question, and
+            `seconds` is how long the engine was kept from its steps.
+        """
+        begun = time.perf_counter()
+        self.recording, self.until = True, self.clock() + LINGER
+        s, counters = self.scheduler, self.scheduler.counters
+        totals = self.totals | {"finished": s.arrivals - len(s.requests)}
+        # A successor of the engine that said so counts from 0 again.
+        new = {name: max(0, total - before.get(name, total)) for name, total in totals.items()}
+        waiting = len(s.waiting) + len(s.admission.aside)
+        found = {
+            "rank": self.rank,
+            "block_size": s.blocks.block_size,
+            "num_blocks": s.blocks.num_blocks,
+            "num_host_blocks": s.space.host.num_blocks,
+            "max_num_seqs": s.config.max_num_seqs,
+            "counts": {"waiting": waiting, "running": len(s.running), "swapped": len(s.swapped)},
+            "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
+            **self._tables(),
+            "moves": {
+                **{name: new[name] for name in ("out", "in", "copies")},
+                "blocks_out": latest(self.blocks_out, new["out"]),
+                "blocks_in": latest(self.blocks_in, new["in"]),
+            },
+            "steps": latest(self.steps, new["steps"]),
+            "finished": [ending(report) for report in latest(s.reports.values(), min(new["finished"], MAX_FINISHED))],
+            "counters": {name: counters[counter] for name, counter in COUNTERS.items()},
+            "totals": totals,
+        }
+        return found | {"seconds": time.perf_counter() - begun}
+
+    def _groups(self) -> Iterator[tuple[SequenceGroup, str]]:
+        """Who runs, who is swapped and who waits, each in their order, as far as an answer may list them."""
+        s = self.scheduler
+        yield from ((group, "running") for group in s.running)
+        for state, queue in (("swapped", s.swapped), ("waiting", chain(s.waiting, s.admission.aside))):
+            yield from ((group, state) for group in nsmallest(MAX_REQUESTS, queue, key=lambda group: group.key))
+
+    def _tables(self) -> dict[str, Any]:
+        """The block tables of all who run, and those of prompts that are kept for samples to come.
+
+        They go out as they are, because the engine would lose more time by finding who owns each block.
+        """
+        tables, owners = array("i"), []
+        for group in self.scheduler.running:
+            begin = len(tables)
+            for seq in group.seqs:
+                for table in seq.tables:
+                    tables.fromlist(table)
+            owners.append((group.key[1], len(tables) - begin))
+        kept, keepers = array("i"), []
+        for request in self.scheduler.admission.prompt_holders:
+            begin = len(kept)
+            for table in request.prompt_tables:
+                kept.fromlist(table)
+            keepers.append((request.groups[0].key[1], len(kept) - begin))
+        return {
+            "tables": tables.tobytes(),
+            "owners": owners,
+            "kept": kept.tobytes(),
+            "keepers": keepers,
+            "findable": bytes(self.scheduler.blocks.findable),
+        }
+
+
+def request_row(group: SequenceGroup, state: str) -> dict[str, Any]:
+    """What is told of a group that has yet to finish. Its key is the number of the request's arrival."""
+    request, seq = group.request, group.seqs[0]
+    return {
+        "key": group.key[1],
+        "id": request.request_id,
+        "client": request.client,
+        "state": state,
+        "prompt": request.num_prompt,
+        "computed": seq.num_computed,
+        "output": seq.num_tokens - request.num_prompt,
+        "preemptions": group.num_preemptions,
+    }
+
+
+def ending(report: dict[str, Any]) -> dict[str, Any]:
+    """What is told of a finished request; see `Request.report`."""
+    answers = report["answers"]
+    return {
+        "id": report["request_id"],
+        "client": report["client"],
+        "reason": ", ".join(sorted({answer["finish_reason"] for answer in answers})),
+        "prompt": report["prompt_tokens"],
+        "output": sum(answer["output_tokens"] for answer in answers),
+        "ttft": report["first_token_seconds"],
+        "e2e": report["seconds"],
+        "preemptions": sum(answer["preemptions"] for answer in answers),
+    }

@@ -1,0 +1,506 @@
+"""What /live shows: who owns which block, what has just happened, and to whom it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from flask import Flask
+from werkzeug.test import EnvironBuilder
+from werkzeug.wsgi import ClosingIterator
+
+import viewers
+from client import EngineDeadError
+from config import ServerConfig
+from fake_worker import Engine, prompt
+from live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
+from plan import Reply
+from processes import Board
+from ring import Codec
+from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
+from served import Server, eventually, serving
+from server import create_app
+from serving import Api
+from test_survival import engine_of
+from viewers import CACHED, FREE, MOST_UNREAD, SHARED, blocks_of
+
+
+class Watched(Engine):
+    """An engine of integers with a recorder, which it tells of its steps as `EngineCore` does."""
+
+    def __init__(self, rank: int = 0, **fields: Any):
+        super().__init__(**fields)
+        self.recorder = Recorder(self.scheduler, rank, clock=lambda: self.now)
+        schedule, update = self.scheduler.schedule, self.scheduler.update
+
+        def planned() -> Any:
+            plan = schedule()
+            if self.recorder.recording:
+                self.recorder.planned(plan)
+            return plan
+
+        def landed(plan: Any, result: Any) -> Any:
+            if self.recorder.recording:
+                self.recorder.landed(plan)
+            return update(plan, result)
+
+        self.scheduler.schedule, self.scheduler.update = planned, landed
+
+    def look(self, before: dict[str, int] | None = None) -> dict[str, Any]:
+        return self.recorder.look(before or {})
+
+
+def owners_of(engine: Watched) -> list[int]:
+    """The owner of each block, by the scheduler's own books."""
+    holders: dict[int, list[int]] = {}
+    for group in engine.scheduler.running:
+        for block in (block for seq in group.seqs for table in seq.tables for block in table if block >= 0):
+            holders.setdefault(block, []).append(group.key[1])
+    for request in engine.scheduler.admission.prompt_holders:
+        for block in (block for table in request.prompt_tables for block in table if block >= 0):
+            holders.setdefault(block, [request.groups[0].key[1]])
+    pool, owners = engine.scheduler.blocks, []
+    for block, count in enumerate(pool.ref_counts):
+        mine = holders.get(block, [])
+        assert bool(mine) == bool(count)
+        free = FREE if pool.hashes[block] is None else CACHED
+        owners.append(SHARED if len(mine) > 1 else mine[0] if mine else free)
+    return owners
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_the_block_map_says_who_owns_each_block(windows: tuple[int, ...]) -> None:
+    """With prompts that share a beginning, samples that wait for their prompt, beams, and too few slots for all."""
+    engine, seen = Watched(windows=windows, max_num_seqs=4), set()
+    for i in range(3):
+        engine.add(f"{i}", prompt(20) + [i] * 5, max_tokens=8, ignore_eos=True)
+    engine.add("samples", prompt(18, 3), n=5, max_tokens=6, ignore_eos=True)
+    engine.add("beams", prompt(9, 5), use_beam_search=True, beam_width=3, n=3, max_tokens=8, ignore_eos=True)
+    kept = False
+    while engine.scheduler.has_work():
+        engine.step()
+        kept = kept or bool(engine.scheduler.admission.prompt_holders)
+        runs = blocks_of(engine.look())
+        owners = [owner for owner, length in runs for _ in range(length)]
+        assert owners == owners_of(engine)
+        assert len(runs) == 1 + sum(a != b for a, b in pairwise(owners))
+        seen.update(owners)
+    assert kept and {FREE, CACHED, SHARED, 1, 2, 3, 4, 5} <= seen
+
+
+def test_what_has_happened_is_told_once_however_often_one_asks() -> None:
+    """Steps, preemptions and moves of a starved pool, to one who asks after each step and to one who asks seldom."""
+    engine = Watched(num_blocks=20, max_model_len=40, num_host_blocks=40, preemption_mode="swap")
+    for i in range(6):
+        engine.add(f"{i}", prompt(11, i), n=2, max_tokens=25, ignore_eos=True)
+    often, seldom = [engine.look()], [engine.look()]
+    assert not often[0]["steps"] and not often[0]["finished"] and not any(often[0]["moves"].values())
+    preempted = []
+    while engine.scheduler.has_work():
+        engine.now += 1.0
+        engine.step()
+        preempted.append(len(engine.scheduler.admission.preempted))
+        often.append(engine.look(often[-1]["totals"]))
+        if len(engine.plans) % 5 == 0:
+            seldom.append(engine.look(seldom[-1]["totals"]))
+    seldom.append(engine.look(seldom[-1]["totals"]))
+    plans = engine.plans
+    for looks in (often, seldom):
+        steps = [step for look in looks for step in look["steps"]]
+        assert [step["step"] for step in steps] == [plan.step for plan in plans]
+        assert [step["prefill"] + step["decode"] for step in steps] == [sum(n for _, n in plan.rows) for plan in plans]
+        assert [step["preempted"] for step in steps] == preempted
+        moved = [(look["moves"]["out"], look["moves"]["in"], look["moves"]["copies"]) for look in looks]
+        wanted = [sum(len(moves) for moves in kind) for kind in zip(*map(moves_of, plans), strict=True)]
+        assert [sum(column) for column in zip(*moved, strict=True)] == wanted and all(wanted)
+        out, back = ([b for look in looks for b in look["moves"][name]] for name in ("blocks_out", "blocks_in"))
+        assert out == [block for plan in plans for block, _ in plan.swap_out]
+        assert back == [block for plan in plans for _, block in plan.swap_in]
+        assert [ended["id"] for look in looks for ended in look["finished"]] == engine.finished
+    assert sum(preempted) == often[-1]["counters"]["preemptions"] > 0
+    swapped = [row for look in often for row in look["requests"] if row["state"] == "swapped"]
+    assert swapped and all(row["preemptions"] and row["output"] and row["computed"] for row in swapped)
+
+
+def moves_of(plan: Any) -> tuple[list[Any], ...]:
+    return plan.swap_out, plan.swap_in, plan.copies
+
+
+def test_a_step_tells_its_tokens_and_how_long_its_result_took() -> None:
+    engine = Watched(depth=2)
+    before = engine.look()["totals"]
+    engine.add("a", prompt(20), max_tokens=5, ignore_eos=True)
+    engine.add("b", prompt(7, 2), max_tokens=5, ignore_eos=True)
+    while engine.scheduler.has_work():
+        engine.now += 0.5
+        engine.step()
+    steps = engine.look(before)["steps"]
+    assert [(step["prefill"], step["decode"]) for step in steps[:4]] == [(16, 0), (11, 0), (0, 2), (0, 2)]
+    assert {step["ms"] for step in steps} == {500.0}  # planned while the one before ran
+
+
+def test_steps_that_bring_no_result_are_not_told() -> None:
+    engine = Watched(depth=2)
+    before = engine.look()["totals"]
+    engine.add("a", prompt(20), max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.lose(True)
+    lost = engine.scheduler.step
+    engine.run()
+    assert [step["step"] for step in engine.look(before)["steps"]] == [*range(lost, engine.scheduler.step)]
+
+
+def test_only_the_latest_is_kept() -> None:
+    engine = Watched(num_blocks=200, num_host_blocks=400, max_model_len=250, preemption_mode="swap", max_num_seqs=4)
+    before = engine.look()["totals"]
+    for i in range(MAX_STEPS):
+        engine.add(f"{i}", prompt(20, i), max_tokens=20, ignore_eos=True)
+    engine.run()
+    look = engine.look(before)
+    assert len(look["steps"]) == MAX_STEPS < engine.scheduler.step
+    assert len(look["moves"]["blocks_out"]) == MAX_MOVED < look["moves"]["out"]
+    assert [row["id"] for row in look["finished"]] == engine.finished[-64:]
+
+
+def test_nothing_is_noted_while_nobody_asks() -> None:
+    engine = Watched()
+    engine.add("a", prompt(5), max_tokens=60, ignore_eos=True)
+    engine.step()
+    assert not engine.recorder.recording
+    before = engine.look()["totals"]
+    engine.now += LINGER
+    engine.step()
+    assert len(engine.look(before)["steps"]) == 1
+    engine.now += LINGER + 0.1
+    for _ in range(3):
+        engine.step()
+    assert not engine.recorder.recording and not engine.recorder.flying
+    assert len(engine.look(before)["steps"]) == 1
+    engine.step()
+    assert [step["step"] for step in engine.look(before)["steps"]] == [1, 5]
+
+
+def test_queues_are_listed_in_their_order_and_counted_in_full() -> None:
+    engine = Watched(scheduling_policy="priority", max_num_seqs=2)
+    names = [f"{i}" for i in range(MAX_REQUESTS + 20)]
+    for i, name in enumerate(names):
+        engine.add(name, prompt(5), priority=i * 7 % 11, client="me", max_tokens=9, ignore_eos=True)
+    engine.step()
+    look = engine.look()
+    assert look["counts"] == {"waiting": len(names) - 2, "running": 2, "swapped": 0}
+    first = sorted(names, key=lambda name: (int(name) * 7 % 11, int(name)))[:MAX_REQUESTS]
+    assert [row["id"] for row in look["requests"]] == first
+    assert [row["state"] for row in look["requests"]] == ["running"] * 2 + ["waiting"] * (MAX_REQUESTS - 2)
+    running, waiting = look["requests"][0], look["requests"][-1]
+    told = {"id": "0", "client": "me", "state": "running", "prompt": 5, "computed": 5, "output": 1, "preemptions": 0}
+    assert running == {"key": 1} | told
+    assert (waiting["computed"], waiting["output"], waiting["key"]) == (0, 0, int(waiting["id"]) + 1)
+
+
+def test_a_finished_request_tells_its_times_and_its_ends() -> None:
+    engine = Watched(max_num_seqs=2)
+    before = engine.look()["totals"]
+    for name, n in (("a", 2), ("b", 1), ("c", 1)):
+        engine.add(name, prompt(9), n=n, client=f"of {name}", max_tokens=4, ignore_eos=True)
+    engine.scheduler.abort("c")
+    while engine.scheduler.has_work():
+        engine.now += 1.0
+        engine.step()
+    c, b, a = engine.look(before)["finished"]
+    told = {"prompt": 9, "preemptions": 0}
+    assert a == {"id": "a", "client": "of a", "reason": "length", "output": 8, "ttft": 1.0, "e2e": engine.now} | told
+    assert c == {"id": "c", "client": "of c", "reason": "abort", "output": 0, "ttft": None, "e2e": 0.0} | told
+    assert b["ttft"] > 1.0 and b["e2e"] == b["ttft"] + 3
+    assert engine.scheduler.explain("b")["first_token_seconds"] == b["ttft"]
+
+
+# --- to whom it is told ----------------------------------------------------------------------------------------------
+
+
+class Asked(ScriptedClient):
+    """A client of engines of integers, each asked when a test lets it: `ticks` counts how often it may still be."""
+
+    def __init__(self, *engines: Watched):
+        super().__init__()
+        self.engines, self.ticks, self.asked = engines, threading.Semaphore(0), 0
+
+    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+        assert method == "live"
+        self.ticks.acquire()
+        self.asked += 1
+        if self.trouble:
+            raise EngineDeadError(self.trouble)
+        (before,), codec = Codec().decode(Codec().encode(Reply(0, list(args)))).value, Codec()
+        looks = {e.recorder.rank: e.recorder.look(before.get(e.recorder.rank, {})) for e in self.engines}
+        return {rank: codec.decode(codec.encode(Reply(0, look))).value for rank, look in looks.items()}
+
+
+@pytest.fixture
+def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Opens streams of an app around `Asked`; returns app, streams and the API."""
+    monkeypatch.setattr(viewers, "PERIOD", 0.0)
+    opened: list[tuple[Asked, Api, list[ClosingIterator]]] = []
+
+    def watch(engine: Asked, count: int = 1, headers: Any = None, **config: Any) -> tuple[Flask, list[Any], Api]:
+        api = Api(engine, TOKENIZER, FACTS, ServerConfig(**config), ["manta"], Board())
+        app = create_app(api)
+        bodies = [body_of(app, headers) for _ in range(count)]
+        opened.append((engine, api, bodies))
+        return app, [events_of(body) for body in bodies], api
+
+    yield watch
+    for engine, api, bodies in opened:
+        for body in bodies:
+            body.close()
+        assert not api.viewers.viewers
+        engine.ticks.release()
+        eventually(lambda api=api: not api.viewers.asking)  # it asks for nobody
+
+
+def body_of(app: Flask, headers: Any) -> ClosingIterator:
+    """The body of a stream, of which nothing has been read; Flask's test client would wait for an event."""
+    started: list[str] = []
+    body = app(EnvironBuilder("/live", headers=headers).get_environ(), lambda status, _: started.append(status))
+    assert started == ["200 OK"]
+    return body
+
+
+def events_of(body: ClosingIterator) -> Iterator[Any]:
+    for event in body:
+        assert event.startswith(b"data: {") and event.endswith(b"}\n\n")
+        yield json.loads(event[6:])
+
+
+def test_ten_viewers_cost_the_engine_one_question_a_tick(watching: Any) -> None:
+    engine = Asked(Watched())
+    _, streams, _ = watching(engine, 10)
+    engine.engines[0].add("cmpl-x-0", prompt(9), max_tokens=4, ignore_eos=True)
+    for asked in range(1, 4):
+        engine.ticks.release()
+        events = [next(stream) for stream in streams]
+        assert engine.asked == asked and all(event == events[0] for event in events)
+        assert events[0]["engines"][0]["requests"][0]["id"] == "cmpl-x"
+        assert [len(event["engines"][0]["steps"]) for event in events] == [asked > 1] * 10
+        engine.engines[0].step()
+
+
+def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
+    engine = Asked(Watched(rank=0), Watched(rank=1, num_blocks=8, num_host_blocks=4))
+    _, (stream,), _ = watching(engine)
+    engine.engines[1].add("cmpl-x-0", prompt(9), max_tokens=4, ignore_eos=True)
+    engine.engines[1].step()
+    engine.ticks.release()
+    event = next(stream)
+    assert set(event) == {"time", "engines"} and [found["rank"] for found in event["engines"]] == [0, 1]
+    assert event["engines"][1] == {
+        "rank": 1, "block_size": 4, "num_blocks": 8, "num_host_blocks": 4, "max_num_seqs": 8,
+        "counts": {"waiting": 0, "running": 1, "swapped": 0},
+        "requests": [{"key": 1, "id": "cmpl-x", "state": "running", "prompt": 9, "computed": 9, "output": 1,
+                      "preemptions": 0}],
+        "blocks": [[1, 3], [0, 5]], "moves": {"out": 0, "in": 0, "copies": 0, "blocks_out": [], "blocks_in": []},
+        "steps": [], "finished": [],
+        "counters": {"prompt_tokens": 9, "generation_tokens": 1, "preemptions": 0, "prefix_hit_tokens": 0,
+                     "prefix_query_tokens": 9},
+    }  # fmt: skip
+
+
+def test_a_key_sees_the_ids_of_its_own_requests_alone(watching: Any) -> None:
+    engine, headers = Asked(Watched()), {key: {"X-Api-Key": key} for key in ("one", "two")}
+    app, (mine,), api = watching(engine, headers=headers["one"], api_key=("one", "two"))
+    for key in ("one", "two"):
+        for name in ("ends", "runs"):
+            tokens = 1 if name == "ends" else 30
+            tag = api.board.tag("key", key)
+            engine.engines[0].add(f"{name}-{key}-0", prompt(9), client=tag, max_tokens=tokens, ignore_eos=True)
+    with contextlib.closing(body_of(app, headers["two"])) as body:
+        theirs = events_of(body)
+        for _ in range(2):
+            engine.ticks.release()
+            (seen,), (other,) = next(mine)["engines"], next(theirs)["engines"]
+            for _ in range(3):
+                engine.engines[0].step()
+        for part, name in (("requests", "runs"), ("finished", "ends")):
+            assert [row["id"] for row in seen[part]] == [f"{name}-one", None]
+            assert [row["id"] for row in other[part]] == [None, f"{name}-two"]
+            assert not any("client" in row for row in seen[part])
+        assert seen["blocks"] == other["blocks"] and api.board.tag("key", "two") not in str(seen)
+
+
+def test_more_viewers_than_may_watch_are_refused(watching: Any) -> None:
+    engine = Asked(Watched())
+    app, (first, _), _ = watching(engine, 2, max_live_viewers=2)
+    assert "max_live_viewers" in refusal(app.test_client().get("/live"), 429)["message"]
+    head = app.test_client().head("/live")
+    assert head.status_code == 429
+    engine.ticks.release()
+    assert next(first)
+
+
+def test_who_has_left_is_counted_no_more(watching: Any) -> None:
+    """Also who never began to read, or wanted no body."""
+    engine = Asked(Watched())
+    app, (stream,), api = watching(engine, max_live_viewers=2)
+    engine.ticks.release()
+    assert next(stream)
+    body_of(app, None).close()
+    with app.test_client().head("/live") as head:
+        assert head.status_code == 200
+    assert len(api.viewers.viewers) == 1
+
+
+def test_who_does_not_read_is_cut_off_and_nobody_else(watching: Any) -> None:
+    engine = Asked(Watched())
+    _, (lazy, keen), _ = watching(engine, 2)
+    for _ in range(MOST_UNREAD + 10):
+        engine.ticks.release()
+        assert next(keen)
+    assert len(list(lazy)) == MOST_UNREAD
+
+
+def test_trouble_is_told_and_then_it_goes_on(watching: Any) -> None:
+    engine = Asked(Watched())
+    _, (stream,), _ = watching(engine)
+    engine.trouble = "/a/folder/engine has ended"
+    engine.ticks.release()
+    event = next(stream)
+    assert (event["engines"], event["trouble"]) == ([], "engine has ended")
+    engine.trouble = None
+    engine.ticks.release()
+    assert "trouble" not in (event := next(stream)) and len(event["engines"]) == 1
+
+
+def test_a_successor_of_the_engine_tells_what_it_has_done_itself(watching: Any) -> None:
+    first, second = Watched(), Watched()
+    engine = Asked(first)
+    _, (stream,), _ = watching(engine)
+    for steps in (8, 3):
+        engine.engines[0].add("cmpl-x-0", prompt(9), max_tokens=99, ignore_eos=True)
+        for _ in range(2):
+            engine.ticks.release()
+            (seen,) = next(stream)["engines"]
+            for _ in range(steps):
+                engine.engines[0].step()
+        engine.engines = (second,)
+    assert len(seen["steps"]) == 3
+
+
+def test_draining_ends_the_streams_and_refuses_more(watching: Any) -> None:
+    engine = Asked(Watched())
+    app, (stream,), api = watching(engine)
+    engine.ticks.release()
+    assert next(stream) and not api.board.in_flight
+    api.board.drain()
+    engine.ticks.release()
+    assert not list(stream)
+    assert "shutting down" in refusal(app.test_client().get("/live"), 503)["message"]
+
+
+def test_after_a_mistake_of_ours_nobody_waits_for_ever(watching: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, mistakes = Asked(Watched()), []
+    monkeypatch.setattr(threading, "excepthook", lambda mistake: mistakes.append(mistake.exc_type))
+    _, (stream,), _ = watching(engine)
+    engine.engines = (None,)
+    engine.ticks.release()
+    assert not list(stream)
+    eventually(lambda: mistakes == [AttributeError])
+
+
+# --- the real thing --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With a pool that is too small for what comes, and a single viewer at a time."""
+    flags = ["--block-size", "16", "--num-gpu-blocks-override", "16", "--max-model-len", "128", "--swap-space", "1"]
+    flags += ["--preemption-mode", "swap", "--schedule-conservativeness", "0", "--max-live-viewers", "1"]
+    with serving(tmp_path_factory.mktemp("live"), *flags) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def asked(server: Server) -> Iterator[HTTPResponse]:
+    with contextlib.closing(HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+        connection.request("GET", "/live")
+        yield connection.getresponse()
+
+
+@contextlib.contextmanager
+def live(server: Server) -> Iterator[HTTPResponse]:
+    """A stream, which may have to wait until the server has noticed that the last viewer has left."""
+    with contextlib.ExitStack() as stack:
+        responses: list[HTTPResponse] = []
+
+        def begun() -> bool:
+            responses.append(stack.enter_context(asked(server)))
+            return responses[-1].status == 200
+
+        eventually(begun)
+        yield responses[-1]
+
+
+def read(response: HTTPResponse) -> Any:
+    """The next event; None at the end."""
+    if not (line := response.readline()):
+        return None
+    assert line.startswith(b"data: ") and response.readline() == b"\n"
+    return json.loads(line[6:])
+
+
+def test_the_stream_shows_requests_that_run_and_are_preempted(server: Server) -> None:
+    def ask() -> None:
+        fields = {"prompt": ["Once upon a time"] * 4, "max_tokens": 90, "ignore_eos": True}
+        answers.append(json.loads(server.post("/v1/completions", fields)[1])["id"])
+
+    answers: list[str] = []
+    asker, totals, seen = threading.Thread(target=ask), Counter(), []
+    with live(server) as response:
+        assert response.headers["Content-Type"] == "text/event-stream"
+        asker.start()
+        while totals["finished"] < 4:
+            (engine,) = read(response)["engines"]
+            assert sum(length for _, length in engine["blocks"]) == 16
+            seen += engine["requests"]
+            totals["finished"] += len(engine["finished"])
+            totals["out"] += len(engine["moves"]["blocks_out"])
+            totals["steps"] += len(engine["steps"])
+            totals["preempted"] += sum(step["preempted"] for step in engine["steps"])
+    asker.join()
+    assert {row["id"] for row in seen} == {*answers} and server.get(f"/explain/{answers[0]}")[0] == 200
+    assert {"running", "swapped"} <= {row["state"] for row in seen} and len({row["key"] for row in seen}) == 4
+    assert totals["out"] and totals["preempted"] and totals["steps"] >= 90
+
+
+def test_a_viewer_that_hangs_up_makes_room(server: Server) -> None:
+    for _ in range(3):
+        with live(server) as response, asked(server) as refused:
+            assert read(response)["engines"] and refused.status == 429
+
+
+def test_an_engine_that_dies_is_told_and_so_is_its_successor(server: Server) -> None:
+    with live(server) as response:
+        os.kill(engine_of(server), signal.SIGKILL)
+        while not (event := read(response)).get("trouble"):
+            pass
+        assert event["engines"] == []
+        while not (event := read(response))["engines"]:
+            assert event["trouble"]
+        assert event["engines"][0]["counters"]["prompt_tokens"] == 0
+
+
+def test_viewers_hold_up_no_end(server: Server) -> None:
+    """The last test of this server."""
+    with live(server) as response:
+        assert read(response)["engines"]
+        server.process.send_signal(signal.SIGTERM)
+        while read(response):  # it has an end, where one that is cut off is an error
+            pass
+    assert server.process.wait(20) == 0

@@ -1,0 +1,155 @@
+"""Who watches the engine: what `GET /live` sends, a few times a second, until the viewer leaves.
+
+However many watch, each API process asks the engine once for all of them, and only while somebody does. The engine
+answers with what it has at hand (`live.py`); the block map and the JSON are made here, off its loop.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from itertools import groupby, islice
+from operator import neg
+from typing import Any
+
+import msgspec
+
+from client import EngineDeadError
+from config import ServerConfig
+from processes import Board
+from protocol import ApiError, in_parts, without_folders
+from replies import Client, sse
+
+PERIOD = 0.2  # seconds between two events
+REST = 100  # times as long as it took to answer, the engine is left alone; so it gives up less than 1% of its time
+MOST_UNREAD = 50  # events that a viewer may leave unread before it is cut off
+FREE, CACHED, SHARED = 0, -1, -2  # owners of blocks that no request has alone
+
+
+class Viewer:
+    """Somebody who watches.
+
+    Args:
+        client: whose requests it may name; None: all.
+    """
+
+    def __init__(self, client: str | None):
+        self.client = client
+        self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends it
+
+    def put(self, event: bytes) -> None:
+        """Send an event, or the end to one who reads too slowly."""
+        if (unread := self.unread.qsize()) <= MOST_UNREAD:
+            self.unread.put(event if unread < MOST_UNREAD else None)
+
+
+class Viewers:
+    """All who watch in this process, and the thread that asks for them; gevent makes it a greenlet.
+
+    Args:
+        client: of the engine, or of several.
+        config: how many may watch.
+        board: tells when the server drains.
+    """
+
+    def __init__(self, client: Client, config: ServerConfig, board: Board):
+        self.client, self.config, self.board = client, config, board
+        self.lock = threading.Lock()
+        self.viewers: set[Viewer] = set()
+        self.asking = False  # whether the thread runs
+        self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
+
+    def enter(self, client: str | None) -> Viewer:
+        """Let somebody watch, until `leave`; see `Viewer`.
+
+        Raises:
+            ApiError: as many watch as may.
+        """
+        viewer, most = Viewer(client), self.config.max_live_viewers
+        with self.lock:
+            if (watching := len(self.viewers)) >= most:
+                raise ApiError(429, f"{watching} viewers watch /live; at most {most} may (max_live_viewers)")
+            self.viewers.add(viewer)
+            if not self.asking:
+                self.asking, self.totals = True, {}
+                threading.Thread(target=self._ask, daemon=True).start()
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """Send a viewer nothing more."""
+        with self.lock:
+            self.viewers.discard(viewer)
+
+    def events(self, viewer: Viewer) -> Iterator[bytes]:
+        """The server-sent events for a viewer, until it is cut off or the server drains."""
+        while (event := viewer.unread.get()) is not None and not self.board.draining:
+            yield event
+
+    def _watched(self) -> bool:
+        with self.lock:
+            self.asking = bool(self.viewers)
+        return self.asking
+
+    def _ask(self) -> None:
+        try:
+            while self._watched():
+                begun = time.monotonic()
+                took = self._tick()
+                time.sleep(max(REST * took, begun + PERIOD - time.monotonic(), 0))
+        except BaseException:  # after a mistake of ours nobody waits for events that do not come
+            with self.lock:
+                self.asking = False
+                for viewer in self.viewers:
+                    viewer.unread.put(None)
+            raise
+
+    def _tick(self) -> float:
+        """Ask the engines and send everybody an event; returns how long an engine was kept from its steps."""
+        event: dict[str, Any] = {"time": time.monotonic(), "engines": []}
+        try:
+            engines = list(self.client.call_all("live", self.totals).values())
+        except (EngineDeadError, TimeoutError, ValueError) as error:
+            engines, event["trouble"] = [], without_folders(str(error))
+        self.totals = {engine["rank"]: engine.pop("totals") for engine in engines}
+        took = max((engine.pop("seconds") for engine in engines), default=0.0)
+        for engine in engines:
+            engine["blocks"] = msgspec.Raw(msgspec.json.encode(blocks_of(engine)))  # the same for all viewers
+        made: dict[str | None, bytes] = {}  # by whose requests it names
+        for viewer in list(self.viewers):
+            if viewer.client not in made:
+                made[viewer.client] = sse(event | {"engines": [named(engine, viewer.client) for engine in engines]})
+            viewer.put(made[viewer.client])
+        return took
+
+
+def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
+    """Who owns the blocks of an engine's pool, as runs of (owner, length) in order of block numbers.
+
+    Args:
+        engine: an answer of `Recorder.look`, of which this takes what the owners are found from.
+    """
+    owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
+    tables = iter(array("i", engine.pop("tables")))
+    for key, count in engine.pop("owners"):
+        for block in islice(tables, count):
+            if block >= 0:  # no window has passed it
+                owners[block] = key if owners[block] in (FREE, CACHED) else SHARED
+    kept = iter(array("i", engine.pop("kept")))
+    for key, count in engine.pop("keepers"):
+        for block in islice(kept, count):
+            if block >= 0 and owners[block] in (FREE, CACHED):
+                owners[block] = key
+    return [(owner, len(list(run))) for part in in_parts(owners) for owner, run in groupby(part)]
+
+
+def named(engine: dict[str, Any], client: str | None) -> dict[str, Any]:
+    """What a viewer is told of an engine: the ids of replies, of this client's requests only unless that is None."""
+
+    def name(row: dict[str, Any]) -> dict[str, Any]:
+        whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
+        return told | {"id": row["id"].rpartition("-")[0] if client in (None, whose) else None}
+
+    return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}
