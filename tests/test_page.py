@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -453,6 +454,47 @@ def test_nothing_streams_while_the_page_is_hidden(live: Callable[..., Page]) -> 
     assert page.evaluate("opened.map((signal) => signal.aborted)") == [True, False]
     send(page, engine())
     expect(page.locator("#stream")).to_have_text("Live")
+
+
+# --- the engine itself -----------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_request_is_found_and_explained(page: Page, server: Server) -> None:
+    expect(page.locator("#stream")).to_have_text("Live")
+    expect(page.locator("#requests-text")).to_have_text("Nothing runs.")
+    write = functools.partial(server.client().completions.create, model="demo", prompt="Once", max_tokens=400)
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(write, seed=i, extra_body={"ignore_eos": True}) for i in range(3)]
+        expect(page.locator("#requests .row").first).to_contain_text("out · running")
+        used = page.locator("#used").inner_text()
+        expect(page.locator("#used")).not_to_have_text(used)
+        assert [answer.result().usage.completion_tokens for answer in asked] == [400] * 3
+    expect(page.locator("#requests-text")).to_have_text("Nothing runs.")
+    expect(page.locator("#rate")).not_to_have_text("–")
+    expect(page.locator("#latency-text")).to_contain_text("Median of the last")
+    lost = page.locator("#finished .row").filter(has_text="preempted").first
+    lost.focus()
+    page.keyboard.press("Enter")
+    story = page.get_by_role("dialog", name="Where the time went")
+    expect(story.locator(".phases")).to_contain_text(re.compile("preempted by (swap|recompute) for [0-9a-f]{8}"))
+    expect(story.locator(".phases")).to_contain_text(re.compile("aited for free blocks"))
+    expect(story).to_contain_text("400 out · ended by length")
+    seconds = story.locator(".track .part").evaluate_all(
+        "parts => parts.reduce((sum, part) => sum + +part.style.getPropertyValue('--milliseconds'), 0) / 1000"
+    )
+    id = story.locator("#story-id").inner_text()
+    assert seconds == pytest.approx(json.loads(server.get(f"/explain/{id}")[1])["prompts"][0]["seconds"], rel=0.01)
+    page.keyboard.press("Escape")
+    expect(lost).to_be_focused()
+
+
+def test_a_request_is_explained_while_it_runs(open_page: Callable[..., Page]) -> None:
+    page = open_page({CHAT: without_end})
+    ask(page, "Tell me a story.")
+    page.locator("#requests .row").click()
+    expect(page.locator("#story")).to_contain_text("so far")
+    page.locator("#stop").dispatch_event("click")
+    expect(page.locator("#story")).to_contain_text("in all · ")
 
 
 # --- for everybody ---------------------------------------------------------------------------------------------------
