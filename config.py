@@ -326,8 +326,8 @@ class ServerConfig:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
             "host", "port", "api_key", "api_key_file", "metrics_key", "served_model_name", "share_prefix_cache",
-            "allowed_origins", "root_path", "api_server_count", "max_live_viewers", "max_stored_responses", "max_stored_response_bytes",
-            "drain_timeout"),
+            "allowed_origins", "root_path", "api_server_count", "max_live_viewers", "max_stored_responses",
+            "max_stored_response_bytes", "drain_timeout"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",

@@ -19,13 +19,17 @@ STATUSES = {
     503: "The engine cannot run requests, or the server is shutting down.",
 }  # fmt: skip
 GETS = {
+    "/": "The page: a chat, and the engine at work.", "/page.css": "Its style.", "/page.js": "Its script.",
     "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
     "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
     "/explain/{id}": "Where the time of a request went.", "/live": "What the engines do, as it happens.",
     "/openapi.json": "This document.",
     "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
 }  # fmt: skip
-KINDS = {"/metrics": "text/plain", "/live": "text/event-stream"}  # what comes back, where that is not JSON
+KINDS = {  # what comes back, where that is not JSON
+    "/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/metrics": "text/plain",
+    "/live": "text/event-stream",
+}  # fmt: skip
 BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
@@ -69,8 +73,9 @@ class MessageErrorReply(msgspec.Struct):
 
 def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     """What a route may answer: 200 with one of these content types, else with the schema of an error."""
-    schemas = {"application/json": {"schema": {"type": "object"}}, "text/plain": {"schema": {"type": "string"}}}
-    content = {kind: schemas.get(kind, {}) for kind in kinds}  # of an event OpenAPI 3.1 has no schema
+    # Of an event OpenAPI 3.1 has no schema.
+    schemas: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
+    content = {kind: schemas.get(kind, {"schema": {"type": "string"}}) for kind in kinds}
     wrong = {"content": {"application/json": {"schema": error}}}
     return {
         "200": {"description": "The answer.", "content": content},

@@ -1,7 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK is what argcomplete looks for.
 """The OpenAI-compatible server: `python server.py MODEL`.
 
-    create_app  the Flask app: paths, keys, bodies and errors
+    create_app  the Flask app: paths, keys, bodies and errors, and the page in `web/`
     Worker      gunicorn's worker, which speaks HTTP
     serve       engine process first, then gunicorn's gevent worker with the Flask app in it
     main        the command line: runs `serve` or another command
@@ -65,6 +65,21 @@ from tokenizer import Tokenizer
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
+WEB = Path(__file__).parent / "web"
+PAGE = {  # the files of the page, and their content types
+    "/": ("index.html", "text/html; charset=utf-8"), "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}  # fmt: skip
+# The page runs its own script and speaks to its own server only, whatever a model writes into it.
+PAGE_HEADERS = {
+    "Cache-Control": "no-cache",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
 QUIET = ("health", "metrics")  # routes that programs ask for all the time
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
@@ -188,7 +203,7 @@ class RootPath:
         """Answer a request."""
         path, root = environ.get("PATH_INFO", ""), self.root_path
         if path == root or path.startswith(root + "/"):
-            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :] or "/"}
+            environ |= {"SCRIPT_NAME": root, "PATH_INFO": path[len(root) :]}
         return self.app(environ, start_response)
 
 
@@ -253,8 +268,27 @@ def view_of(api: Api, route: str) -> Callable[[], Response]:
     return view
 
 
+def page_view() -> Callable[[], Response]:
+    """The view of the page's files, which are read now."""
+    files = {path: (WEB / name).read_bytes() for path, (name, _) in PAGE.items()}
+
+    def view() -> Response:
+        if not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
+            return Response(status=308, headers={"Location": request.root_path + "/"})
+        path = request.url_rule.rule  # type: ignore[union-attr]
+        response = Response(files[path], content_type=PAGE[path][1], headers=PAGE_HEADERS)
+        response.add_etag()
+        response.make_conditional(request)
+        return response
+
+    return view
+
+
 def add_routes(app: Flask, api: Api) -> None:
     """Say which function answers which path."""
+    page = page_view()
+    for path in PAGE:
+        app.add_url_rule(path, "page", page, methods=["GET"])
     for route, paths in PATHS.items():
         view: Callable[..., Response] = view_of(api, route)
         for path in paths:
@@ -300,7 +334,7 @@ def create_app(api: Api, spans: Spans | None = None) -> Flask:
     @app.before_request
     def authorize() -> None:
         allowed = metrics_keys if request.endpoint == "metrics" else keys
-        if not allowed or request.endpoint == "health" or is_preflight():
+        if not allowed or request.endpoint in ("health", "page") or is_preflight():
             return
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("X-Api-Key", "").encode()]

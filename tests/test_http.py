@@ -24,14 +24,15 @@ from scripted import (
     ("method", "route", "status"),
     [
         ("GET", "/nope", 404), ("POST", "/v1/nope", 404), ("GET", COMPLETIONS, 405), ("DELETE", CHAT, 405),
-        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/", 404), ("GET", "//v1/models", 404),
+        ("POST", "/health", 405), ("GET", "/v1/models/nope", 404), ("GET", "/web", 404), ("GET", "//v1/models", 404),
+        ("POST", "/", 405),
     ],
 )  # fmt: skip
 def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
     response = http_client.open(route, method=method)
     assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
     if status == 405:
-        assert ("GET" if route == "/health" else "POST") in response.headers["Allow"].split(", ")
+        assert ("GET" if route in ("/", "/health") else "POST") in response.headers["Allow"].split(", ")
 
 
 def test_a_slash_at_the_end_changes_nothing(engine: ScriptedClient) -> None:
@@ -133,12 +134,41 @@ def test_a_root_path_may_be_there_or_cut_off(engine: ScriptedClient) -> None:
     for path in ("/v1/models", "/v1/models/org/other", "/v1/models/"):
         plain = http_client.get(path, headers=ONE)
         assert plain.status_code == 200 and http_client.get("/llm/v2" + path, headers=ONE).json == plain.json
-    for path in ("/llm/v2x/v1/models", "/llm", "/llm/v2", "/llm/v2/", "/llm/v2/llm/v2/v1/models", "/llm/v2/nope"):
+    for path in ("/llm/v2x/v1/models", "/llm", "/llm/v2/llm/v2/v1/models", "/llm/v2/nope"):
         refusal(http_client.get(path, headers=ONE), 404)
     refusal(http_client.get("/llm/v2/v1/models"), 401)
     assert http_client.get("/llm/v2/health").status_code == 200
     assert http_client.get("/openapi.json", headers=ONE).json["servers"] == [{"url": "/llm/v2"}]
     assert client_of(engine).get("/openapi.json").json["servers"] == [{"url": "/"}]
+
+
+def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(engine: ScriptedClient) -> None:
+    http_client = client_of(engine, api_key=("one",))
+    for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
+        page = http_client.get(path)
+        assert page.status_code == 200 and page.data and page.content_type == f"{kind}; charset=utf-8"
+        assert page.headers["Cache-Control"] == "no-cache" and page.headers["X-Content-Type-Options"] == "nosniff"
+        policy = page.headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "base-uri 'none'", "frame-ancestors 'none'"} < set(policy)
+        assert not any("unsafe" in rule for rule in policy)
+        again = http_client.get(path, headers={"If-None-Match": page.headers["ETag"]})
+        assert again.status_code == 304 and not again.data
+        assert "Content-Security-Policy" in again.headers
+    refusal(http_client.get("/page.html"), 401)
+
+
+def test_the_page_asks_for_nothing_outside_its_folder(engine: ScriptedClient) -> None:
+    """So it works offline, and under any path. Under `root_path` the slash after it is what its links start from."""
+    files = {path: client_of(engine).get(path).text for path in ("/", "/page.css", "/page.js")}
+    for path, text in files.items():
+        assert not re.findall(r"""(?:https?:)?//(?!www\.w3\.org/2000/svg)[\w.-]+\.\w""", text), path
+        assert not re.search(r"""(?:src|href|ask)(?:=|\()["'`]/""", text), path
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", files["/page.js"])
+    http_client = client_of(engine, root_path="/llm/v2")
+    for path, text in files.items():
+        assert http_client.get("/llm/v2" + path).text == text
+    moved = http_client.get("/llm/v2")
+    assert (moved.status_code, moved.headers["Location"]) == (308, "/llm/v2/")
 
 
 # --- every method on every route -------------------------------------------------------------------------------------

@@ -495,6 +495,7 @@ def test_the_schema_says_what_comes_back(http_client: FlaskClient) -> None:
     wanted = {
         ("/v1/completions", "post"): {json_type, stream}, ("/v1/messages", "post"): {json_type, stream},
         ("/tokenize", "post"): {json_type}, ("/health", "get"): {json_type}, ("/metrics", "get"): {"text/plain"},
+        ("/", "get"): {"text/html"}, ("/page.js", "get"): {"text/javascript"},
     }  # fmt: skip
     for (path, method), kinds in wanted.items():
         assert set(schema["paths"][path][method]["responses"]["200"]["content"]) == kinds
