@@ -287,6 +287,7 @@ class ServerConfig:
     )
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
+    metrics_prefix: str = option("manta_", "what the names of /metrics begin with; vllm: makes them vLLM's")
     share_prefix_cache: bool = option(
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
@@ -339,6 +340,11 @@ class ServerConfig:
                 )
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
+        if not re.fullmatch(r"([a-zA-Z_:][\w:]*)?", self.metrics_prefix, re.ASCII):
+            raise ValueError(
+                f"metrics_prefix is {self.metrics_prefix!r}; it must have only letters, digits, _ and :, and not "
+                "begin with a digit"
+            )
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
                 raise ValueError(

@@ -124,8 +124,9 @@ class SequenceGroup:
     """
 
     __slots__ = (
-        "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "index", "key", "limit",
-        "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline", "width",
+        "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "first_token_at", "index",
+        "key", "limit", "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline", "token_at",
+        "width",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, clock: WaitClock):
@@ -145,6 +146,8 @@ class SequenceGroup:
         self.charged_prompt = self.charged_output = 0
         self.finish_reason: str | None = None
         self.timeline = Timeline(clock)
+        self.first_token_at: float | None = None  # when it came, in the scheduler's seconds; kept by `EngineStats`,
+        self.token_at = 0.0  # as is when the latest came, unless the decodes have brought it
 
     @property
     def name(self) -> str:
@@ -190,9 +193,9 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "allowed", "arrival", "client", "finished_reports", "groups", "held", "leader", "num_cached",
-        "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables", "request_id", "salt",
-        "stop_ids", "stops",
+        "admitted", "allowed", "arrival", "client", "delay", "finished_reports", "groups", "held", "leader",
+        "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
+        "request_id", "salt", "stop_ids", "stops",
     )  # fmt: skip
 
     def __init__(
@@ -212,7 +215,8 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.stops: dict[int, int] = {}  # the same as `bit_words`
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
-        self.arrival = 0.0
+        self.arrival = 0.0  # at the scheduler,
+        self.delay = 0.0  # and how long that was after its client had sent it
         self.admitted = False
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
         # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.

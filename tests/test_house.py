@@ -23,8 +23,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "replies", "serving",
         "tokenizer"},
     "serving": {
-        "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
+        "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies", "responses",
         "sampling_params", "tokenizer"},
+    "exposition": {"metrics"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
     "protocol": {"config", "messages", "sampling_params"},
@@ -66,7 +67,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "plan": {"sampling_params"},
     "pooling": {"config", "model_config", "sampling_params"},
     "sequence": {"beam", "sampling_params"},
-    "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
+    "metrics": {"sequence"},
+    "scheduler": {"admission", "beam", "config", "kv_cache", "metrics", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
     "kv_cache": {"config", "kv_layout", "plan", "sequence"},
     "kv_layout": set(),
@@ -110,8 +112,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "cpu": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "model_config", "plan",
-    "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "metrics", "model_config",
+    "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",
