@@ -58,33 +58,33 @@ SERIES = {
     "num_requests_running": Series("gauge", "Samples of requests that run."),
     "num_requests_waiting": Series("gauge", "Samples of requests that wait."),
     "num_requests_waiting_by_reason": Series(
-        "gauge",
-        "The same by reason; deferred: other requests run alone, to find which of them kills workers.",
-        "reason",
+        "gauge", "Those for want of capacity, and those deferred while it is found who kills workers.", label="reason"
     ),
     "num_requests_swapped": Series("gauge", "Samples of requests that wait with their KV blocks in host memory."),
     "kv_cache_usage_perc": Series("gauge", "Share of the KV blocks that are in use; 1 is all."),
     "cache_config_info": Series("info", "How the KV cache is laid out."),
     **{name: Series("counter", help) for name, help in COUNTERS.items()},
     "num_worker_restarts_total": Series("counter", "How often the workers were started anew."),
-    "request_success_total": Series("counter", "Samples of requests that have ended, by reason.", "finished_reason"),
-    "iteration_tokens_total": Series("histogram", "Tokens computed in a step.", "", STEP_TOKENS),
-    "time_to_first_token_seconds": Series("histogram", "From a request's arrival to a token.", "", FIRST_TOKEN),
-    "inter_token_latency_seconds": Series("histogram", "From one token of a sample to the next.", "", PER_TOKEN),
-    "request_time_per_output_token_seconds": Series("histogram", "The mean of that over a sample.", "", PER_TOKEN),
-    "e2e_request_latency_seconds": Series("histogram", "From a request's arrival to its end.", "", LATENCIES),
-    "request_queue_time_seconds": Series("histogram", "From its arrival until it was let in.", "", LATENCIES),
-    "request_inference_time_seconds": Series("histogram", "From then to its end.", "", LATENCIES),
-    "request_prefill_time_seconds": Series("histogram", "From then to its first token.", "", LATENCIES),
-    "request_decode_time_seconds": Series("histogram", "From its first token to its end.", "", LATENCIES),
+    "request_success_total": Series("counter", "Samples of requests that have ended.", label="finished_reason"),
+    "iteration_tokens_total": Series("histogram", "Tokens computed in a step.", bounds=STEP_TOKENS),
+    "step_phase_seconds": Series("histogram", "Phases of a step in the engine.", label="phase", bounds=PHASE_SECONDS),
+    "time_to_first_token_seconds": Series("histogram", "From arrival to the first token.", bounds=FIRST_TOKEN),
+    "inter_token_latency_seconds": Series("histogram", "From one token to the next.", bounds=PER_TOKEN),
+    "request_time_per_output_token_seconds": Series(
+        "histogram", "A sample's mean time from one token to the next.", bounds=PER_TOKEN
+    ),
+    "e2e_request_latency_seconds": Series("histogram", "From arrival to the end.", bounds=LATENCIES),
+    "request_queue_time_seconds": Series("histogram", "From arrival to the first step.", bounds=LATENCIES),
+    "request_inference_time_seconds": Series("histogram", "From the first step to the end.", bounds=LATENCIES),
+    "request_prefill_time_seconds": Series("histogram", "From the first step to the first token.", bounds=LATENCIES),
+    "request_decode_time_seconds": Series("histogram", "From the first token to the end.", bounds=LATENCIES),
     "request_prompt_tokens": Series("histogram", "Tokens of a prompt."),
-    "request_generation_tokens": Series("histogram", "Tokens generated of a sample."),
+    "request_prefill_kv_computed_tokens": Series("histogram", "Tokens of a prompt that were in no cache."),
+    "request_generation_tokens": Series("histogram", "Tokens generated for a sample."),
     "request_max_num_generation_tokens": Series("histogram", "Tokens of the longest sample of a request."),
-    "request_params_n": Series("histogram", "Samples that a request asks for.", "", SAMPLES),
-    "request_params_max_tokens": Series("histogram", "Tokens that a request allows for a sample."),
-    "request_prefill_kv_computed_tokens": Series("histogram", "Prompt tokens that were found in no cache."),
-    "request_num_preemptions": Series("histogram", "How often a sample was preempted.", "", PREEMPTIONS),
-    "step_phase_seconds": Series("histogram", "Phases of a step, in the engine's thread.", "phase", PHASE_SECONDS),
+    "request_params_n": Series("histogram", "Answers that a request asks for.", bounds=SAMPLES),
+    "request_params_max_tokens": Series("histogram", "Tokens that a request allows a sample."),
+    "request_num_preemptions": Series("histogram", "How often a sample was preempted.", bounds=PREEMPTIONS),
 }
 
 
@@ -131,26 +131,26 @@ class EngineStats:
         self.histograms = {name: Histogram(series.bounds or tokens) for name, series in kinds.items()}
         self.phases = {phase: Histogram(PHASE_SECONDS) for phase in PHASES}
         self.now = 0.0  # when the latest step landed
-        self.rows = DecodeRows()  # the decodes of the latest step,
-        self.rows_at: float | None = None  # which brought each of them a token at this time
+        self.rows, self.rows_at = DecodeRows(), 0.0  # the decodes of the latest step, and when they got their tokens
+        self.together = False  # whether the step before had the same
 
     def observe(self, name: str, value: float, times: int = 1) -> None:
         """Count a value in one of the histograms."""
         self.histograms[name].observe(value, times)
 
     def landed(self, tokens: int, rows: DecodeRows, now: float) -> None:
-        """A step that computed so many tokens has landed at `now`, in the scheduler's seconds; `rows` are its decodes."""
+        """A step of so many tokens has landed, at `now` in the scheduler's seconds; `rows` are its decodes."""
         if tokens:  # engines in lockstep run empty steps, too
             self.observe("iteration_tokens_total", tokens)
-        self.now = now
-        if rows is not self.rows:  # somebody has joined or left
+        self.now, self.together = now, rows is self.rows
+        if not self.together:  # somebody has joined or left
             for seq in self.rows.seqs:
                 seq.group.token_at = self.rows_at
-            self.rows, self.rows_at = rows, None
+            self.rows = rows
 
     def decoded(self, count: int) -> None:
         """The decodes of the step that has landed have brought this many tokens."""
-        if self.rows_at is not None:
+        if self.together:
             self.observe("inter_token_latency_seconds", self.now - self.rows_at, count)
         else:
             for at, times in Counter(seq.group.token_at for seq in self.rows.seqs if seq.slot >= 0).items():
