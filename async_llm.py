@@ -170,7 +170,7 @@ class AsyncLLM:
         for output in outputs:
             if output.error and not output.engine_fault and choices.metrics.first_token_time is None:
                 raise ValueError(output.error)
-            choices.follow(output, lambda _, index: self._abort(name, index))
+            choices.follow(output, lambda _, index, reason: self._abort(name, index, reason))
         return bool(outputs)
 
     def _add(self, request: EngineCoreRequest, stream: AsyncStream) -> None:
@@ -182,9 +182,9 @@ class AsyncLLM:
         """What `call` returns in the thread that writes to the engine."""
         return await asyncio.wrap_future(self.sender.submit(call, *args))
 
-    def _abort(self, name: str, index: int | None = None) -> None:
+    def _abort(self, name: str, index: int | None = None, reason: str = "abort") -> None:
         if not self.closed.is_set():
-            self.sender.submit(self.client.abort, name, index)
+            self.sender.submit(self.client.abort, name, index, reason)
 
     def _check_open(self) -> None:
         if self.closed.is_set():
@@ -219,8 +219,8 @@ class AsyncLLM:
         self._check_open()
         return await asyncio.to_thread(self.client.call, method, *args)
 
-    async def get_metrics(self) -> dict[str, float]:
-        """Gauges and counters of the engine; see `LLM.get_metrics`."""
+    async def get_metrics(self) -> dict[str, Any]:
+        """What the engine counts; see `LLM.get_metrics`."""
         return await self._call("metrics")
 
     async def do_log_stats(self) -> None:

@@ -124,11 +124,14 @@ class MPClient:
         self._send(request, lambda: self.streams.update({request.request_id: target}))
         return target
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples.
+
+        The reason is what it counts as: "stop" where its text has come to a stop string.
+        """
         if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
             with contextlib.suppress(EngineDeadError):
-                self._send(Abort(request_id, index))
+                self._send(Abort(request_id, index, reason))
 
     def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
         """Run a utility of the engine and return its value.

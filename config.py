@@ -325,9 +325,9 @@ class ServerConfig:
 
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
-            "host", "port", "api_key", "api_key_file", "metrics_key", "served_model_name", "share_prefix_cache",
-            "allowed_origins", "root_path", "api_server_count", "max_live_viewers", "max_stored_responses",
-            "max_stored_response_bytes", "drain_timeout"),
+            "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
+            "share_prefix_cache", "allowed_origins", "root_path", "api_server_count", "max_live_viewers",
+            "max_stored_responses", "max_stored_response_bytes", "drain_timeout"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
@@ -343,6 +343,7 @@ class ServerConfig:
     )
     api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
     metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
+    metrics_prefix: str = option("manta_", "what the names of /metrics begin with; vllm: makes them vLLM's")
     share_prefix_cache: bool = option(
         False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
     )
@@ -404,6 +405,11 @@ class ServerConfig:
             raise ValueError(
                 f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
                 "http://localhost:4318/v1/traces"
+            )
+        if not re.fullmatch(r"([a-zA-Z_:][\w:]*)?", self.metrics_prefix, re.ASCII):
+            raise ValueError(
+                f"metrics_prefix is {self.metrics_prefix!r}; it must have only letters, digits, _ and :, and not "
+                "begin with a digit"
             )
         for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
             if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from config import VERSION, EngineConfig
@@ -86,19 +86,24 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
-        check_pooling(r.pooling, r.params, self.config, self.model_config)
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
+        queued.delay = time.monotonic() - r.arrival_time
         if self.journal:
             self.journal.tick()
-        self.scheduler.add(queued)
+        try:
+            check_pooling(r.pooling, r.params, self.config, self.model_config)
+            self.scheduler.add(queued)
+        except ValueError:
+            self.scheduler.stats.refused()
+            raise
         if self.journal:
             self.journal.add(queued)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Drop a request, or one of its samples; what is unknown has just finished."""
-        self.scheduler.abort(request_id, index)
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Drop a request, or one of its samples; see `Scheduler.abort`."""
+        self.scheduler.abort(request_id, index, reason)
         if self.journal:
-            self.journal.abort(request_id, index)
+            self.journal.abort(request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
@@ -163,9 +168,13 @@ class EngineCore:
         with self.span("update", plan):
             return self.scheduler.update(plan, result)
 
-    def span(self, name: str, plan: StepPlan | None = None) -> contextlib.AbstractContextManager[None]:
-        """A phase of this thread, which goes into the trace if there is one."""
-        return self.trace.span(name, plan) if self.trace else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
+        """A phase of this thread, whose time is counted. It goes into the trace, too, if there is one."""
+        begun = time.monotonic()
+        with self.trace.span(name, plan) if self.trace else contextlib.nullcontext():
+            yield
+        self.scheduler.stats.phases[name].observe(time.monotonic() - begun)
 
     def check_workers(self) -> None:
         """Replace workers that have died while idle; raises what `step` does."""
@@ -247,9 +256,20 @@ class EngineCore:
         queues = (self.scheduler.waiting, self.scheduler.swapped, self.scheduler.admission.aside)
         return sum(map(len, queues)), len(self.scheduler.running)
 
-    def metrics(self) -> dict[str, float]:
-        """Gauges and counters, by vLLM's names."""
-        return self.scheduler.metrics() | {"num_worker_restarts_total": self.num_restarts}
+    def metrics(self) -> dict[str, Any]:
+        """What is counted, by the names of `metrics.SERIES`."""
+        cache = {
+            "block_size": self.config.block_size,
+            "cache_dtype": self.facts["dtype"],
+            "enable_prefix_caching": self.config.enable_prefix_caching,
+            "gpu_memory_utilization": self.config.gpu_memory_utilization,
+            "num_cpu_blocks": self.facts["num_host_blocks"],
+            "num_gpu_blocks": self.facts["num_blocks"],
+        }
+        return self.scheduler.metrics() | {
+            "num_worker_restarts_total": self.num_restarts,
+            "cache_config_info": {name: str(value) for name, value in cache.items()},
+        }
 
     def do_log_stats(self) -> None:
         """Log what has been done since the last time, at the level info."""

@@ -126,10 +126,10 @@ class DPClient:
                 alive.remove(rank)
         raise EngineDeadError(str(self.trouble))
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up, or one of its samples; those engines that do not have it do nothing."""
         for client in self.clients:
-            client.abort(request_id, index)
+            client.abort(request_id, index, reason)
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""

@@ -95,9 +95,9 @@ class InprocClient:
         self.core.add(request)
         return self.streams.setdefault(request.request_id, stream or InprocStream(self))
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
-        self.core.abort(request_id, index)
+        self.core.abort(request_id, index, reason)
         if index is None:
             self.streams.pop(request_id, None)
 
@@ -322,8 +322,11 @@ class LLM:
         """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
         return SamplingParams(**self.core.default_sampling)
 
-    def get_metrics(self) -> dict[str, float]:
-        """Gauges and counters of the engine, by vLLM's names without the prefix; counters end in `_total`."""
+    def get_metrics(self) -> dict[str, Any]:
+        """What the engine counts, by vLLM's names without the prefix; counters end in `_total`.
+
+        A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
+        """
         return self.core.metrics()
 
     def reset_prefix_cache(self) -> bool:

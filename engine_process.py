@@ -159,7 +159,7 @@ class EngineServer:
                 self.frames.send(client, Outputs([refused]))
         elif isinstance(message, Abort):
             if message.request_id in self.owners:
-                self.core.abort(message.request_id, message.index)
+                self.core.abort(message.request_id, message.index, message.reason)
                 if message.index is None:
                     del self.owners[message.request_id]
         elif isinstance(message, Call):

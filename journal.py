@@ -57,9 +57,9 @@ class Journal:
         pooling = None if r.pooling is None else dataclasses.asdict(r.pooling)
         self.events.append(["add", self.now, r.request_id, r.prompt, params, r.salt, r.priority, r.client, pooling])
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Note a request that was given up, or one sample of it."""
-        self.events.append(["abort", self.now, request_id, index])
+        self.events.append(["abort", self.now, request_id, index, reason])
 
     def reset_prefix_cache(self) -> None:
         """Note that all cached prefixes were forgotten."""

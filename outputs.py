@@ -103,7 +103,7 @@ class Vector:
         """Whether the vector is there."""
         return bool(self.pooled)
 
-    def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str:
+    def push(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> str:
         """Take the engine's news, which are the vector."""
         assert output.pooled is not None
         self.pooled, self.metrics.time_in_queue = output.pooled, output.time_in_queue
@@ -304,10 +304,11 @@ class Choices:
         """Tokens of all answers that were drawn, also of those that the client does not get."""
         return sum(len(generation.token_ids) for generation in self.drawn)
 
-    def push(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> str | None:
+    def push(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> str | None:
         """Take the engine's news of one answer; returns its new text, or None if a stop string had ended it before.
 
-        `abort(request_id, index)` is called for what the engine need not go on with; an index of None means all of it.
+        `abort(request_id, index, "stop")` is called for what the engine need not go on with; an index of None means all
+        of it.
         """
         generation, metrics = self.drawn[output.index], self.metrics
         if self.prompt_logprobs is not None:
@@ -324,12 +325,12 @@ class Choices:
         if self.finished:
             metrics.finished_time = time.monotonic()
             if not output.finished:  # a stop string ended an answer, and the engine does not know yet
-                abort(self.request_id, None)
+                abort(self.request_id, None, "stop")
         elif generation.finished and output.finish_reason is None:
-            abort(self.request_id, output.index)
+            abort(self.request_id, output.index, "stop")
         return text
 
-    def follow(self, output: EngineOutput, abort: Callable[[str, int | None], None]) -> None:
+    def follow(self, output: EngineOutput, abort: Callable[[str, int | None, str], None]) -> None:
         """Take the engine's news of one answer, or of the end of all; `abort` is as for `push`."""
         if output.finish_reason in ("error", "abort"):
             self.fail(output.error, output.finish_reason)

@@ -6,6 +6,7 @@ A plan carries differences, not batches: the workers keep the state of every seq
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -155,6 +156,7 @@ class EngineCoreRequest:
     priority: int = 0  # the lowest goes first, where that is the policy
     client: str = ""  # whose request it is, as far as fairness and `explain` are concerned
     pooling: PoolingParams | None = None  # what is made of the prompt; None: an answer, as `params` say
+    arrival_time: float = field(default_factory=time.monotonic)  # of this machine, in seconds
 
 
 @dataclass(slots=True)
@@ -163,6 +165,7 @@ class Abort:
 
     request_id: str
     index: int | None = None
+    reason: str = "abort"  # what it counts as; see `Scheduler.abort`
 
 
 @dataclass(slots=True)

@@ -40,21 +40,10 @@ from admission import Admission, SchedulingBudget
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
+from metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from sequence import OUTPUT_WEIGHT, DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock
 
-COUNTERS = (
-    "num_preemptions_total",
-    "num_computed_tokens_total",
-    "num_recomputed_tokens_total",
-    "num_swapped_tokens_total",
-    "num_swapped_blocks_total",
-    "prefix_cache_queries_total",
-    "prefix_cache_hits_total",
-    "host_cache_hits_total",
-    "prompt_tokens_total",
-    "generation_tokens_total",
-)
 MAX_REPORTS = 1000  # finished requests whose report is kept
 
 
@@ -124,7 +113,8 @@ class Scheduler:
             )
         self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
         self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
-        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+        self.stats = EngineStats(max_model_len)
+        self.counters = self.stats.counters
         self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, windows, states)
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
@@ -206,8 +196,11 @@ class Scheduler:
                 f"the whole pool has {self.blocks.num_blocks}: lower max_tokens or shorten the prompt"
             )
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
-        """Drop a request, or one of its samples, wherever it is; an unknown id is one that has just finished."""
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Drop a request, or one of its samples, wherever it is; an unknown id is one that has just finished.
+
+        The reason is what it counts as: "stop" where its text has come to a stop string, or "error".
+        """
         if (request := self.requests.get(request_id)) is None:
             return
         for group in [group for group in request.groups if index is None or group.index == index]:
@@ -215,7 +208,7 @@ class Scheduler:
                 self.running.remove(group)
             else:
                 self.admission.withdraw(group)
-            self._finish(group, "abort")
+            self._finish(group, reason)
 
     def has_work(self) -> bool:
         """Whether a request has yet to finish."""
@@ -229,6 +222,7 @@ class Scheduler:
         group.timeline.leave(now)
         request.finished_reports.append(group.report())
         request.groups.remove(group)
+        self.stats.finished(group, now)
         self.admission.finished(group, now)
         if not request.groups:
             del self.requests[request.request_id]
@@ -454,6 +448,7 @@ class Scheduler:
         """Take the result of the oldest plan in flight; returns the news for the clients."""
         flight = self.in_flight.popleft()
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
+        self.stats.landed(self.config.max_num_batched_tokens - flight.budget.tokens, flight.decodes, self.clock())
         if flight.is_prefill:
             self.admission.prefill_seconds = self.clock() - flight.planned_at
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
@@ -474,6 +469,7 @@ class Scheduler:
                 pooled[-1].time_in_queue = request.time_in_queue
             if (token := result.token_ids[i]) < 0:  # more of its prompt is to come, or nothing
                 continue
+            self.stats.sampled(seq.group)
             if seq.group.beams is not None:
                 beams.setdefault(seq.group.request.request_id, []).append((seq, token, result.logprobs[i]))
                 continue
@@ -507,6 +503,7 @@ class Scheduler:
             return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]
         names, token_ids = self.decodes.land(flight.decode_step, flight.decodes, token_ids)
+        self.stats.decoded(len(token_ids))
         for seq in flight.grown:
             if seq.batch is not None:
                 self.decodes.deliver(seq)
@@ -525,7 +522,6 @@ class Scheduler:
         """The news of a sequence that has got another token, which may be its last."""
         group, token = seq.group, seq.tokens[-1]
         request = group.request
-        request.first_token = min(request.first_token, self.clock())
         output = EngineOutput(request.request_id, [token], num_cached_tokens=request.num_cached, index=group.index)
         output.time_in_queue = request.time_in_queue
         if request.params.max_tokens == 0:
@@ -614,7 +610,7 @@ class Scheduler:
         elif cause and (live := [seq.group for seq in seqs if seq.slot >= 0]):
             guilty = max(live, key=lambda group: group.key[1]).request
         if guilty:
-            self.abort(guilty.request_id)
+            self.abort(guilty.request_id, reason="error")
             news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
             outputs.append(news)
         self._stop_running(now)
@@ -647,14 +643,16 @@ class Scheduler:
 
     # --- what an operator sees --------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, float]:
-        """Gauges and counters, by vLLM's names."""
+    def metrics(self) -> dict[str, Any]:
+        """What is counted, by the names of `metrics.SERIES`."""
+        waiting = {"capacity": len(self.waiting), "deferred": len(self.admission.aside)}
         return {
             "num_requests_running": len(self.running),
-            "num_requests_waiting": len(self.waiting) + len(self.admission.aside),
+            "num_requests_waiting": sum(waiting.values()),
+            "num_requests_waiting_by_reason": waiting,
             "num_requests_swapped": len(self.swapped),
             "kv_cache_usage_perc": 1 - self.blocks.num_free / self.blocks.num_blocks,
-            **self.counters,
+            **self.stats.plain(),
         }
 
     def explain(self, request_id: str) -> dict[str, Any] | None:

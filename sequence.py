@@ -125,8 +125,9 @@ class SequenceGroup:
     """
 
     __slots__ = (
-        "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "index", "key", "limit",
-        "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline", "width",
+        "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "first_token_at", "index",
+        "key", "limit", "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline", "token_at",
+        "width",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, clock: WaitClock):
@@ -146,6 +147,8 @@ class SequenceGroup:
         self.charged_prompt = self.charged_output = 0
         self.finish_reason: str | None = None
         self.timeline = Timeline(clock)
+        self.first_token_at: float | None = None  # when it came, in the scheduler's seconds; kept by `EngineStats`,
+        self.token_at = 0.0  # as is when the latest came, unless the decodes have brought it
 
     @property
     def name(self) -> str:
@@ -191,8 +194,8 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "allowed", "arrival", "client", "finished_reports", "first_token", "groups", "held", "leader",
-        "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
+        "admitted", "allowed", "arrival", "client", "delay", "finished_reports", "first_token", "groups", "held",
+        "leader", "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
         "request_id", "salt", "stop_ids", "stops", "time_in_queue",
     )  # fmt: skip
 
@@ -213,7 +216,8 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.stops: dict[int, int] = {}  # the same as `bit_words`
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
-        self.arrival, self.first_token = 0.0, math.inf  # when it came, and when its first token did, in seconds
+        self.arrival, self.first_token = 0.0, math.inf  # at the scheduler, and when its first token came, in seconds
+        self.delay = 0.0  # how long its arrival was after its client had sent it
         self.admitted = False
         self.time_in_queue = 0.0  # seconds until it was admitted
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission

@@ -24,6 +24,7 @@ from gevent.threadpool import ThreadPool
 
 import embeddings
 from config import VERSION, ServerConfig
+from exposition import exposition
 from messages import item_messages
 from outputs import Vector
 from processes import Board
@@ -322,16 +323,9 @@ class Api:
         """Of Manta."""
         return {"version": VERSION}
 
-    def metrics(self) -> str:
-        """The engines' gauges and counters, as Prometheus reads them."""
-        lines: list[str] = []
-        engines = self.client.call_all("metrics")
-        for name in next(iter(engines.values())):
-            lines.append(f"# TYPE manta_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-            for rank, metrics in engines.items():
-                label = f'{{engine="{rank}"}}' if self.facts["data_parallel_size"] > 1 else ""
-                lines.append(f"manta_{name}{label} {metrics[name]}")
-        return "\n".join(lines) + "\n"
+    def metrics(self) -> bytes:
+        """What the engines count, as Prometheus reads it."""
+        return exposition(self.client.call_all("metrics"), self.config.metrics_prefix, self.names[0])
 
     def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A stored response of this client's; an `ApiError` if there is none."""

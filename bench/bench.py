@@ -201,7 +201,7 @@ def overload_figures(model: str, repeats: int) -> Figures:
         for number in range(repeats):
             for at_once, results in runs.items():
                 core.reset_prefix_cache()
-                begun, before, steps = time.perf_counter(), core.metrics(), 0
+                begun, before, steps = time.perf_counter(), dict(core.scheduler.counters), 0
                 waiting = [(f"{number}-{at_once}-{i}", *request) for i, request in enumerate(work)][::-1]
                 while waiting or core.has_work():
                     while waiting and len(core.scheduler.requests) < at_once:
@@ -211,7 +211,7 @@ def overload_figures(model: str, repeats: int) -> Figures:
                     core.step()
                     steps += 1
                 seconds = time.perf_counter() - begun
-                results.append({name: value - before[name] for name, value in core.metrics().items()})
+                results.append({name: value - before[name] for name, value in core.scheduler.counters.items()})
                 results[-1] |= {"seconds": seconds, "steps": steps}
         paced = statistics.median(run["seconds"] for run in runs[capacity])
         for at_once, results in runs.items():

@@ -252,7 +252,7 @@ def _restarts(port: int) -> float:
     text = response.read().decode()
     connection.close()
     lines = [line for line in text.splitlines() if line.startswith("manta_num_worker_restarts_total")]
-    return float(lines[0].split()[1]) if lines else -1.0
+    return float(lines[0].split()[-1]) if lines else -1.0
 
 
 def _worker(pid: int) -> int:

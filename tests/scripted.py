@@ -46,7 +46,7 @@ class ScriptedClient:
         self.clients: list[str] = []  # of those
         self.pooled: list[tuple[list[int], PoolingParams]] = []
         self.open: set[str] = set()
-        self.aborted: list[tuple[str, int | None]] = []
+        self.aborted: list[tuple[str, int | None, str]] = []
         self.stories: dict[str, dict[str, Any]] = {}
         self.script: list[EngineOutput | Exception] | None = None
 
@@ -96,10 +96,10 @@ class ScriptedClient:
         news[-1].finished = True
         return list(news)
 
-    def abort(self, request_id: str, index: int | None = None) -> None:
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         if index is None:
             self.open.discard(request_id)
-        self.aborted.append((request_id, index))
+        self.aborted.append((request_id, index, reason))
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         if method == "explain_prompts":

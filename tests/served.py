@@ -78,7 +78,10 @@ class Server:
             return response.status, response.read().decode()
 
     def metric(self, name: str) -> float:
-        return float(re.search(rf"^manta_{name} (\S+)$", self.get("/metrics")[1], re.MULTILINE)[1])
+        """Of all engines, and of all values of its labels, the sum."""
+        found = re.findall(rf"^manta_{name}(?:{{.*}})? (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        assert found, f"there is no {name}"
+        return sum(map(float, found))
 
     def running(self) -> float:
         return self.metric("num_requests_running") + self.metric("num_requests_waiting")

@@ -455,16 +455,16 @@ def test_what_choices_tell_the_engine(llm):
     choices = Choices("a", None, [5], params, llm.tokenizer)
     assert (push(0, there, num_cached_tokens=3), choices.metrics.num_cached_tokens) == (" there", 3)
     first = choices.metrics.first_token_time
-    assert push(1, hello) == "" and aborted == [("a", 1)]
+    assert push(1, hello) == "" and aborted == [("a", 1, "stop")]
     assert push(1, there) is None and push(1, there, finish_reason="length") is None
     assert not choices.finished and choices.num_generated == len(hello + there)
     assert push(0, there, finish_reason="length", finished=True) == " there"
-    assert choices.finished and aborted == [("a", 1)]  # the engine knows
+    assert choices.finished and aborted == [("a", 1, "stop")]  # the engine knows
     assert choices.metrics.first_token_time == first <= choices.metrics.finished_time
 
     choices, aborted[:] = Choices("a", None, [5], params, llm.tokenizer), []
     push(0, there, finish_reason="length")
-    assert push(1, hello) == "" and choices.finished and aborted == [("a", None)]
+    assert push(1, hello) == "" and choices.finished and aborted == [("a", None, "stop")]
 
     choices = Choices("a", None, [5], params, llm.tokenizer)
     with pytest.raises(AssertionError, match="without all of its answers"):

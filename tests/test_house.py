@@ -24,9 +24,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "config", "embeddings", "messages", "outputs", "processes", "protocol", "replies", "responses",
+        "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies", "responses",
         "sampling_params", "tokenizer", "viewers"},
     "viewers": {"client", "config", "processes", "protocol", "replies"},
+    "exposition": {"metrics"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
     "protocol": {"config", "messages", "sampling_params"},
@@ -71,7 +72,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "plan": {"sampling_params"},
     "pooling": {"config", "model_config", "sampling_params"},
     "sequence": {"beam", "sampling_params"},
-    "scheduler": {"admission", "beam", "config", "kv_cache", "plan", "sequence"},
+    "metrics": {"sequence"},
+    "scheduler": {"admission", "beam", "config", "kv_cache", "metrics", "plan", "sequence"},
     "admission": {"config", "kv_cache", "plan", "sequence"},
     "kv_cache": {"config", "kv_layout", "plan", "sequence"},
     "kv_layout": set(),
@@ -118,7 +120,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "setup": set(),
 }  # fmt: skip
 STDLIB_ONLY = {
-    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "live", "logs", "model_config",
+    "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "live", "logs", "metrics",
+    "model_config",
     "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
@@ -133,7 +136,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 76, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 78, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

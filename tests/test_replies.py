@@ -329,7 +329,7 @@ def test_a_stop_string_ends_its_own_sample_only(http_client: FlaskClient, engine
     id, (first, *others) = cut["id"], cut["choices"]
     assert (first["text"], first["finish_reason"], first["stop_reason"]) == ("", "stop", "Hello")
     assert others == free["choices"][1:]
-    assert engine.aborted == [(f"{id}-0", 0)]
+    assert engine.aborted == [(f"{id}-0", 0, "stop")]
     taken = len(TOKENIZER.encode("Hello"))
     assert cut["usage"]["completion_tokens"] == taken + 8 < free["usage"]["completion_tokens"]
 
@@ -338,14 +338,14 @@ def test_when_a_stop_string_ends_the_last_sample_the_request_is_over(
     http_client: FlaskClient, engine: ScriptedClient
 ) -> None:
     id = post(http_client, COMPLETIONS, n=3, max_tokens=12, stop="wör").json["id"]
-    assert [index for _, index in engine.aborted] == [2, 1, None] and not engine.open
-    assert {request_id for request_id, _ in engine.aborted} == {f"{id}-0"}
+    assert [index for _, index, _ in engine.aborted] == [2, 1, None] and not engine.open
+    assert {(request_id, reason) for request_id, _, reason in engine.aborted} == {(f"{id}-0", "stop")}
     # The engine's last news was of another sample, before it knew of the stop string: it must be told to forget both.
     hello, world = TOKENIZER.encode("Hello"), TOKENIZER.encode(" world")
     engine.script, engine.aborted = [told(hello, index=1), told(world, "length", 0)], []
     choices = post(http_client, COMPLETIONS, n=2, stop="Hello").json["choices"]
     assert [choice["finish_reason"] for choice in choices] == ["length", "stop"]
-    assert [index for _, index in engine.aborted] == [1, None]
+    assert [index for _, index, _ in engine.aborted] == [1, None]
 
 
 # --- when the engine refuses, fails or dies --------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def test_models(http_client: FlaskClient, engine: ScriptedClient) -> None:
 def test_small_routes(http_client: FlaskClient, engine: ScriptedClient) -> None:
     assert http_client.get("/health").json == {"status": "ok"}
     assert http_client.get("/version").json["version"]
-    assert "manta_num_requests_running 3\n" in http_client.get("/metrics").text
+    assert 'manta_num_requests_running{engine="0",model_name="manta"} 3.0\n' in http_client.get("/metrics").text
     assert "# TYPE manta_prompt_tokens_total counter\n" in http_client.get("/metrics").text
     ids = TOKENIZER.encode("To be")
     answer = post(http_client, "/tokenize", prompt="To be").json
