@@ -2,8 +2,8 @@
 
 Only what Manta reads is downloaded, and the weights last, so that a model that cannot run is refused before them. The
 library `huggingface_hub` does it, with its cache and its environment variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE,
-HF_ENDPOINT. It runs in a process of its own, which ends at once when it has to, with the library's threads and sockets.
-A folder that holds no model that Manta can run is refused, with what to give in its place.
+HF_ENDPOINT. It runs in a process of its own, because its threads would hold up a Ctrl-C, and because it imports ssl,
+which gevent has to patch first. A folder that holds no model that Manta can run is refused, with what to give instead.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from config import MODEL_TAKES, EngineConfig, read_json, say
 from model_config import ModelConfig
@@ -137,10 +138,10 @@ def check_id(name: str) -> None:
         ValueError: it may not; it says what to give instead.
     """
     if os.path.exists(name):
-        folder, suffix = os.path.dirname(name) or ".", os.path.splitext(name)[1]
-        advice = (
-            f"give its folder, {folder}" if suffix in (".json", ".safetensors") else FOREIGN.get(suffix, MODEL_TAKES)
-        )
+        suffix = os.path.splitext(name)[1]
+        advice = FOREIGN.get(suffix, MODEL_TAKES)
+        if suffix in (".json", ".safetensors"):
+            advice = f"give its folder, {os.path.dirname(name) or '.'}"
         raise ValueError(f"{name} is a file; {advice}")
     if address := ADDRESS.fullmatch(name):
         id, revision = address.groups()
@@ -152,7 +153,11 @@ def check_id(name: str) -> None:
 
 
 def download_beside(config: EngineConfig, weights: bool) -> str:
-    """What `download` returns, and raises, from a process of its own; that ends when this one does."""
+    """Run `download` in a process of its own, which ends when this one does.
+
+    Raises:
+        ValueError, KeyboardInterrupt: see `find_model`.
+    """
     message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
     try:
         with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -185,12 +190,16 @@ def main() -> None:
 
 
 def leave_with_parent() -> None:
-    """End the process when the parent has closed its end of the pipe, or is gone, and leave no file half written."""
+    """End the process when the parent has closed its end of the pipe, or is gone.
+
+    Files that are half written are removed, where the system lists them. The library would never go on with them.
+    """
     while os.read(0, 1):
         pass
-    for fd in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        if os.path.exists(link := f"/proc/self/fd/{fd}") and (path := os.readlink(link)).endswith(".incomplete"):
-            os.unlink(path)
+    for link in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # it may have been closed by now
+            if (path := os.readlink(link)).endswith(".incomplete"):
+                os.unlink(path)
     os._exit(1)
 
 

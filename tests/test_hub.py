@@ -21,6 +21,8 @@ from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from hub import INDEX, check_id, find_model
 from hub_server import TOKEN, Hub, Repo
+from model_config import ModelConfig
+from pooling import settle
 from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
@@ -55,6 +57,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
             "manta/private": Repo(FILES, private=True),
             "manta/sharded": Repo(configs | shards() | {name: b"{} " + name.encode() for name in [*JUNK, *SMALL]}),
             "manta/unknown": Repo(FILES | {"config.json": unknown}),
+            "manta/embedder": Repo(
+                FILES | {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+            ),
             "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
             "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
         },
@@ -231,6 +236,12 @@ def test_a_plan_and_made_up_weights_need_no_weights(hub: Hub, capsys: pytest.Cap
     assert capsys.readouterr().out.startswith("manta/demo: Qwen3ForCausalLM, 2,558,784 parameters")
     find_model(EngineConfig("manta/demo", load_format="dummy"))
     assert hub.downloaded("manta/demo") == CONFIGS
+
+
+def test_an_embedder_is_known_by_its_files(hub: Hub) -> None:
+    found = find_model(EngineConfig("manta/embedder"), weights=False)
+    settled, _ = settle(found, ModelConfig.from_folder(found.folder))
+    assert (settled.task, settled.pooling_type) == ("embed", "mean")
 
 
 def test_a_script_takes_an_id(hub: Hub) -> None:
