@@ -2,7 +2,8 @@
 
 Only what Manta reads is downloaded, and the weights last, so that a model that cannot run is refused before them. The
 library `huggingface_hub` does it, with its cache and its environment variables: HF_TOKEN, HF_HOME, HF_HUB_OFFLINE,
-HF_ENDPOINT. A folder that holds no model that Manta can run is refused, with what to give in its place.
+HF_ENDPOINT. It runs in a process of its own, because its threads would hold up a Ctrl-C, and because it imports ssl,
+which gevent has to patch first. A folder that holds no model that Manta can run is refused, with what to give instead.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
+import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Collection, Iterator
-from types import FrameType
-from typing import Any
+from collections.abc import Collection, Sequence
+from pathlib import Path
 
 from config import MODEL_TAKES, EngineConfig, read_json
-from logs import console
+from logs import console, set_up
 from model_config import ModelConfig
 
 INDEX = "model.safetensors.index.json"
@@ -59,7 +61,8 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
         return config
     name, weights = config.model, weights and config.load_format != "dummy"
     if not os.path.isdir(name):
-        return dataclasses.replace(config, snapshot=download(config, weights))
+        check_id(name)
+        return dataclasses.replace(config, snapshot=download_beside(config, weights))
     if config.revision is not None:
         raise ValueError(f"revision is {config.revision!r}; {name} is a folder, so it must be left out")
     try:
@@ -137,22 +140,71 @@ def check_id(name: str) -> None:
     Raises:
         ValueError: it may not; it says what to give instead.
     """
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
     if os.path.exists(name):
-        advice = FOREIGN.get(os.path.splitext(name)[1]) if not name.endswith(".safetensors") else None
-        raise ValueError(f"{name} is a file; {advice or MODEL_TAKES}")
+        suffix = os.path.splitext(name)[1]
+        advice = FOREIGN.get(suffix, MODEL_TAKES)
+        if suffix in (".json", ".safetensors"):
+            advice = f"give its folder, {os.path.dirname(name) or '.'}"
+        raise ValueError(f"{name} is a file; {advice}")
     if address := ADDRESS.fullmatch(name):
         id, revision = address.groups()
         more = f" --revision {revision}" if revision not in (None, "main") else ""
         raise ValueError(f"{name} is an address; give the id in it: --model {id}{more}")
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        raise ValueError(f"there is no folder {name}; {MODEL_TAKES}") from None
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def download_beside(config: EngineConfig, weights: bool) -> str:
+    """Run `download` in a process of its own, which ends when this one does.
+
+    Raises:
+        ValueError, KeyboardInterrupt: see `find_model`.
+    """
+    message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
+    try:
+        with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin and process.stdout
+            process.stdin.write(message + b"\n")
+            process.stdin.flush()
+            answer = process.stdout.read()
+    except KeyboardInterrupt:
+        console.info(f"{config.model}: the download is interrupted; the files that are complete are kept")
+        raise
+    if not answer:
+        raise ValueError(f"{config.model}: the process that downloads has ended with exit code {process.returncode}")
+    folder, error = json.loads(answer)
+    if error:
+        raise ValueError(error)
+    return folder
+
+
+def main() -> None:
+    """What the process runs that downloads: options come by standard input, the folder or an error goes out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
+    message = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    config, folder, error = EngineConfig(**message["config"]), "", ""
+    set_up(config.log_level, config.log_format)
+    try:
+        folder = download(config, message["weights"])
+    except ValueError as wrong:
+        error = str(wrong)
+    print(json.dumps([folder, error]), flush=True)
+
+
+def leave_with_parent() -> None:
+    """End the process when the parent has closed its end of the pipe, or is gone.
+
+    Files that are half written are removed, where the system lists them. The library would never go on with them.
+    """
+    while os.read(0, 1):
+        pass
+    for link in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):  # it may have been closed by now
+            if (path := os.readlink(link)).endswith(".incomplete"):
+                os.unlink(path)
+    os._exit(1)
 
 
 def download(config: EngineConfig, weights: bool) -> str:
@@ -161,39 +213,35 @@ def download(config: EngineConfig, weights: bool) -> str:
     Where the hub cannot be reached, or does not give the model any more, a whole copy in the cache will do.
 
     Raises:
-        ValueError, KeyboardInterrupt: see `find_model`.
+        ValueError: see `find_model`.
     """
-    check_id(config.model)
     from httpx2 import HTTPError
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RevisionNotFoundError
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    name, options = config.model, {"revision": config.revision, "cache_dir": config.download_dir}
-    trouble: Exception | None = None
-    sizes: dict[str, int] = {}
+    name, trouble, sizes = config.model, None, dict[str, int]()
     try:
-        os.makedirs(cache_of(config), exist_ok=True)
-        with stoppable() as bar:
-            fetch = functools.partial(snapshot_download, name, tqdm_class=bar, **options)
-            try:
-                info = HfApi().model_info(name, revision=config.revision, timeout=PATIENCE, files_metadata=True)
-                sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-            except RevisionNotFoundError:
-                raise
-            except (OSError, HTTPError, UnicodeEncodeError) as error:
-                trouble = error
-            folder = fetch(allow_patterns=list(FILES), local_files_only=trouble is not None)
-            check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
-            ModelConfig.from_folder(folder)
-            missing = [file for file in weight_names(folder) if not os.path.isfile(os.path.join(folder, file))]
-            if weights and missing:
-                if trouble:
-                    raise LocalEntryNotFoundError(missing[0])
-                announce(config, missing, sum(sizes.get(file, 0) for file in missing))
-                fetch(allow_patterns=missing)
-    except KeyboardInterrupt:
-        console.info(f"{name}: the download is interrupted; the files that are complete are kept")
-        raise
+        validate_repo_id(name)
+    except HFValidationError:
+        raise ValueError(f"there is no folder {name}; {MODEL_TAKES}") from None
+    try:
+        try:
+            info = HfApi().model_info(name, revision=config.revision, timeout=PATIENCE, files_metadata=True)
+            sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        except RevisionNotFoundError:
+            raise
+        except (OSError, HTTPError, UnicodeEncodeError) as error:
+            trouble = error
+        folder = fetch(config, FILES, bool(trouble))
+        check_files(name, folder, sizes or os.listdir(folder), weights and not trouble)
+        ModelConfig.from_folder(folder)
+        missing = [file for file in weight_names(folder) if not os.path.isfile(os.path.join(folder, file))]
+        if weights and missing:
+            if trouble:
+                raise LocalEntryNotFoundError(missing[0])
+            announce(config, missing, sum(sizes.get(file, 0) for file in missing))
+            fetch(config, missing, bars=True)
     except (OSError, HTTPError, UnicodeEncodeError) as error:
         raise ValueError(explain(trouble or error, config)) from None
     if trouble and not isinstance(trouble, OfflineModeIsEnabled):
@@ -201,6 +249,27 @@ def download(config: EngineConfig, weights: bool) -> str:
             f"{name} is taken from {cache_of(config)}, because the hub could not be asked: {first_line(trouble)}"
         )
     return folder
+
+
+def fetch(config: EngineConfig, files: Sequence[str], cached: bool = False, bars: bool = False) -> str:
+    """The folder in the cache with those of these files that the model has.
+
+    Args:
+        cached: whether they must be there, because the hub cannot be asked.
+        bars: whether a terminal shows the progress.
+
+    Raises:
+        OSError, HTTPError: a file is missing, and cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    cache = cache_of(config)
+    os.makedirs(cache, exist_ok=True)
+    with contextlib.nullcontext() if bars and sys.stderr.isatty() else disable_progress_bars():
+        return snapshot_download(
+            config.model, revision=config.revision, cache_dir=cache, allow_patterns=list(files), local_files_only=cached
+        )
 
 
 def cache_of(config: EngineConfig) -> str:
@@ -227,39 +296,6 @@ def announce(config: EngineConfig, files: list[str], size: int) -> None:
         )
     count = f"{len(files)} files" if len(files) > 1 else files[0]
     console.info(f"{config.model}: downloading {count}, {size / GB:,.2f} GB, from {ENDPOINT} to {cache}")
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[type[Any]]:
-    """The library's progress bar, in a form that ends the threads it is used by when Ctrl-C has been pressed.
-
-    Without that, the library would wait until they have downloaded the files that they are at.
-    """
-    from huggingface_hub.utils import tqdm
-
-    stopped = threading.Event()
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **options: Any):
-            super().__init__(*args, **{"disable": None} | options)  # None: a log file gets none
-
-        def update(self, n: float | None = 1) -> bool | None:
-            if stopped.is_set():
-                raise KeyboardInterrupt
-            return super().update(n)
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        stopped.set()
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():  # which alone hears of Ctrl-C
-        yield Bar
-        return
-    before = signal.signal(signal.SIGINT, stop)
-    try:
-        yield Bar
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def explain(error: Exception, config: EngineConfig) -> str:
@@ -296,3 +332,7 @@ def explain(error: Exception, config: EngineConfig) -> str:
 def first_line(error: Exception) -> str:
     """What an error of the library says, without its further lines; the error's name if it says nothing."""
     return next((line.strip(" .") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+if __name__ == "__main__":
+    main()

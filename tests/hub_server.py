@@ -21,6 +21,7 @@ class Repo:
     files: dict[str, bytes]
     gated: bool = False
     private: bool = False
+    sizes: dict[str, int] = field(default_factory=dict)  # that the hub says its files have, where they are others
 
     @property
     def commit(self) -> str:
@@ -48,9 +49,9 @@ class Hub:
         class Handler(HubHandler):
             of = hub
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.server = HubServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://localhost:{self.server.server_port}"
+        self.large_files = f"http://127.0.0.1:{self.server.server_port}/cdn"  # from another host, as those of the hub
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
         self.thread.start()
 
@@ -60,9 +61,19 @@ class Hub:
             self.thread.join()
             self.server.server_close()
 
-    def downloaded(self) -> list[str]:
-        """The files whose bytes were asked for, in alphabetical order."""
-        return sorted(path for method, path in self.asked if method == "GET" and path.startswith("/cdn/"))
+    def downloaded(self, name: str) -> list[str]:
+        """The files of a model whose bytes were asked for, each as often as that, in alphabetical order."""
+        head = f"/cdn/{name}/"
+        return sorted(path.removeprefix(head) for method, path in self.asked if method == "GET" and head in path)
+
+
+class HubServer(ThreadingHTTPServer):
+    """A server whose threads end with the tests, and that does not mind clients that leave."""
+
+    daemon_threads = True
+
+    def handle_error(self, *args: Any) -> None:
+        pass
 
 
 class HubHandler(BaseHTTPRequestHandler):
@@ -106,7 +117,7 @@ class HubHandler(BaseHTTPRequestHandler):
             "X-Repo-Commit": repo.commit,
             "X-Linked-Etag": f'"{hashlib.sha256(content).hexdigest()}"',
             "X-Linked-Size": str(len(content)),
-            "Location": f"{hub.url.replace('127.0.0.1', 'localhost')}/cdn/{name}/{file[3]}",  # of another host
+            "Location": f"{hub.large_files}/{name}/{file[3]}",
         }
         return self.answer(302, head)
 
@@ -115,7 +126,7 @@ class HubHandler(BaseHTTPRequestHandler):
     def info(self, name: str, repo: Repo, tree: bool) -> Any:
         if tree:
             return [{"type": "file", "path": f, "size": len(c), "oid": "0"} for f, c in repo.files.items()]
-        siblings = [{"rfilename": f, "size": len(c)} for f, c in repo.files.items()]
+        siblings = [{"rfilename": f, "size": repo.sizes.get(f, len(c))} for f, c in repo.files.items()]
         return {"id": name, "sha": repo.commit, "siblings": siblings}
 
     def answer(self, status: int, head: dict[str, str], content: bytes = b"") -> None:

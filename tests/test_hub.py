@@ -1,0 +1,343 @@
+"""Models by name, from a hub on this machine; and folders without a model, refused with what to give instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save
+
+import server
+from async_llm import AsyncLLM
+from config import DEMO, EngineConfig
+from engine import LLM, SamplingParams
+from hub import INDEX, check_id, find_model
+from hub_server import TOKEN, Hub, Repo
+from model_config import ModelConfig
+from pooling import settle
+from served import ROOT, alive, eventually, serving
+
+QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
+CONFIGS = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+FILES = {name: (Path(DEMO) / name).read_bytes() for name in (*CONFIGS, "model.safetensors")}
+JUNK = [
+    "README.md", "picture.png", "pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "model.gguf",
+    "model-00003-of-00003.safetensors", "original/config.json", "original/tokenizer.model", "onnx/model.onnx",
+    "onnx/config.json", "2_Dense/model.safetensors",
+]  # fmt: skip
+SMALL = ["1_Pooling/config.json", "added_tokens.json", "chat_template.jinja", "modules.json", "tokenizer.model"]
+
+
+def shards() -> dict[str, bytes]:
+    """The demo's weights in two files, with their index."""
+    tensors = load_file(Path(DEMO) / "model.safetensors")
+    parts = {f"model-0000{i + 1}-of-00002.safetensors": sorted(tensors)[i::2] for i in range(2)}
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    files = {file: save({name: tensors[name] for name in names}) for file, names in parts.items()}
+    return files | {INDEX: json.dumps(index).encode()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub, which this process and its children use, with a cache that is empty."""
+    configs = {name: FILES[name] for name in CONFIGS}
+    unknown = json.dumps(json.loads(FILES["config.json"]) | {"architectures": ["Nonesuch"]}).encode()
+    made = Hub(
+        {
+            "manta/demo": Repo(FILES),
+            "manta/gated": Repo(FILES, gated=True),
+            "manta/private": Repo(FILES, private=True),
+            "manta/sharded": Repo(configs | shards() | {name: b"{} " + name.encode() for name in [*JUNK, *SMALL]}),
+            "manta/unknown": Repo(FILES | {"config.json": unknown}),
+            "manta/embedder": Repo(
+                FILES | {"modules.json": b"[]", "1_Pooling/config.json": b'{"pooling_mode": "mean"}'}
+            ),
+            "manta/bin": Repo(configs | {"pytorch_model.bin": b""}),
+            "manta/huge": Repo(FILES, sizes={"model.safetensors": 10**18}),
+        },
+        moved={"old/demo": "manta/demo"},
+    )
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", made.url)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    yield made
+    made.close()
+
+
+def test_only_what_is_read_is_downloaded_and_once(hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    found = find_model(EngineConfig("manta/sharded"))
+    weights = [name for name in hub.repos["manta/sharded"].files if name.startswith("model-") and "00003" not in name]
+    assert hub.downloaded("manta/sharded") == sorted([*CONFIGS, *SMALL, INDEX, *weights])
+    assert found.model == found.model_name == "manta/sharded" and found.folder.startswith(str(tmp_path / "home"))
+    (said,) = capfd.readouterr().err.splitlines()
+    assert "manta/sharded: downloading 2 files, 0.01 GB" in said
+    assert find_model(EngineConfig("manta/sharded")) == found
+    assert len(hub.downloaded("manta/sharded")) == len([*CONFIGS, *SMALL, INDEX, *weights])
+    assert capfd.readouterr().err == ""
+
+
+def test_a_copy_in_the_cache_serves_without_the_hub(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    found = find_model(EngineConfig("manta/demo"))
+    find_model(EngineConfig("manta/sharded"), weights=False)
+    capfd.readouterr()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert find_model(EngineConfig("manta/demo")) == found and capfd.readouterr().err == ""
+    with pytest.raises(ValueError, match=r"^HF_HUB_OFFLINE is set, and .* has no whole copy of manta/sharded: "):
+        find_model(EngineConfig("manta/sharded"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    hub.refuses = 503
+    assert find_model(EngineConfig("manta/demo")) == found
+    assert "because the hub could not be asked: Server error '503" in capfd.readouterr().err
+    hub.close()
+    assert find_model(EngineConfig("manta/demo")) == found
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("manta/demo is taken from ") and said.endswith("Connection refused")
+    with pytest.raises(
+        ValueError, match=r"^manta/sharded cannot be downloaded .*Connection refused; check the network"
+    ):
+        find_model(EngineConfig("manta/sharded"))
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "says"),
+    [
+        ("manta/gated", {}, "manta/gated is gated: ask for access at http.*/manta/gated, and set HF_TOKEN"),
+        ("manta/private", {}, "there is no folder manta/private, and http.* no model of that name, or a private one"),
+        ("manta/none", {}, "there is no folder manta/none, and http.* no model of that name"),
+        ("manta/demo", {"revision": "v2"}, "revision is 'v2', which manta/demo has not"),
+        ("manta/demo", {"HF_TOKEN": "wrong"}, "the token is not one that http.* takes for manta/demo: set HF_TOKEN"),
+        ("manta/demo", {"HF_TOKEN": "”quoted”"}, "the token is not one that http"),
+        (
+            "manta/demo",
+            {"HF_ENDPOINT": "http://127.0.0.1:9"},
+            "cannot be downloaded from http://127.0.0.1:9: .*refused",
+        ),
+        ("manta/demo", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and .* has no whole copy of manta/demo"),
+        (
+            "manta/demo",
+            {"download_dir": f"{DEMO}/config.json"},
+            "cannot be downloaded to .*; --download-dir or HF_HOME",
+        ),
+        (
+            "manta/huge",
+            {},
+            r"manta/huge needs 1,000,000,000\.00 GB, and .* has room for .*: make room, or name another",
+        ),
+        ("manta/unknown", {}, "Nonesuch"),
+        ("manta/bin", {}, r"manta/bin has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
+        (
+            "a--b",
+            {},
+            "there is no folder a--b; --model takes a folder in Hugging Face layout or a model's id on the hub",
+        ),
+    ],
+)
+def test_what_goes_wrong_is_one_line_that_says_what_to_do(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, model: str, options: dict, says: str
+) -> None:
+    for name in [name for name in options if name.startswith("HF_")]:
+        monkeypatch.setenv(name, options.pop(name))
+    with pytest.raises(ValueError, match=f"^[^\n]*{says}[^\n]*$"):
+        find_model(EngineConfig(model, **options))
+    assert capfd.readouterr().err == ""
+    assert "model.safetensors" not in hub.downloaded(model)
+
+
+def test_tokens_revisions_and_names_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    for name in ("manta/gated", "manta/private"):
+        assert Path(find_model(EngineConfig(name)).folder, "model.safetensors").is_file()
+    assert find_model(EngineConfig("old/demo")).model_name == "old/demo"
+    commit, place = hub.repos["manta/demo"].commit, str(tmp_path / "place")
+    found = find_model(EngineConfig("manta/demo", revision=commit, download_dir=place))
+    assert found.folder == f"{place}/models--manta--demo/snapshots/{commit}"
+
+
+def test_a_download_that_is_cut_goes_on(hub: Hub) -> None:
+    hub.cuts = 1
+    found = find_model(EngineConfig("manta/demo"))
+    assert hub.cuts == 0 and hub.downloaded("manta/demo").count("model.safetensors") == 2
+    assert Path(found.folder, "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_disk_that_fills_up_is_one_line(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the library writes take a part of what is written, and no more, as on a full disk."""
+    (tmp_path / "sitecustomize.py").write_text("""
+import errno, os, pathlib
+whole = pathlib.Path.open
+def full(self, *args, **options):
+    file = whole(self, *args, **options)
+    if not self.name.endswith(".incomplete"):
+        return file
+    class Full:
+        def __enter__(self): return self
+        def __exit__(self, *args): file.close()
+        def tell(self): return file.tell()
+        def write(self, data): raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return Full()
+pathlib.Path.open = full
+""")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=r"^/[^\n]* is full: make room for manta/demo, or name another place by [^\n]*$"
+    ):
+        find_model(EngineConfig("manta/demo"))
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_download_ends_with_its_parent_and_leaves_no_part(
+    hub: Hub, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    hub.holds = threading.Event()
+    command = [sys.executable, "server.py", "--port", "0", "--model", "manta/demo"]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        eventually(
+            lambda: list(tmp_path.rglob("*.incomplete")) and "model.safetensors" in hub.downloaded("manta/demo"), 30
+        )
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        # A terminal sends Ctrl-C to all of its processes.
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+        _, said = process.communicate(timeout=10)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    eventually(lambda: not alive(int(child)))
+    assert not list(tmp_path.rglob("*.incomplete"))
+    if number == signal.SIGINT:
+        told = "manta/demo: the download is interrupted; the files that are complete are kept"
+        assert said.splitlines()[1:] == [told]
+    hub.holds.set()
+
+
+def test_ranks_that_start_together_download_once(hub: Hub) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(find_model, [EngineConfig("manta/demo")] * 2))
+    assert found[0] == found[1] and hub.downloaded("manta/demo") == sorted(FILES)
+
+
+# --- who takes an id --------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_and_made_up_weights_need_no_weights(hub: Hub, capsys: pytest.CaptureFixture) -> None:
+    server.main(["--plan", "--model", "manta/demo", "--device", "cpu"])
+    assert capsys.readouterr().out.startswith("manta/demo: Qwen3ForCausalLM, 2,558,784 parameters")
+    find_model(EngineConfig("manta/demo", load_format="dummy"))
+    assert hub.downloaded("manta/demo") == CONFIGS
+
+
+def test_an_embedder_is_known_by_its_files(hub: Hub) -> None:
+    found = find_model(EngineConfig("manta/embedder"), weights=False)
+    settled, _ = settle(found, ModelConfig.from_folder(found.folder))
+    assert (settled.task, settled.pooling_type) == ("embed", "mean")
+
+
+def test_a_script_takes_an_id(hub: Hub) -> None:
+    with LLM("manta/demo", dtype="float32", device="cpu") as llm:
+        (output,) = llm.chat(QUESTION, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    assert output.outputs[0].text == "81" and llm.config.model == "manta/demo"
+    with pytest.raises(ValueError, match="no model of that name"):
+        AsyncLLM(EngineConfig("manta/none"))
+
+
+def test_the_server_and_a_batch_take_an_id(hub: Hub, tmp_path: Path) -> None:
+    fields = {"messages": QUESTION, "temperature": 0, "max_tokens": 8}
+    with serving(tmp_path, "--model", "manta/demo") as at:
+        status, text = at.post("/v1/chat/completions", fields)
+        models = json.loads(at.get("/v1/models")[1])["data"]
+        log = at.log.read_text()
+    assert status == 200 and json.loads(text)["choices"][0]["message"]["content"] == "81"
+    assert [model["id"] for model in models] == ["manta/demo"]
+    assert "Manta 0.1.0: manta/demo\n" in log and "Warning" not in log
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": fields | {"model": "manta/demo"}}
+    (tmp_path / "in").write_text(json.dumps(line) + "\n")
+    command = [sys.executable, "server.py", "batch", "-i", f"{tmp_path}/in", "-o", f"{tmp_path}/out"]
+    command += ["--model", "manta/demo", "--device", "cpu", "--dtype", "float32"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    answer = json.loads((tmp_path / "out").read_text())["response"]["body"]
+    assert answer["choices"][0]["message"]["content"] == "81"
+    assert hub.downloaded("manta/demo") == sorted(FILES)
+
+
+# --- what is no model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (["config.json", "pytorch_model.bin"], r"has no model\.safetensors, but pytorch_model\.bin; .*: convert it"),
+        (["config.json", "model.pt"], r"has no model\.safetensors, but model\.pt; .*: convert it"),
+        (
+            ["a.Q4_K_M.gguf"],
+            r"has no config\.json, but a\.Q4_K_M\.gguf; Manta does not read GGUF: give the safetensors",
+        ),
+        (
+            ["params.json", "consolidated.safetensors"],
+            r"has no config\.json, but consolidated\.safetensors; Manta reads",
+        ),
+        (
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "is an adapter of org/base, .* not served yet: give that",
+        ),
+        (["one/config.json", "two/config.json"], r"has no config\.json, but folders that have: .*, like .*/one$"),
+        (["config.json"], r"has no model\.safetensors; --model takes a folder in Hugging Face layout or a model's id"),
+        (["model.safetensors"], r"has no config\.json; --model takes a folder"),
+        ([], r"has no config\.json; --model takes a folder"),
+    ],
+)
+def test_a_folder_without_a_model_says_what_to_give(tmp_path: Path, files: list[str], says: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"base_model_name_or_path": "org/base"}))
+    with pytest.raises(ValueError, match=f"^{tmp_path} {says}"):
+        find_model(EngineConfig(str(tmp_path)))
+
+
+def test_a_cache_is_no_model(hub: Hub, tmp_path: Path) -> None:
+    cache = Path(find_model(EngineConfig("manta/demo")).folder).parents[2]
+    with pytest.raises(
+        ValueError, match=r"is the cache of manta/demo: give that id, or one of the folders in .*/snaps"
+    ):
+        find_model(EngineConfig(f"{cache}/models--manta--demo"))
+    with pytest.raises(ValueError, match=f"give the id of one, like manta/demo, and --download-dir {cache}$"):
+        find_model(EngineConfig(str(cache)))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (f"{DEMO}/model.safetensors", f"is a file; give its folder, {DEMO}$"),
+        (f"{DEMO}/train.py", "is a file; --model takes a folder"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "is an address; give the id in it: --model Qwen/Qwen3-0.6B$"),
+        ("hf.co/Qwen/Qwen3-0.6B/tree/main", "--model Qwen/Qwen3-0.6B$"),
+        ("huggingface.co/Qwen/Qwen3-0.6B.git", "--model Qwen/Qwen3-0.6B$"),
+        ("https://hf.co/a/b/tree/v1?x=y", "--model a/b --revision v1$"),
+        ("hf.co/a/b-GGUF:Q4_K_M", "--model a/b-GGUF$"),
+    ],
+)
+def test_a_file_or_an_address_is_no_model(name: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        check_id(name)
+
+
+def test_a_gguf_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ValueError, match=r"model\.gguf is a file; Manta does not read GGUF: give the safetensors"):
+        find_model(EngineConfig(f"{tmp_path}/model.gguf"))
+
+
+def test_a_folder_has_no_revision() -> None:
+    with pytest.raises(ValueError, match=f"revision is 'main'; {DEMO} is a folder, so it must be left out"):
+        find_model(EngineConfig(DEMO, revision="main"))
