@@ -106,6 +106,8 @@ class ScriptedClient:
             name, most, client = args
             assert client is None or client in self.clients
             return {0: [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]}
+        if method == "live":
+            return {}
         assert method == "metrics"
         return {0: {"num_requests_running": 3, "prompt_tokens_total": 70}}
 

@@ -162,8 +162,8 @@ def test_steps_that_bring_no_result_are_not_told() -> None:
 def test_only_the_latest_is_kept() -> None:
     engine = Watched(num_blocks=200, num_host_blocks=400, max_model_len=250, preemption_mode="swap", max_num_seqs=4)
     before = engine.look()["totals"]
-    for i in range(MAX_STEPS):
-        engine.add(f"{i}", prompt(20, i), max_tokens=20, ignore_eos=True)
+    for i in range(70):
+        engine.add(f"{i}", prompt(20, i), max_tokens=9, ignore_eos=True)
     engine.run()
     look = engine.look(before)
     assert len(look["steps"]) == MAX_STEPS < engine.scheduler.step
