@@ -154,13 +154,6 @@ def test_prompts_that_are_under_way_have_their_windows_reserved():
 # --- what is found again ----------------------------------------------------------------------------------------------
 
 
-def forget(engine: Engine, kind: int, column: int, hashes: list[bytes]) -> None:
-    """The block of one kind loses what it holds."""
-    blocks = engine.scheduler.blocks
-    block = blocks.block_of.pop(hashes[column] + engine.scheduler.space.marks[kind])
-    blocks.hashes[block] = None
-
-
 @pytest.mark.parametrize(
     ("gone", "cached"),
     [
@@ -179,7 +172,7 @@ def test_a_hit_needs_the_blocks_that_are_seen_from_its_end(gone, cached):
     hashes = first.seqs[0].hashes
     engine.run()
     for kind, column in gone:
-        forget(engine, kind, column, hashes)
+        engine.scheduler.blocks.forget(hashes[column] + engine.scheduler.space.marks[kind])
     again = engine.add("again", prompt(40), max_tokens=5, ignore_eos=True)
     engine.run()
     assert again.request.num_cached == cached
