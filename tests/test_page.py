@@ -237,6 +237,7 @@ def test_tokens_show_what_else_they_might_have_been(page: Page) -> None:
     expect(answered(page)).to_have_text("81<|end|>")
     tokens, tip = page.locator(".token"), page.get_by_role("tooltip")
     expect(tokens).to_have_text(["8", "1", "<|end|>"])
+    expect(page.locator(".ended")).to_have_text(["<|end|>"])
     tokens.nth(1).hover()
     expect(tip.locator(".choice")).to_have_count(5)
     expect(tip.locator(".choice.chosen")).to_have_text(re.compile(r"^1\s*\d+\.\d %$"))
@@ -477,6 +478,7 @@ def test_a_preempted_request_is_found_and_explained(page: Page, server: Server) 
     expect(story.locator(".phases")).to_contain_text(re.compile("preempted by (swap|recompute) for [0-9a-f]{8}"))
     expect(story.locator(".phases")).to_contain_text(re.compile("aited for free blocks"))
     expect(story).to_contain_text("400 out · ended by length")
+    expect(story.locator(".track .prefill")).to_have_count(1)
     seconds = story.locator(".track .part").evaluate_all(
         "parts => parts.reduce((sum, part) => sum + +part.style.getPropertyValue('--milliseconds'), 0) / 1000"
     )
