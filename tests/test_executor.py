@@ -94,7 +94,7 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, capfd, with_signal):
+def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
@@ -105,7 +105,7 @@ def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undist
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
     what = "has died (SIGKILL)" if with_signal == signal.SIGKILL else "is stopped"
     assert [bool(text) for text in said] == [True, False] * 2 and f"rank 0 {what} in step " in str(said[0])
-    assert "new workers after " in capfd.readouterr().err
+    assert "new workers after " in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}])
@@ -271,7 +271,7 @@ def test_a_request_that_kills_every_worker_is_refused_and_the_others_go_on(mp_ll
 
 
 @pytest.mark.parametrize("refuses", [ValueError("no memory for them"), OSError("no room for them")])
-def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, capfd):
+def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undisturbed, monkeypatch, refuses, caplog):
     core, restart, pauses, said = mp_llm.core, mp_llm.core.executor.restart, [], []
     core.on_trouble = said.append
     sleep, here = time.sleep, threading.get_ident()  # other threads sleep between their beats
@@ -288,7 +288,7 @@ def test_workers_that_do_not_come_up_are_started_again(mp_llm, answers, undistur
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert pauses == [0, 0.5, 1, 2, 4, 4, 4] and "SIGKILL" in said[0] and said[-1] is None
     assert all(f"{refuses}; the workers are started anew" in text for text in said[1:-1])
-    assert capfd.readouterr().err.count(f"{refuses}: the workers are started once more") == 6
+    assert caplog.text.count(f"{refuses}: the workers are started once more") == 6
 
 
 def test_workers_that_never_come_up_end_the_engine_with_what_they_said(make_llm, monkeypatch):

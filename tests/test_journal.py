@@ -171,14 +171,14 @@ def test_a_journal_that_cannot_be_written_is_refused(make_llm, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["log_scheduler", "trace"])
-def test_a_disk_that_is_full_from_the_start(make_llm, option, capfd):
+def test_a_disk_that_is_full_from_the_start(make_llm, option, caplog):
     llm = make_llm(**{option: "/dev/full"})
     assert len(llm.generate([5, 6, 7], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 40
-    assert capfd.readouterr().err == f"{option} is '/dev/full': No space left on device; no more is written there\n"
+    assert caplog.messages == [f"{option} is '/dev/full': No space left on device; no more is written there"]
 
 
 @pytest.mark.parametrize("option", ["log_scheduler", "trace"])
-def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, capfd):
+def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, option, caplog):
     path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_FSIZE)
     llm = make_llm(**{option: str(path)})
     try:
@@ -187,7 +187,7 @@ def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, op
         llm.core.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert capfd.readouterr().err == f"{option} is '{path}': No space left on device; no more is written there\n"
+    assert caplog.messages == [f"{option} is '{path}': No space left on device; no more is written there"]
     text = path.read_text()
     assert 2000 < len(text) <= 4321
     if option == "trace":

@@ -275,21 +275,21 @@ def child(folder: Path, body: str, startup_timeout: float = 60.0) -> Child:
     return Child("the child", str(folder / "child.py"), {}, startup_timeout)
 
 
-def test_a_child_that_never_gets_ready_is_killed_by_its_name(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_a_child_that_never_gets_ready_is_killed_by_its_name(tmp_path: Path, caplog, monkeypatch) -> None:
     monkeypatch.setattr("processes.STOP_TIMEOUT", 0.1)
     made = child(tmp_path, "time.sleep(1000)", startup_timeout=0.1)
     with pytest.raises(SystemExit) as ended:
         made.wait()
     assert ended.value.code == 2 and not alive(made.process.pid)
-    assert "the child is not ready after 0.1 s (startup_timeout); it is killed" in capfd.readouterr().err
+    assert "the child is not ready after 0.1 s (startup_timeout); it is killed" in caplog.text
     made.stop()
 
 
-def test_a_child_that_stops_while_it_starts_is_killed(tmp_path: Path, capfd) -> None:
+def test_a_child_that_stops_while_it_starts_is_killed(tmp_path: Path, caplog) -> None:
     made = child(tmp_path, "os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(SystemExit):
         made.wait()
-    assert "the child has given no sign of life for" in capfd.readouterr().err
+    assert "the child has given no sign of life for" in caplog.text
     made.stop()
 
 
