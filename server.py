@@ -81,7 +81,7 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-QUIET = ("health", "metrics")  # routes that programs ask for all the time
+QUIET = ("health", "metrics", "live", "page")  # routes that programs ask for all the time, and what the page is made of
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
