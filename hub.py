@@ -316,7 +316,9 @@ def explain(error: Exception, config: EngineConfig) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         return f"revision is {config.revision!r}, which {name} has not; it must be a branch, a tag or a commit of it"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"HF_HUB_OFFLINE is set, and {cache} has no whole copy of {name}: start once without it"
+        return (
+            f"there is no folder {name}, nor a whole copy in {cache}, and HF_HUB_OFFLINE is set: start once without it"
+        )
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else 0
     if status in (401, 403) or isinstance(error, UnicodeEncodeError):
         return f"the token is not one that {ENDPOINT} takes for {name}: set HF_TOKEN to another, or unset it"
@@ -326,7 +328,10 @@ def explain(error: Exception, config: EngineConfig) -> str:
         return f"{cache} is full: make room for {name}, or name another place by --download-dir or HF_HOME"
     if isinstance(error, OSError) and error.errno:
         return f"{name} cannot be downloaded to {cache}: {why}; --download-dir or HF_HOME names another place"
-    return f"{name} cannot be downloaded from {ENDPOINT}: {why}; check the network, HF_ENDPOINT and the proxy"
+    return (
+        f"there is no folder {name}, and it cannot be downloaded from {ENDPOINT}: {why}; check the network, "
+        "HF_ENDPOINT and the proxy"
+    )
 
 
 def first_line(error: Exception) -> str:
