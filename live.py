@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Reversible
+from collections.abc import Callable, Iterable, Iterator, Reversible
 from heapq import nsmallest
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -93,7 +93,7 @@ class Recorder:
         """What there is to see now, and what has happened since the answer that `before` came with.
 
         Returns:
-            The fields of an engine in an event of `/live`, but for `blocks`; of these, what `viewers.blocks_of` takes.
+            The fields of an engine in an event of `/live`, but for `blocks`; instead, what `viewers.blocks_of` takes.
             Ids are the engine's, and with them comes whose the request is. `totals` is for the next question, and
             `seconds` is how long the engine was kept from its steps.
         """
@@ -112,7 +112,10 @@ class Recorder:
             "max_num_seqs": s.config.max_num_seqs,
             "counts": {"waiting": waiting, "running": len(s.running), "swapped": len(s.swapped)},
             "requests": [request_row(group, state) for group, state in islice(self._groups(), MAX_REQUESTS)],
-            **self._tables(),
+            "held": flat((group.key[1], (t for seq in group.seqs for t in seq.tables)) for group in s.running),
+            # Prompts that samples are yet to come for; their tables refer to the blocks, whoever runs on them.
+            "kept": flat((r.groups[0].key[1], r.prompt_tables) for r in s.admission.prompt_holders),
+            "findable": bytes(s.blocks.findable),
             "moves": {
                 **{name: new[name] for name in ("out", "in", "copies")},
                 "blocks_out": latest(self.blocks_out, new["out"]),
@@ -132,31 +135,19 @@ class Recorder:
         for state, queue in (("swapped", s.swapped), ("waiting", chain(s.waiting, s.admission.aside))):
             yield from ((group, state) for group in nsmallest(MAX_REQUESTS, queue, key=lambda group: group.key))
 
-    def _tables(self) -> dict[str, Any]:
-        """The block tables of all who run, and those of prompts that are kept for samples to come.
 
-        They go out as they are, because the engine would lose more time by finding who owns each block.
-        """
-        tables, owners = array("i"), []
-        for group in self.scheduler.running:
-            begin = len(tables)
-            for seq in group.seqs:
-                for table in seq.tables:
-                    tables.fromlist(table)
-            owners.append((group.key[1], len(tables) - begin))
-        kept, keepers = array("i"), []
-        for request in self.scheduler.admission.prompt_holders:
-            begin = len(kept)
-            for table in request.prompt_tables:
-                kept.fromlist(table)
-            keepers.append((request.groups[0].key[1], len(kept) - begin))
-        return {
-            "tables": tables.tobytes(),
-            "owners": owners,
-            "kept": kept.tobytes(),
-            "keepers": keepers,
-            "findable": bytes(self.scheduler.blocks.findable),
-        }
+def flat(holders: Iterable[tuple[int, Iterable[list[int]]]]) -> tuple[bytes, list[tuple[int, int]]]:
+    """The blocks in the tables of each holder, as int32, and how many each key has; -1 where a window has passed.
+
+    They go out as they are, because the engine would lose more time by finding who owns each block.
+    """
+    blocks, counts = array("i"), []
+    for key, tables in holders:
+        begin = len(blocks)
+        for table in tables:
+            blocks.fromlist(table)
+        counts.append((key, len(blocks) - begin))
+    return blocks.tobytes(), counts
 
 
 def request_row(group: SequenceGroup, state: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import threading
 import time
 from array import array
 from collections.abc import Iterator
-from itertools import groupby, islice
+from itertools import chain, groupby, repeat
 from operator import neg
 from typing import Any
 
@@ -132,17 +132,18 @@ def blocks_of(engine: dict[str, Any]) -> list[tuple[int, int]]:
         engine: an answer of `Recorder.look`, of which this takes what the owners are found from.
     """
     owners = [*map(neg, engine.pop("findable"))]  # CACHED, where nobody turns out to hold the block
-    tables = iter(array("i", engine.pop("tables")))
-    for key, count in engine.pop("owners"):
-        for block in islice(tables, count):
-            if block >= 0:  # no window has passed it
-                owners[block] = key if owners[block] in (FREE, CACHED) else SHARED
-    kept = iter(array("i", engine.pop("kept")))
-    for key, count in engine.pop("keepers"):
-        for block in islice(kept, count):
-            if block >= 0 and owners[block] in (FREE, CACHED):
-                owners[block] = key
+    for key, block in holdings(*engine.pop("held")):
+        owners[block] = key if owners[block] in (FREE, CACHED) else SHARED
+    for key, block in holdings(*engine.pop("kept")):
+        if owners[block] in (FREE, CACHED):
+            owners[block] = key
     return [(owner, len(list(run))) for part in in_parts(owners) for owner, run in groupby(part)]
+
+
+def holdings(blocks: bytes, counts: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Each key and block of what `live.flat` has made."""
+    keys = chain.from_iterable(repeat(key, count) for key, count in counts)
+    return ((key, block) for key, block in zip(keys, array("i", blocks), strict=True) if block >= 0)
 
 
 def named(engine: dict[str, Any], client: str | None) -> dict[str, Any]:
