@@ -24,6 +24,7 @@ logger = logging.getLogger("manta")
 console = logger.getChild("console")
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+GROWING = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
 STATS_INTERVAL = 10.0  # seconds between two lines of an engine's throughput
 
 
@@ -103,7 +104,7 @@ class StatLogger:
             return
         now = self.metrics()
         busy = now["num_requests_running"] or now["num_requests_waiting"] or now["num_requests_swapped"]
-        if busy or any(now[name] != self.before[name] for name in ("prompt_tokens_total", "generation_tokens_total")):
+        if busy or any(now[name] != self.before[name] for name in GROWING[:2]):
             self.log()
         else:
             self.since = time.monotonic()
@@ -112,7 +113,7 @@ class StatLogger:
         """Say it."""
         now, at = self.metrics(), time.monotonic()
         seconds = max(at - self.since, 1e-3)
-        grown = {name: now[name] - self.before[name] for name in now if name.endswith("_total")}
+        grown = {name: now[name] - self.before[name] for name in GROWING}
         self.before, self.since = now, at
         asked = grown["prefix_cache_queries_total"]
         facts: dict[str, Any] = {

@@ -12,6 +12,7 @@ Each line below goes after `python bench/bench.py`:
     kernels                                      each kernel, checked, against its floor and a library
     throughput --model FOLDER                    nano-vllm's 256 requests of random lengths, peers beside it
     streams                                      how much of `LLM.generate`'s throughput HTTP streams lose
+    viewers                                      how much of the streams' throughput ten viewers of the page cost
     serve --trace TRACE.csv --rate 2             latencies and goodput of a server under a trace
     startup                                      from the server's start to its first token, by phase
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
@@ -357,6 +358,12 @@ def new_parser() -> argparse.ArgumentParser:
     streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
     streams.add_argument("--new-tokens", type=int, default=64)
     streams.add_argument("--repeats", type=int, default=5)
+    viewers = commands.add_parser("viewers")
+    viewers.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+    viewers.add_argument("--streams", type=int, default=32)
+    viewers.add_argument("--viewers", type=int, default=10)
+    viewers.add_argument("--new-tokens", type=int, default=256)
+    viewers.add_argument("--repeats", type=int, default=7)
     serve = commands.add_parser("serve")
     serve.add_argument("--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: Poisson arrivals")
     serve.add_argument("--rate", type=float, default=2.0, help="mean of the arrivals, in requests a second")
@@ -425,6 +432,8 @@ def main() -> None:
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
         figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+    elif args.command == "viewers":
+        figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
     elif args.command == "serve":
         figures = bench_serve.serve_figures(
             args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale, args.options,

@@ -163,6 +163,52 @@ async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
             raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
 
 
+def viewers_figures(model: str, streams: int, viewers: int, new_tokens: int, repeats: int) -> Figures:
+    """Output tokens a second of concurrent HTTP streams while so many watch `/live`, and while nobody does."""
+    rates: dict[int, list[float]] = {0: [], viewers: []}
+    fewest = math.inf  # events that a viewer had while the streams ran
+    with serving(model) as server:
+        for repeat in range(repeats + 1):
+            for watching in rates:  # they take turns
+                prompts = [f"What is {repeat * streams + i} + {i}?" for i in range(streams)]
+                seconds, events = asyncio.run(read_watched(server.port, watching, prompts, new_tokens))
+                fewest = min(fewest, *events) if events else fewest
+                if repeat > 0:  # the first warms up
+                    rates[watching].append(streams * new_tokens / seconds)
+    alone, watched = (statistics.median(values) for values in rates.values())
+    return [{
+        "concurrent": streams, "new tokens": new_tokens, "viewers": viewers, "fewest events": fewest,
+        "tok/s": round(alone), "min": round(min(rates[0])), "max": round(max(rates[0])),
+        "tok/s watched": round(watched), "min watched": round(min(rates[viewers])),
+        "max watched": round(max(rates[viewers])), "lost": round(1 - watched / alone, 3),
+    }]  # fmt: skip
+
+
+async def read_watched(port: int, viewers: int, prompts: list[str], new_tokens: int) -> tuple[float, list[int]]:
+    """The seconds that `read_streams` takes while so many watch `/live`, and how many events each of them had."""
+    events = [0] * viewers
+
+    async def watch(i: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /live HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+        with contextlib.closing(writer):
+            while line := await reader.readline():
+                events[i] += line.startswith(b"data:")
+
+    watchers = [asyncio.create_task(watch(i)) for i in range(viewers)]
+    while not all(events):  # until each has its first
+        await asyncio.sleep(POLL)
+        if any(watcher.done() for watcher in watchers):
+            raise RuntimeError("a stream of /live ended early")
+    before, begun = list(events), time.perf_counter()
+    await read_streams(port, prompts, new_tokens)
+    seconds = time.perf_counter() - begun
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    return seconds, [now - first for now, first in zip(events, before, strict=True)]
+
+
 # --- a trace, replayed ------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ from bench_serve import (
     startup_figures,
     startup_phases,
     streams_figures,
+    viewers_figures,
 )
 from config import DEMO, VERSION
 
@@ -194,6 +195,11 @@ def test_startup_phases_add_up():
 def test_streams_are_read_to_their_ends():
     (figures,) = streams_figures(DEMO, [2], 4, 1)
     assert figures["concurrent"] == 2 and figures["streams tok/s"] > 0
+
+
+def test_viewers_watch_while_streams_are_read():
+    (figures,) = viewers_figures(DEMO, 2, 2, 500, 1)
+    assert figures["viewers"] == 2 and figures["fewest events"] > 0 and figures["tok/s watched"] > 0
 
 
 def test_a_server_that_does_not_start_is_told(tmp_path):
