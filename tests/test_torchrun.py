@@ -113,8 +113,8 @@ def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> No
         assert server.process.wait(END) == 1
         server.assert_gone()
         log = server.log.read_text()
-        told = "server.py: error: rank 0" if killed == "follower" else "rank 1"
-        assert sum(line.startswith(f"{told} has lost the other ranks: ") for line in log.splitlines()) == 1, log
+        told = "engine 0: rank 0" if killed == "follower" else "worker 1: rank 1"
+        assert log.count(f" ERROR {told} has lost the other ranks: ") == 1, log
         assert "new workers" not in log and "starting another" not in log
 
 
