@@ -186,8 +186,12 @@ def read_frames(sock: socket.socket) -> Iterator[Any]:
 def connect(address: socket.socket) -> socket.socket:
     """A connection to whoever accepts it at the other end of this address."""
     mine, theirs = socket.socketpair()
-    with theirs:
-        socket.send_fds(address, [b"\0"], [theirs.fileno()])
+    try:
+        with theirs:
+            socket.send_fds(address, [b"\0"], [theirs.fileno()])
+    except OSError:
+        mine.close()
+        raise
     return mine
 
 
@@ -337,7 +341,10 @@ class Connection:
                 self.up.clear()
                 self.socket.close()
                 if not self.closed:
-                    self.socket = self._connect()
+                    try:
+                        self.socket = self._connect()
+                    except OSError:  # the server ends, and no process is left that could accept
+                        self.closed = True
             self.lost()
 
     def _watch(self) -> None:
