@@ -238,7 +238,9 @@ def test_beam_search_has_vllms_records(llm, penalty):
         assert beam.text.startswith(llm.tokenizer.decode(prompt, skip_special_tokens=False))
         assert (beam.finish_reason, beam.stop_reason in eos) == (answer.finish_reason, ended)
         score = beam.cum_logprob / len(answer.token_ids) ** penalty
-        assert beam.cum_logprob == whole.cum_logprob and score == pytest.approx(answer.cumulative_logprob, rel=1e-12)
+        # The last bits of a logit depend on what else is in the batch.
+        assert beam.cum_logprob == pytest.approx(whole.cum_logprob, rel=1e-5)
+        assert score == pytest.approx(answer.cumulative_logprob, rel=1e-5)
 
 
 def test_a_bad_beam_search_is_refused_by_name(llm):
