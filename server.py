@@ -273,7 +273,7 @@ def page_view() -> Callable[[], Response]:
     files = {path: (WEB / name).read_bytes() for path, (name, _) in PAGE.items()}
 
     def view() -> Response:
-        if not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
+        if request.root_path and not request.environ["PATH_INFO"]:  # the page's links are relative to the slash
             return Response(status=308, headers={"Location": request.root_path + "/"})
         path = request.url_rule.rule  # type: ignore[union-attr]
         response = Response(files[path], content_type=PAGE[path][1], headers=PAGE_HEADERS)

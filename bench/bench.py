@@ -318,6 +318,18 @@ def add_embed(commands: Any) -> None:
     embed.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
 
 
+def add_streams(commands: Any) -> None:
+    """Add what measures streams of a server."""
+    streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
+    streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
+    viewers.add_argument("--streams", type=int, default=32)
+    viewers.add_argument("--viewers", type=int, default=10)
+    for command, new_tokens in ((streams, 64), (viewers, 256)):
+        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+        command.add_argument("--new-tokens", type=int, default=new_tokens)
+        command.add_argument("--repeats", type=int, default=5)
+
+
 def new_parser() -> argparse.ArgumentParser:
     """The command line's parser: a command for each benchmark, with its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -353,17 +365,6 @@ def new_parser() -> argparse.ArgumentParser:
     throughput = commands.add_parser("throughput")
     throughput.add_argument("--requests", type=int, default=256)
     throughput.add_argument("--scale", type=float, default=1.0, help="factor on lengths, for a slow machine")
-    streams = commands.add_parser("streams")
-    streams.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
-    streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
-    streams.add_argument("--new-tokens", type=int, default=64)
-    streams.add_argument("--repeats", type=int, default=5)
-    viewers = commands.add_parser("viewers")
-    viewers.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
-    viewers.add_argument("--streams", type=int, default=32)
-    viewers.add_argument("--viewers", type=int, default=10)
-    viewers.add_argument("--new-tokens", type=int, default=256)
-    viewers.add_argument("--repeats", type=int, default=7)
     serve = commands.add_parser("serve")
     serve.add_argument("--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: Poisson arrivals")
     serve.add_argument("--rate", type=float, default=2.0, help="mean of the arrivals, in requests a second")
@@ -401,6 +402,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
     add_embed(commands)
+    add_streams(commands)
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
