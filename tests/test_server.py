@@ -554,7 +554,7 @@ def test_one_key_learns_nothing_of_what_another_has_asked(keyed: Server) -> None
     ],
 )
 def test_keys_that_open_the_server_to_all_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flags: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str],
     listed: str | None, words: str,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
@@ -564,5 +564,6 @@ def test_keys_that_open_the_server_to_all_are_refused(
         monkeypatch.setenv("MANTA_API_KEY", listed)
     with pytest.raises(SystemExit) as caught:
         main([*flags, "--plan", "80"])
-    (line,) = caplog.messages
-    assert caught.value.code == 2 and line.startswith("server.py: error: ") and "\n" not in line and words in line
+    printed = capsys.readouterr()
+    assert caught.value.code == 2 and not printed.out
+    assert printed.err.startswith("server.py: error: ") and printed.err.count("\n") == 1 and words in printed.err
