@@ -31,7 +31,7 @@ SERVED = [
     "test_server.py", "test_http.py", "test_protocol.py", "test_replies.py", "test_processes.py", "test_client.py",
     "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
     "test_bodies.py", "test_async_llm.py", "test_batch.py", "test_responses.py", "test_server_logprobs.py",
-    "test_hostile.py", "test_vllm_openai.py",
+    "test_hostile.py", "test_metrics.py", "test_vllm_openai.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
