@@ -170,8 +170,9 @@ def test_messages_carry_sampling_params_whole():
     )  # fmt: skip
     one, other = socket.socketpair()
     with one, other:
-        one.sendall(to_frame(Codec(), EngineCoreRequest("x", [1, 2], params)))
-        assert next(read_frames(other)) == EngineCoreRequest("x", [1, 2], params)
+        request = EngineCoreRequest("x", [1, 2], params)
+        one.sendall(to_frame(Codec(), request))
+        assert next(read_frames(other)) == request
 
 
 def test_a_frame_that_is_no_message_ends_the_connection():
