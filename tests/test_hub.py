@@ -211,12 +211,12 @@ def test_a_download_ends_with_its_parent_and_leaves_no_part(
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         eventually(
-            lambda: list(tmp_path.rglob("*.incomplete")) and "model.safetensors" in hub.downloaded("manta/demo"), 30
+            lambda: list(tmp_path.rglob("*.incomplete")) and "model.safetensors" in hub.downloaded("manta/demo"), 60
         )
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         # A terminal sends Ctrl-C to all of its processes.
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
-        _, said = process.communicate(timeout=10)
+        _, said = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == code

@@ -206,7 +206,7 @@ def test_missing_shard_is_named(checkpoints, tmp_path):
 
 def test_index_cannot_leave_the_folder(model_folder):
     (model_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../model.safetensors"}}')
-    with pytest.raises(ValueError, match="has no"):
+    with pytest.raises(ValueError, match=r"it names .\.\./model.safetensors"):
         make_worker(model_folder)
 
 

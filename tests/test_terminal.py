@@ -154,15 +154,25 @@ def terminal(*argv: str) -> Iterator[Terminal]:
         os.close(it.master)
 
 
-def test_a_conversation_at_a_terminal():
-    with terminal("chat", *ENGINE, "--ignore-eos") as it:
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo with room for answers that take minutes, so that Ctrl-C always comes before their end."""
+    folder = tmp_path_factory.mktemp("endless") / "demo"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**16}))
+    return str(folder)
+
+
+def test_a_conversation_at_a_terminal(endless):
+    with terminal("chat", endless, *ENGINE, "--ignore-eos") as it:
         it.until(r"/help lists the commands.*\s+> ")
         for question, beginning in ((SUM, "81"), ("What is 2 + 3?", "5")):
             it.type(f"{question}\n")
             it.until(rf"\n{beginning}\w+")  # it goes on, because of --ignore-eos
             it.type("\x03")
             told = it.until(r"(\d+) tokens, the first after [\d.]+ s, then [\d.]+ tok/s")
-            assert int(re.search(r"(\d+) tokens", told)[1]) < 900  # of about 1,000
+            assert int(re.search(r"(\d+) tokens", told)[1]) < 60000  # of about 65,000
             it.until("> ")
             it.type("/system You add.\n")
             it.until("> ")
@@ -277,22 +287,14 @@ def test_a_server_answers(server, monkeypatch, capsys, llm):
     assert "server.py chat: error: the API key is missing or wrong" in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_what_a_server_does(server):
-    url = f"http://127.0.0.1:{server.port}"
-    with terminal(
-        "complete", "--url", url, "--api-key", "sesame", "-p", "To", "--ignore-eos", "--max-tokens", "1000"
-    ) as it:
-        it.until(r"\w{2}")
-        it.type("\x03")
-        assert it.process.wait(30) == 130
-    client = server.client()
-    client.api_key = "sesame"
-
-    def running() -> bool:
-        metrics = client.get(f"{url}/metrics", cast_to=str)
-        return "manta_num_requests_running 0" in metrics
-
-    eventually(running)
+def test_ctrl_c_stops_what_a_server_does(endless, tmp_path):
+    with serving(tmp_path, "--model", endless) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        with terminal("complete", "--url", url, "-p", "To", "--ignore-eos", "--max-tokens", "60000") as it:
+            it.until(r"\w{2}")
+            it.type("\x03")
+            assert it.process.wait(30) == 130
+        eventually(lambda: server.running() == 0)
 
 
 def test_an_output_that_takes_nothing_is_one_line(server):
