@@ -201,7 +201,11 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         raise InterruptedError
 
     core = SimpleNamespace(
-        config=EngineConfig(disable_log_stats=True), executor=None, has_work=lambda: True, step=step, check_workers=lambda: None
+        config=EngineConfig(disable_log_stats=True),
+        executor=None,
+        has_work=lambda: True,
+        step=step,
+        check_workers=lambda: None,
     )
     address, listener = socket.socketpair()
     serving_end = EngineServer(core, listener)
