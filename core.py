@@ -77,7 +77,7 @@ class EngineCore:
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
         self.depth = 2 if overlap else 1  # how many of them there are at most
         self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
-        self.stats = StatLogger(self.metrics)
+        self.stat_logger = StatLogger(self.metrics)
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request.
@@ -273,7 +273,7 @@ class EngineCore:
 
     def do_log_stats(self) -> None:
         """Log what has been done since the last time, at the level info."""
-        self.stats.log()
+        self.stat_logger.log()
 
     def explain(self, request_id: str) -> dict[str, Any] | None:
         """Where a request's time went; None if it is unknown, or finished so long ago that it is forgotten."""

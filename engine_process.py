@@ -124,7 +124,7 @@ class EngineServer:
 
     def _log_stats(self) -> None:
         if not self.core.config.disable_log_stats:
-            self.core.stats.log_if_due()
+            self.core.stat_logger.log_if_due()
 
     def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
         """The part of a step's news that each client is sent."""

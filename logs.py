@@ -104,7 +104,7 @@ class StatLogger:
             return
         now = self.metrics()
         busy = now["num_requests_running"] or now["num_requests_waiting"] or now["num_requests_swapped"]
-        if busy or any(now[name] != self.before[name] for name in GROWING[:2]):
+        if busy or any(now[name] != self.before[name] for name in GROWING):
             self.log()
         else:
             self.since = time.monotonic()
