@@ -164,7 +164,8 @@ class EngineStats:
             return
         if group.first_token_at is None:
             group.first_token_at = self.now
-            request.first_token = min(request.first_token, self.now)
+            if request.first_token_at is None:
+                request.first_token_at = self.now
             self.observe("time_to_first_token_seconds", request.delay + self.now - request.arrival)
         elif group.beams is None:  # nobody sees beams grow
             self.observe("inter_token_latency_seconds", self.now - group.token_at)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import math
 from array import array
 from collections import defaultdict
 from collections.abc import Collection, Iterator
@@ -194,7 +193,7 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "allowed", "arrival", "client", "delay", "finished_reports", "first_token", "groups", "held",
+        "admitted", "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "groups", "held",
         "leader", "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
         "request_id", "salt", "stop_ids", "stops", "time_in_queue",
     )  # fmt: skip
@@ -216,8 +215,9 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.stops: dict[int, int] = {}  # the same as `bit_words`
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
-        self.arrival, self.first_token = 0.0, math.inf  # at the scheduler, and when its first token came, in seconds
-        self.delay = 0.0  # how long its arrival was after its client had sent it
+        self.arrival = 0.0  # at the scheduler, in its seconds,
+        self.delay = 0.0  # and how long that was after its client had sent it
+        self.first_token_at: float | None = None  # when its first token came; kept by `EngineStats`
         self.admitted = False
         self.time_in_queue = 0.0  # seconds until it was admitted
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
@@ -278,7 +278,7 @@ class Request:
             "cached_tokens": self.num_cached,
             "finished": not self.groups,
             "seconds": now - self.arrival,
-            "first_token_seconds": self.first_token - self.arrival if self.first_token < math.inf else None,
+            "first_token_seconds": None if self.first_token_at is None else self.first_token_at - self.arrival,
             "answers": sorted(answers, key=lambda answer: answer["index"]),
         }
 
