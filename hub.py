@@ -69,7 +69,7 @@ def find_model(config: EngineConfig, weights: bool = True) -> EngineConfig:
         check_files(name, name, os.listdir(name), weights)
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    return dataclasses.replace(config, snapshot="")
+    return config
 
 
 def weight_names(folder: str) -> list[str]:
