@@ -241,10 +241,10 @@ class Store:
         elif config.api_server_count > 1:
             count = config.api_server_count
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
-        self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
+        self.entries: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
         self.size = 0
 
-    def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
+    def keeper(self, owner: str | None, items: list[dict[str, Any]]) -> Keep:
         """What keeps the states of a response to these items: it takes the response object, and then newer ones of it.
 
         A response that has been deleted meanwhile stays so.
@@ -264,7 +264,7 @@ class Store:
 
         return keep
 
-    def response(self, owner: str, id: str) -> dict[str, Any]:
+    def response(self, owner: str | None, id: str) -> dict[str, Any]:
         """The response object.
 
         Raises:
@@ -272,7 +272,7 @@ class Store:
         """
         return msgspec.json.decode(self._find(owner, id)[0])
 
-    def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
+    def conversation(self, owner: str | None, id: str) -> list[dict[str, Any]]:
         """The items of a conversation up to the end of a response that has ended by itself.
 
         Raises:
@@ -289,7 +289,7 @@ class Store:
             raise ApiError(400, f"{name} is of a response that is {status}; it must be completed or incomplete", name)
         return items + response["output"]
 
-    def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def page(self, owner: str | None, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A part of the items that a response was made from.
 
         Args:
@@ -318,7 +318,7 @@ class Store:
         ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}
         return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
 
-    def delete(self, owner: str, id: str) -> dict[str, Any]:
+    def delete(self, owner: str | None, id: str) -> dict[str, Any]:
         """Forget a response, also one in progress, which then goes on but is not kept.
 
         Raises:
@@ -328,7 +328,7 @@ class Store:
         self._drop((owner, id))
         return {"id": id, "object": "response", "deleted": True}
 
-    def _find(self, owner: str, id: str) -> tuple[bytes, bytes]:
+    def _find(self, owner: str | None, id: str) -> tuple[bytes, bytes]:
         if self.closed:
             raise ApiError(400, self.closed)
         if (owner, id) not in self.entries:
@@ -336,7 +336,7 @@ class Store:
         self.entries.move_to_end((owner, id))
         return self.entries[owner, id]
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: tuple[str | None, str]) -> None:
         self.size -= sum(map(len, self.entries.pop(key, ())))
 
 

@@ -348,13 +348,12 @@ class Api:
 
     def live(self, client: str) -> Events:
         """What the engines do, as it happens; see `viewers.py`."""
-        viewer = self.viewers.enter(self._sees(client))
+        viewer = self.viewers.enter(self._owner(client))
         return Events(self.viewers.events(viewer), functools.partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        mine = self._sees(client)
-        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, mine)
+        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, self._owner(client))
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
         )
@@ -369,13 +368,9 @@ class Api:
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
 
-    def _sees(self, client: str) -> str | None:
-        """Whose requests a client may look at; None: all. With API keys, another's are as good as unknown."""
+    def _owner(self, client: str) -> str | None:
+        """Whose requests and responses a client may see. Without API keys that is None, and all clients are one."""
         return client if self.config.api_key else None
-
-    def _owner(self, client: str) -> str:
-        """Whose a response of this client's is: without API keys, all clients are one."""
-        return client if self.config.api_key else ""
 
     def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A request for Anthropic's Messages API as one for chat completions."""
