@@ -394,9 +394,8 @@ class Admission:
         if found is None:
             return False
         cached, fetched = found
-        if not request.admitted:
-            request.admitted, request.num_cached = True, cached
-            request.time_in_queue = self.now - request.arrival
+        if request.time_in_queue is None:
+            request.time_in_queue, request.num_cached = self.now - request.arrival, cached
             self.counters["prefix_cache_queries_total"] += request.num_prompt
             self.counters["prefix_cache_hits_total"] += cached
             self.counters["host_cache_hits_total"] += fetched * self.config.block_size

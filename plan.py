@@ -124,7 +124,7 @@ class EngineOutput:
     logprobs: list[Logprobs] | None = None  # of each of token_ids, where asked for
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
-    time_in_queue: float = 0.0  # seconds that the request waited before it was first let in
+    time_in_queue: float | None = None  # seconds that the request waited before it was first let in
 
 
 @dataclass(slots=True)

@@ -193,7 +193,7 @@ class Request:
     """
 
     __slots__ = (
-        "admitted", "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "groups", "held",
+        "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "groups", "held",
         "leader", "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
         "request_id", "salt", "stop_ids", "stops", "time_in_queue",
     )  # fmt: skip
@@ -218,8 +218,7 @@ class Request:
         self.arrival = 0.0  # at the scheduler, in its seconds,
         self.delay = 0.0  # and how long that was after its client had sent it
         self.first_token_at: float | None = None  # when its first token came; kept by `EngineStats`
-        self.admitted = False
-        self.time_in_queue = 0.0  # seconds until it was admitted
+        self.time_in_queue: float | None = None  # seconds until it was first admitted; None: it waits
         self.num_cached = 0  # tokens of the prompt that the prefix cache had at first admission
         # Tokens of the prompt whose log-probabilities have gone out, or are not wanted; the first one has none.
         self.num_scored = self.num_prompt if params.prompt_logprobs is None else 1

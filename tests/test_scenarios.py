@@ -84,13 +84,13 @@ class Scenario:
         self.due[request.request_id] = scheduler.step + sum(map(self.cost, ahead)) + tried
 
     def step(self) -> None:
-        waiting = [r for r in self.engine.scheduler.requests.values() if not r.admitted]
+        waiting = [r for r in self.engine.scheduler.requests.values() if r.time_in_queue is None]
         keys = {r.request_id: (r.priority if self.fair else r.groups[0].key[0], r.groups[0].key[1]) for r in waiting}
         deaths = self.engine.deaths
         self.engine.step()
         if self.engine.deaths > deaths:
             self.check_loss({self.poison})
-        for rank, arrival in sorted(keys[r.request_id] for r in waiting if r.admitted):
+        for rank, arrival in sorted(keys[r.request_id] for r in waiting if r.time_in_queue is not None):
             assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
             self.last_in[rank] = arrival
         for name in self.engine.scheduler.requests:
