@@ -239,18 +239,16 @@ def log_request(
     facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
     id = told.get("id", name)
     id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
-    line = " ".join(filter(None, (method, path, f"{status} in {seconds:.3f} s, {id}"))) + (
-        f": {ended}" if ended else ""
-    )
+    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
+    if ended:
+        line += f": {ended}"
     if told:
-        line += (
-            f"; tokens: {told['prompt_tokens']} prompt ({told['cached_tokens']} cached), {told['output_tokens']} output"
-        )
-        line += "".join(
-            f", {told[key]:.3f} s {what}"
-            for key, what in (("queue_seconds", "in the queue"), ("first_token_seconds", "to the first token"))
-            if told[key] is not None
-        )
+        prompt, cached, output = told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]
+        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
+        if told["queue_seconds"] is not None:
+            line += f", {told['queue_seconds']:.3f} s in the queue"
+        if told["first_token_seconds"] is not None:
+            line += f", {told['first_token_seconds']:.3f} s to the first token"
     logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
 
 
