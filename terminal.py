@@ -494,9 +494,9 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         key = options.api_key or os.environ.get("MANTA_API_KEY", "").partition(",")[0]
         return RemoteModel(options.url, key, getattr(flags, "model", None), options.sampling)
     refuse_given(flags, ["api_key"], "without --url there is no server that it could be for")
+    config = find_model(from_flags(EngineConfig, flags))
     # Statistics would come between the lines of a conversation.
-    fixed = {"max_num_seqs": options.max_num_seqs, "disable_log_stats": True}
-    config = find_model(dataclasses.replace(from_flags(EngineConfig, flags), **fixed))
+    config = dataclasses.replace(config, max_num_seqs=options.max_num_seqs, disable_log_stats=True)
     settled, _ = settle(config, ModelConfig.from_folder(config.folder))
     if settled.pools:
         raise ValueError(f"task is {settled.task!r}; to get answers it must be 'generate'")

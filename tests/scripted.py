@@ -136,7 +136,7 @@ def told(
     """An output of a request; an error is its last, and of the others `finished` tells."""
     return EngineOutput(
         "any", ids, finish, None, num_cached_tokens=2, error=error, index=index, cumulative_logprob=logprob,
-        finished=error is not None)  # fmt: skip
+        finished=error is not None, time_in_queue=0.0)  # fmt: skip
 
 
 BROKEN = EngineOutput("any", [], "error", error="worker died", finished=True, engine_fault=True)
