@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,9 @@ collect_ignore = [] if find_spec("flask") else SERVED
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+    # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

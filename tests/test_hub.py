@@ -219,6 +219,7 @@ def test_a_download_ends_with_its_parent_and_leaves_no_part(
         _, said = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == code
     eventually(lambda: not alive(int(child)))
     assert not list(tmp_path.rglob("*.incomplete"))
