@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import reprlib
 from collections.abc import Collection
@@ -22,6 +23,7 @@ RANGES: dict[str, tuple[float, float]] = {  # of whole numbers where these are w
     "top_k": (-1, 2**31 - 1), "max_tokens": (0, 2**31 - 1), "seed": (INT64[0], INT64[-1]), "n": (1, 65536),
     "best_of": (1, 65536), "beam_width": (1, 1024), "logprobs": (0, 1024), "prompt_logprobs": (0, 1024),
     "min_tokens": (0, 2**31 - 1), "truncate_prompt_tokens": (-1, 2**31 - 1),
+    "thinking_token_budget": (0, 2**31 - 1),
 }  # fmt: skip
 
 
@@ -35,6 +37,59 @@ def is_token(value: Any) -> bool:
 def is_bias(value: Any) -> bool:
     """Whether this may be added to a logit."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -100 <= value <= 100
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the text of an answer must be; names and meanings are vLLM's. One of the first six is given, and no other.
+
+    Attributes:
+        json: a JSON schema, as an object or as its text.
+        regex: a regular expression, in the syntax of Rust's crate `regex`.
+        choice: texts, one of which is the answer.
+        grammar: a grammar in Lark's syntax as llguidance has it, or in GBNF, llama.cpp's.
+        json_object: True: any JSON object.
+        structural_tag: JSON of tags within which a schema holds, and of what triggers them.
+        disable_any_whitespace: leave no room between the parts of JSON.
+        disable_additional_properties: allow no properties that an object's schema does not name.
+        whitespace_pattern: a regular expression of what may stand between the parts of JSON.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.json_object:
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            said = " and ".join(given) or "none"
+            raise ValueError(f"structured_outputs has {said}; it must have one of {', '.join(KINDS)}")
+        name = given[0]
+        value = getattr(self, name)
+        if name == "choice":
+            if not isinstance(value, list | tuple) or not value or not all(isinstance(text, str) for text in value):
+                raise ValueError(f"choice is {reprlib.repr(value)}; it must be a list of at least one text")
+            object.__setattr__(self, "choice", tuple(value))
+        elif name in ("json", "structural_tag") and isinstance(value, dict | bool):
+            object.__setattr__(self, name, json.dumps(value, ensure_ascii=False))  # the order of its names counts
+        elif name != "json_object" and (not isinstance(value, str) or not value):
+            raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a text of at least one character")
+        for flag in ("disable_any_whitespace", "disable_additional_properties"):
+            if not isinstance(getattr(self, flag), bool):
+                raise ValueError(f"{flag} is {getattr(self, flag)!r}; it must be true or false")
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise ValueError(f"whitespace_pattern is {self.whitespace_pattern!r}; it must be a regular expression")
+
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of structured outputs
 
 
 @dataclass(frozen=True)
@@ -75,6 +130,12 @@ class SamplingParams:
         bad_word_ids: their tokens, which `Tokenizer.bad_word_ids` makes of them; `LLM` and the server fill it in.
         truncate_prompt_tokens: keep this many tokens of the prompt, its last ones; -1 keeps what the context holds
             beside one token of output.
+        structured_outputs: what the text must be; a dict of `StructuredOutputsParams`' fields will do, too.
+        masked_logprobs: of structured outputs, give log-probabilities among the tokens that were allowed.
+        thinking_token_budget: tokens of hidden reasoning after which it is brought to its end; None sets no limit.
+        reasoning_start_ids: tokens that begin hidden reasoning where an answer begins with them, which may be none: then
+            the prompt has begun it. Structured outputs begin after the reasoning. `LLM` and the server fill in both,
+        reasoning_end_ids: and the tokens that end it; none where there is no reasoning.
     """
 
     temperature: float = 1.0
@@ -106,6 +167,11 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    masked_logprobs: bool = False
+    thinking_token_budget: int | None = None
+    reasoning_start_ids: tuple[int, ...] = ()
+    reasoning_end_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -134,6 +200,7 @@ class SamplingParams:
             "ignore_eos",
             "skip_special_tokens",
             "spaces_between_special_tokens",
+            "masked_logprobs",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
@@ -148,6 +215,7 @@ class SamplingParams:
             raise ValueError(f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {self.max_tokens}")
         self._check_tokens()
         self._check_bad_words()
+        self._check_structure()
         self._check_samples()
 
     def _check_tokens(self) -> None:
@@ -192,6 +260,23 @@ class SamplingParams:
                 if isinstance(token, str) or not is_token(token):
                     raise ValueError(f"bad_word_ids has {token!r}; each must be a whole number from 0 to 2^31 - 1")
         object.__setattr__(self, "bad_word_ids", tuple(tuple(ids) for ids in self.bad_word_ids))
+
+    def _check_structure(self) -> None:
+        """Check what is said of structured outputs and reasoning, and bring it into the form of the annotations."""
+        given = self.structured_outputs
+        if isinstance(given, dict):
+            try:
+                given = StructuredOutputsParams(**given)
+            except TypeError:
+                known = ", ".join(field.name for field in dataclasses.fields(StructuredOutputsParams))
+                raise ValueError(f"structured_outputs is {reprlib.repr(given)}; it may have {known}") from None
+            object.__setattr__(self, "structured_outputs", given)
+        if not isinstance(given, StructuredOutputsParams | None):
+            raise ValueError(f"structured_outputs is {given!r}; it must be StructuredOutputsParams, or a dict of these")
+        if self.masked_logprobs and given is None:
+            raise ValueError("masked_logprobs is true; it is only for structured_outputs")
+        for name in ("reasoning_start_ids", "reasoning_end_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def check_vocabulary(self, size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Check that what lists tokens names only those of so large a vocabulary, and always leaves one to draw.
