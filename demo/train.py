@@ -1,6 +1,7 @@
-"""Train the bundled demo model from nothing and write it as a Hugging Face folder (Qwen3 layout).
+"""Train the bundled demo model and write it as a Hugging Face folder (Qwen3 layout).
 
-    python demo/train.py --corpus tinyshakespeare.txt --minutes 120
+    python demo/train.py --corpus tinyshakespeare.txt --minutes 120                               # from nothing
+    python demo/train.py --corpus tinyshakespeare.txt --minutes 60 --init demo --rate 1e-3        # from what there is
 
 Plain torch, one file, CPU or GPU. The schedule runs over wall-clock minutes, so the same command suits a laptop and a
 GPU; the checkpoint it leaves in `--work` lets a later run go on (`--resume`). The optimizer is Muon (Jordan et al.,
@@ -17,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from structured import Message, StructuredTasks, asks, exam, says
 from tasks import Tasks, read_corpus
 
 CONFIG: dict[str, Any] = {  # config.json of the model
@@ -32,12 +35,46 @@ CONFIG: dict[str, Any] = {  # config.json of the model
     "bos_token_id": None, "eos_token_id": 1, "use_sliding_window": False, "initializer_range": 0.02,
 }  # fmt: skip
 SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-TEMPLATE = (
-    "{%- for message in messages %}{{- '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
-)
+# A tool is shown by the names of its parameters, and of their values where they are few: the context is short.
+TEMPLATE = """
+{%- if tools %}
+    {{- '<|system|>' }}
+    {%- if messages[0].role == 'system' %}
+        {{- messages[0].content + '\\n' }}
+        {%- set messages = messages[1:] %}
+    {%- endif %}
+    {{- 'Tools:' }}
+    {%- for tool in tools %}
+        {{- '\\n' + tool.function.name + '(' }}
+        {%- for name, schema in ((tool.function.parameters or {}).properties or {}).items() %}
+            {{- ', ' if not loop.first }}
+            {{- name }}
+            {{- ': ' + schema.enum | join('|') if schema.enum }}
+        {%- endfor %}
+        {{- ')' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|user|><tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message['role'] + '|>' + message['content'] }}
+    {%- endif %}
+    {%- for call in message.tool_calls %}
+        {{- '\\n' if message.content or not loop.first }}
+        {{- '<tool_call>\\n{"name": ' + call.function.name | tojson }}
+        {{- ', "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+""".strip()
 QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer's is 1
 TURNS = (5, 7, 2, 2, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
+TURNS_WITH_TOOLS = (0, 0, 1, 1, 2, 3, 0.6)  # of those that no tool is for
 
 
 def make_tokenizer(corpus: str) -> Tokenizer:
@@ -67,25 +104,40 @@ class Rows:
 
     def __init__(self, tokenizer: Tokenizer, corpus: str, seed: int):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self.tasks = Tasks(corpus, seed)
+        self.tasks = StructuredTasks(corpus, seed)
         self.text = self.encode(corpus)
-        self.end, self.user, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 3, 4))
+        self.end, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 4))
+        environment = jinja2.Environment()
+        environment.filters["tojson"] = json.dumps  # Jinja's own would sort keys and escape HTML
+        self.template = environment.from_string(TEMPLATE)
 
-    def turn(self, question: str, answer: str) -> tuple[list[int], list[float]]:
-        asked = [self.user, *self.encode(question), self.end, self.assistant]
-        said = [*self.encode(answer), self.end]
-        return asked + said, [QUESTION_WEIGHT] * len(asked) + [1.0] * len(said)
+    def turn(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> tuple[list[int], list[float]]:
+        """Ids of these messages, and their weights: the assistant's words and what ends them are to be learned."""
+        ids, weights, said = self.encode(self.template.render(messages=messages, tools=tools)), [], False
+        for id in ids:
+            weights.append(1.0 if said else QUESTION_WEIGHT)
+            said = id == self.assistant or (said and id != self.end)
+        return ids, weights
 
     def row(self, length: int) -> tuple[list[int], list[float]]:
-        if self.tasks.rng.random() < 0.1:
-            start = self.tasks.rng.randrange(len(self.text) - length)
+        rng = self.tasks.rng
+        if rng.random() < 0.1:
+            start = rng.randrange(len(self.text) - length)
             return self.text[start : start + length], [TEXT_WEIGHT] * length
+        box = self.tasks.toolbox() if rng.random() < (0.6 if length < 512 else 0.2) else None
         known: dict[str, str] = {}
         ids: list[int] = []
         weights: list[float] = []
+        head, tools = self.tasks.system(), box.tools if box else None
         while len(ids) < length:
-            turn = self.turn(*self.tasks.turn(known, TURNS))
+            if rng.random() < (0.75 if box else 0.2):
+                messages = self.tasks.structured(box)
+            else:
+                question, answer = self.tasks.turn(known, TURNS_WITH_TOOLS if box else TURNS)
+                messages = [asks(question), says(answer)]
+            turn = self.turn(head + messages, tools)
             ids, weights = ids + turn[0], weights + turn[1]
+            head, tools = [], None  # these stand before the first turn alone
         return ids[:length], weights[:length]
 
     def batch(self, rows: int, length: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,7 +195,7 @@ class Demo(torch.nn.Module):
             return x.transpose(1, 2)
 
         x = F.embedding(ids, self["model.embed_tokens"])
-        dtype = torch.bfloat16
+        dtype = torch.bfloat16 if torch.is_autocast_enabled(ids.device.type) else torch.float32
         for i in range(c["num_hidden_layers"]):
             at = f"model.layers.{i}."
             y = self.norm(x, at + "input_layernorm")
@@ -158,27 +210,21 @@ class Demo(torch.nn.Module):
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        logits = model(ids[:, :-1])
+    logits = model(ids[:, :-1])
     losses = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights[:, 1:].flatten()).sum() / weights[:, 1:].sum()
 
 
 @torch.no_grad()
-def grade(model: Demo, rows: Rows, corpus: str, device: str, questions: int = 100) -> dict[str, float]:
+def grade(model: Demo, rows: Rows, corpus: str, device: str, each: int = 100) -> dict[str, float]:
     """Share of held-out questions answered exactly, in one pass: a greedy answer is right if each argmax is."""
-    tasks, right = Tasks(corpus, seed=1, graded=True), {}
-    for task in ("sum", "difference", "spell", "repeat", "recall"):
-        right[task] = 0.0
-        for _ in range(questions):
-            recall = task == "recall"
-            turns = tasks.conversation(tasks.rng.randint(100, 1700)) if recall else [getattr(tasks, task)()]
-            ids = [i for question, answer in turns for i in rows.turn(question, answer)[0]]
-            answer = len(rows.encode(turns[-1][1])) + 1
-            with torch.autocast(device, torch.bfloat16):
-                best = model(torch.tensor([ids[:-1]], device=device))[0].argmax(-1)
-            right[task] += best[-answer:].tolist() == ids[-answer:]
-        right[task] /= questions
+    right: dict[str, float] = {}
+    for task, messages, answer, tools in exam(corpus, each, seed=1):
+        if task != "json":  # of which there is more than one right answer
+            ids = rows.turn([*messages, answer], tools)[0]
+            said = len(ids) - ids[::-1].index(rows.assistant)  # where the answer begins
+            best = model(torch.tensor([ids[:-1]], device=device))[0].argmax(-1)
+            right[task] = right.get(task, 0) + (best[said - 1 :].tolist() == ids[said:]) / each
     return right
 
 
@@ -208,20 +254,31 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where the model's files go")
     parser.add_argument("--work", type=Path, default=Path("/tmp/manta-demo.pt"), help="checkpoint to resume from")
     parser.add_argument("--resume", action="store_true", help="go on from --work")
+    parser.add_argument("--init", type=Path, help="folder of a model to begin with, its weights and its tokenizer")
+    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate before it falls")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="float32 is faster on old CPUs"
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="tokens in a step")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    precision = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
     torch.manual_seed(args.seed)
     corpus = read_corpus(args.corpus)
-    tokenizer = make_tokenizer(corpus)
     model = Demo(CONFIG).to(device)
+    if args.init:
+        tokenizer = Tokenizer.from_file(str(args.init / "tokenizer.json"))
+        state = load_file(args.init / "model.safetensors", device)
+        model.weights.load_state_dict({name.replace(".", "/"): tensor.float() for name, tensor in state.items()})
+    else:
+        tokenizer = make_tokenizer(corpus)
     compiled = torch.compile(model, dynamic=False)
     matrices = [p for n, p in model.weights.items() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.weights.items() if p.ndim == 1 or "embed" in n]
     optimizers = [
-        torch.optim.Muon(matrices, lr=3e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.98), weight_decay=0.0),
+        torch.optim.Muon(matrices, lr=args.rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0),
     ]
     peaks = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
     spent, step = 0.0, 0
@@ -243,7 +300,8 @@ def main() -> None:
         # Short rows first: copying from nearby is learned at once there, and distance is then only a matter of degree.
         length = rows.tasks.rng.choices((256, 512, 1024), (4, 1, 1) if progress < 0.25 else (2, 1, 3))[0]
         ids, weights = rows.batch(args.tokens // length, length, device)
-        loss = loss_of(compiled, ids, weights)
+        with precision:
+            loss = loss_of(compiled, ids, weights)
         loss.backward()
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -257,13 +315,15 @@ def main() -> None:
             print(f"{spent / 60:6.1f} min  step {step}  loss {loss.item():.3f}  {rate:,.0f} tok/s", flush=True)
             reported, tokens = time.monotonic(), 0
         if time.monotonic() - kept > 600:
-            print(f"{spent / 60:6.1f} min ", grade(model, rows, corpus, device), flush=True)
+            with precision:
+                print(f"{spent / 60:6.1f} min ", grade(model, rows, corpus, device), flush=True)
             states = [optimizer.state_dict() for optimizer in optimizers]
             torch.save({"model": model.state_dict(), "optimizers": states, "spent": spent, "step": step}, args.work)
             save(model, tokenizer, args.out)
             kept = reported = time.monotonic()
     save(model, tokenizer, args.out)
-    print(grade(model, rows, corpus, device, questions=400), flush=True)
+    with precision:
+        print(grade(model, rows, corpus, device, each=400), flush=True)
 
 
 if __name__ == "__main__":
