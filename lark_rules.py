@@ -115,8 +115,10 @@ class Lark:
         barred = "|".join(re.escape(text).replace("/", "\\/") for text in ends)
         name = f"V{len(self.rules)}"
         self.rules.append(f"{name}: {' & '.join(allowed)} & ~/(?s:.*)({barred})(?s:.*)/")
-        if self.token_ids(end) is not None:
-            return self.rule(f"{null}{name} {self.syntax(end)}")
+        last = MAY_BE_SPECIAL.split(end, maxsplit=1)
+        if len(last) > 1 and self.token_ids(last[1]) is not None:  # which ends the text, so that is not lazy
+            self.rules.append(f"L{name}: {then(name, self.text(last[0]))}")
+            return self.rule(f"{null}L{name} {self.syntax(''.join(last[1:]))}")
         return self.rule(null + self.rule(f"{name} {self.text(end)}", "[lazy]"))
 
     def one_of(self, expressions: Iterable[str]) -> str:

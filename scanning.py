@@ -178,23 +178,31 @@ class Source:
             self.at += len(found)
             return found
 
-    def until(self, stops: Markers, make: Make) -> Steps[str]:
+    def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
         """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
 
-        At the end, all is read, and nothing returned.
+        At the end of the text, the rest is read, and nothing returned.
+
+        Args:
+            stops: the markers.
+            make: makes parts of what is read.
+            is_cut: that there is a marker at the end, so that its beginning is no text.
         """
         searched = 0  # characters, from `at`, in which there is no marker
         while True:
             start, end = stops.split(self.text, self.at + searched)
-            if self.ended and start == end:
-                start = end = len(self.text)
-            piece = self.text[self.at : start]
-            stop = start if self.ended and start == end else self.at + len(piece.rstrip())
+            if self.ended and start == end and not is_cut:
+                start = end = stop = len(self.text)
+            else:
+                stop = self.at + len(self.text[self.at : start].rstrip())
             searched = start - stop
             if stop > self.at:
                 yield make(self.take(stop))
-            if end > start or self.ended:
+            if end > start:
                 return self.text[self.at + searched : self.at + searched + end - start]
+            if self.ended:
+                self.at = len(self.text)
+                return ""
             yield None
 
     def closes(self, *texts: str) -> Waiting[str]:
@@ -312,21 +320,9 @@ class Source:
             yield from self._quoted(make, quote, raw)
         else:
             word = as_json((yield from self.collect(self.scalar)))
-            if not word:
-                self.at = len(self.text) if self.ended else self.at
+            if not word or not (yield from self.char()):
                 raise NoCall
             yield make(word)
-
-    def named(self, between: str) -> Waiting[None]:
-        """Look whether a named argument comes next.
-
-        Raises:
-            NoCall: none does.
-        """
-        key = yield from self.short(between)
-        if not key.strip().isidentifier():
-            raise NoCall
-        self.at -= len(key)
 
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
         """Read keys and values, after their opening bracket, and make a JSON object of them.
@@ -379,10 +375,11 @@ class Source:
         yield make('"')
         while True:
             start, end = stops.split(self.text, self.at)
-            if start > self.at or (self.ended and start == end):
-                yield make(in_string(self.take(len(self.text) if self.ended and start == end else start)))
+            if start > self.at:
+                yield make(in_string(self.take(start)))
             if start == end:
                 if self.ended:
+                    self.at = len(self.text)
                     raise NoCall
                 yield None
             elif (yield from self.follows(quote)):
@@ -392,15 +389,22 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read what a backslash begins; returns it as a JSON string has it."""
-        while True:
-            kind = self.text[self.at + 1 : self.at + 2]
-            if self.ended or (kind and len(self.text) - self.at >= ESCAPE_SIZES.get(kind, 2)):
-                break
+        """Read what a backslash begins; returns it as a JSON string has it.
+
+        Raises:
+            NoCall: the text ends in it.
+        """
+        while not (kind := self.text[self.at + 1 : self.at + 2]) or (
+            len(self.text) - self.at < ESCAPE_SIZES.get(kind, 2)
+        ):
+            if self.ended:
+                self.at = len(self.text)
+                raise NoCall
             yield
         found = ESCAPE.match(self.text, self.at)
-        escape = self.take(found.end() if found else len(self.text))
-        if escape[1:2] in ("x", "u", "U") and len(escape) > 2:
-            number = int(escape[2:], 16)
+        assert found  # a backslash and any character do
+        escape = self.take(found.end())[1:]
+        if len(escape) > 1:
+            number = int(escape[1:], 16)
             return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
-        return in_string(ESCAPED.get(escape[1:], escape))
+        return in_string(ESCAPED.get(escape, "\\" + escape))

@@ -302,8 +302,9 @@ class HeaderFormat:
 
 def schema_value(text: str, schema: Schema) -> str:
     """JSON of the text of an argument: what it says, if the schema allows that type, and else the text itself."""
-    text = text.strip()
-    if value := as_json(text):
+    if is_text(schema):
+        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
+    if value := as_json(text.strip()):
         allowed, found = types_of(schema), type_of(json.loads(value))
         if found in allowed or (found == "integer" and "number" in allowed):
             return value
@@ -361,7 +362,7 @@ class TagFormat:
             if self.name and not (yield from source.follows(self.name)):
                 break
             name = yield from source.short(*{self.name_end or "\n", "\n", self.key, *self.ends})
-            yield calls.begin(name.strip().strip("\"'"))
+            yield calls.begin(name.strip())
             yield from source.follows(self.name_end)
             yield from self._arguments(calls)
             if not self.name:
@@ -376,7 +377,7 @@ class TagFormat:
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, opening, (first, *rest) = calls.source, "{", self.key_end.split()
         while (yield from source.closes(self.key)):
-            key = (yield from source.short(first)).strip("\"'")
+            key = yield from source.short(first)
             for text in (first, *rest):
                 yield from source.closes(text)
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
@@ -386,36 +387,20 @@ class TagFormat:
             yield calls.arguments("{}" if opening == "{" else "}")
 
     def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
-        """Read a value up to its end; of one that is cut, what is sure of it."""
-        source, stops = calls.source, markers(frozenset(self.value_ends))
+        """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
+        source, stops, text = calls.source, markers(frozenset(self.value_ends)), ""
+        streams = types_of(schema) == {"string"}
         yield from source.follows(self.padding)
-        if not is_text(schema):
-            text = yield from source.collect(lambda make: source.until(stops, make))
-            if (yield from source.space()):
-                yield calls.arguments(schema_value(text, schema))
-        else:
-            if "null" in types_of(schema) and (yield from self._is_null(source)):
-                yield calls.arguments("null")
-                yield from source.closes(self.value_end)
-                return
+        if streams:
             yield calls.arguments('"')
-            found = yield from source.until(stops, lambda text: calls.arguments(in_string(text)))
-            if not found:
-                return
-            space = source.take(source.text.index(found, source.at))
-            yield calls.arguments(in_string(space.removesuffix(self.padding)) + '"')
-        yield from source.follows(self.value_end)
-
-    def _is_null(self, source: Source) -> Waiting[bool]:
-        """Whether a value is the word null, which is read then."""
-        source.mark = source.at
-        found = yield from source.follows("null")
-        if found:
-            yield from source.space()
-            found = yield from source.follows(*self.value_ends)
-        source.at = source.at - len(found) if found else source.mark
-        source.mark = None
-        return bool(found)
+            yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
+        else:
+            text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
+        rest = source.text[source.at :]
+        if rest:
+            text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
+            yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
+            yield from source.follows(self.value_end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """See `ToolParser`."""
@@ -424,14 +409,13 @@ class TagFormat:
         return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        quotes = ("\n", '"', "'")
-        name = brief(tool.name, "the tool", *quotes, self.key, *self.ends, *filter(None, (self.name_end,)))
+        name = brief(tool.name, "the tool", "\n", self.name_end or "\n", self.key, *self.ends)
         fields = []
         for key in tool.schema.get("properties") or {}:
             schema, end = property_schema(tool.schema, key), self.padding + self.value_end
             field = then(
                 lark.syntax(self.key),
-                lark.text(brief(key, "the parameter", *quotes, self.key_end.split()[0])),
+                lark.text(brief(key, "the parameter", self.key_end.split()[0])),
                 lark.syntax(self.key_end + self.padding),
                 lark.unquoted(schema, self.value_ends, end)
                 if is_text(schema)
@@ -455,15 +439,17 @@ class PythonFormat:
         brackets: stand around the arguments.
         between: stands between an argument's name and its value.
         raw: stands around strings in which no character has a meaning; empty if strings are Python's.
+        around: stands between the tags and the calls.
     """
 
     begins: tuple[str, ...]
     end: str = ""
     listed: bool = True
     prefix: str = ""
-    brackets: str = "()"
+    brackets: tuple[str, str] = ("(", ")")
     between: str = "="
     raw: str = ""
+    around: str = ""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -492,7 +478,10 @@ class PythonFormat:
             if not name or not (yield from source.follows(opening)):
                 raise NoCall
             if (yield from source.space()) != closing:
-                yield from source.named(self.between)
+                key = yield from source.short(self.between)
+                if not key.strip().isidentifier() and key not in (calls.schemas[name].get("properties") or {}):
+                    raise NoCall
+                source.at -= len(key)
             yield calls.begin(name)
             yield from source.mapping(calls.arguments, self.between, closing, self.raw)
             char = yield from source.space()
@@ -507,11 +496,11 @@ class PythonFormat:
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """See `ToolParser`."""
         call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
-        if self.listed:
-            return then(lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), end)
         if self.prefix:
             return repeated(then(call, end), lark.syntax(self.begins[0]), several)
-        return then(lark.text("\n"), repeated(call, lark.text("\n"), several), lark.text("\n"), end)
+        brackets, separator = (("[", "]"), ", ") if self.listed else ((self.around, self.around), "\n")
+        calls = repeated(call, lark.text(separator), several)
+        return then(lark.text(brackets[0]), calls, lark.text(brackets[1]), end)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         opening, closing = self.brackets
@@ -602,8 +591,11 @@ class HarmonyFormat:
         source.in_reasoning = not name and "analysis" in header
         if header:
             yield from source.space()
+        if name and (yield from source.char()) == "{":  # in JSON, markers are text
+            yield from source.value(make)
         stops = markers(frozenset((*self.begins, *self.ends)))
-        found = yield from source.until(stops, make if name else reasoning if source.in_reasoning else content)
+        kind = make if name else reasoning if source.in_reasoning else content
+        found = yield from source.until(stops, kind, is_cut=bool(name))
         source.in_reasoning = False
         if found:
             yield from source.space()

@@ -39,10 +39,10 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", "{}<｜tool▁sep｜>", "", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     ),
     "functiongemma": PythonFormat(
-        ("<start_function_call>",), "<end_function_call>", False, "call:", "{}", ":", "<escape>"
+        ("<start_function_call>",), "<end_function_call>", False, "call:", ("{", "}"), ":", "<escape>"
     ),
-    "gemma3": PythonFormat(("```tool_code",), "```", listed=False),
-    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", "{}", ":", '<|"|>'),
+    "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
+    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", ("{", "}"), ":", '<|"|>'),
     "glm45": TagFormat(
         begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
         value_end="</arg_value>", call_end="", end="</tool_call>",
@@ -63,9 +63,9 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
-    "llama4_pythonic": PythonFormat(("[", "<|python_start|>"), "<|python_end|>"),
+    "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
     "minimax_m2": TagFormat(
-        begins=("<minimax:tool_call>",), name="<invoke name=", name_end=">", key="<parameter name=", key_end=">",
+        begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
     ),
     "mistral": HeaderFormat(
