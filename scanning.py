@@ -24,6 +24,7 @@ ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", 
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 WORDS = {"True": "true", "False": "false", "None": "null"}
+DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
 
@@ -79,11 +80,13 @@ def as_json(text: str) -> str:
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        try:
-            number = float(text.replace("_", ""))
-        except ValueError:
-            return ""
-        return json.dumps(number) if math.isfinite(number) else ""
+        for read in (lambda text: int(text, 0), float):
+            try:
+                number = read(text)
+            except ValueError:
+                continue
+            return json.dumps(number) if math.isfinite(number) else ""
+        return ""
     return text
 
 
@@ -137,17 +140,24 @@ class Source:
         mark: a place to which the reading may go back; None if there is none.
         ended: whether no more text will come.
         in_reasoning: whether the text at `at` is hidden reasoning.
+        depth: how many lists and objects, as Python writes them, are open at `at`.
     """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended, self.in_reasoning = "", 0, False, False
         self.mark: int | None = None
+        self.depth = 0
 
     def feed(self, text: str) -> None:
         """Add text, and let go of what is read."""
         read = self.at if self.mark is None else self.mark
         self.text, self.at = self.text[read:] + text, self.at - read
         self.mark = None if self.mark is None else 0
+
+    def back(self) -> None:
+        """Go back to the mark, and remove it."""
+        assert self.mark is not None
+        self.at, self.mark = self.mark, None
 
     def take(self, end: int) -> str:
         """The text up to the place `end`, which is read now."""
@@ -294,8 +304,7 @@ class Source:
         """Read a number, or a word as `true` is."""
         while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
             yield None
-        word = self.take(found.start() if found else len(self.text))
-        yield make(word)
+        yield make(self.take(found.start() if found else len(self.text)))
 
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
@@ -354,6 +363,9 @@ class Source:
 
     def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
         """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise NoCall
         yield from self.space()
         first = True
         while not (yield from self.follows(end)):
@@ -364,6 +376,7 @@ class Source:
             if (yield from self.space()) != end and not (yield from self.follows(",")):
                 raise NoCall
             yield from self.space()
+        self.depth -= 1
 
     def _quote(self, raw: str) -> Waiting[str]:
         """Read the beginning of a string, if one comes next."""

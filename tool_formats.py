@@ -19,7 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from lark_rules import Lark, Schema, is_text, property_schema, repeated, then, type_of, types_of
+from lark_rules import (
+    Lark,
+    Schema,
+    brief,
+    is_text,
+    properties_of,
+    property_schema,
+    repeated,
+    then,
+    type_of,
+    types_of,
+)
 from scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
 
 
@@ -94,17 +105,6 @@ class ToolParser(Protocol):
         """The grammar of one or several calls, after the first of `begins`."""
 
 
-def brief(text: str, what: str, *barred: str) -> str:
-    """A name or a key that a format can write.
-
-    Raises:
-        ValueError: it has a text that would end it.
-    """
-    if found := next((each for each in barred if each in text), None):
-        raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
-    return text
-
-
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
@@ -145,17 +145,19 @@ class JsonFormat:
         yield from source.space()
         listed = yield from source.follows("[")
         yield from source.space()
+        before = calls.count
         while (yield from source.follows("{")):
             yield from self._object(calls)
+            source.mark = source.at
             yield from source.space()
-            separator = "," if listed else self.separator
-            if separator and (yield from source.follows(separator)) and (yield from source.space()) != "{":
-                yield content(separator)
+            yield from source.follows("," if listed else self.separator)
+            yield from source.space()
+        if calls.count == before:
+            raise NoCall
+        source.back()
         if listed:
             yield from source.closes("]")
         yield from source.closes(*self.ends)
-        if source.mark is not None:
-            raise NoCall
 
     def _object(self, calls: Calls) -> Steps[None]:
         """Read an object, after its brace."""
@@ -228,6 +230,7 @@ class HeaderFormat:
         after: stands between the arguments and `call_end`.
         call_end: each call ends with it.
         end: of the section.
+        others: further texts that may be in a header.
         older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     """
 
@@ -238,6 +241,7 @@ class HeaderFormat:
     after: str = ""
     call_end: str = ""
     end: str = ""
+    others: tuple[str, ...] = ()
     older: JsonFormat | None = None
 
     @property
@@ -248,7 +252,7 @@ class HeaderFormat:
     @property
     def syntax(self) -> tuple[str, ...]:
         """See `ToolParser`."""
-        return (*self.begins, self.call, self.written, *self.ends)
+        return (*self.begins, self.call, self.written, *self.others, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """See `ToolParser`."""
@@ -271,11 +275,11 @@ class HeaderFormat:
                 yield calls.arguments("{}")
             for text in (self.after.strip(), self.call_end):
                 yield from source.closes(text)
-            yield from source.space()
             source.mark = source.at
+            yield from source.space()
             if not (yield from source.follows(self.call)):
                 break
-        source.mark = None
+        source.back()
         yield from source.closes(self.end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
@@ -354,24 +358,24 @@ class TagFormat:
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """See `ToolParser`."""
-        source = calls.source
+        source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        while True:
-            if self.name and not (yield from source.follows(self.name)):
-                break
-            name = yield from source.short(*{self.name_end or "\n", "\n", self.key, *self.ends})
+        while (yield from source.follows(self.name)) == self.name:
+            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
             yield calls.begin(name.strip())
             yield from source.follows(self.name_end)
             yield from self._arguments(calls)
+            yield from source.closes(self.call_end)
+            source.mark = source.at
             if not self.name:
                 break
-            yield from source.closes(self.call_end)
             yield from source.space()
-        if source.mark is not None:
+        if calls.count == before:
             raise NoCall
-        if begin != self.name or not self.name:
+        source.back()
+        if begin != self.name:
             yield from source.closes(self.end)
 
     def _arguments(self, calls: Calls) -> Steps[None]:
@@ -409,10 +413,10 @@ class TagFormat:
         return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        name = brief(tool.name, "the tool", "\n", self.name_end or "\n", self.key, *self.ends)
+        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
         fields = []
-        for key in tool.schema.get("properties") or {}:
-            schema, end = property_schema(tool.schema, key), self.padding + self.value_end
+        end = self.padding + self.value_end
+        for key, schema, required in properties_of(tool.schema):
             field = then(
                 lark.syntax(self.key),
                 lark.text(brief(key, "the parameter", self.key_end.split()[0])),
@@ -422,7 +426,7 @@ class TagFormat:
                 else then(lark.json(schema, tool.strict), lark.syntax(end)),
                 lark.text("\n"),
             )
-            fields.append(field if key in (tool.schema.get("required") or []) else f"({field})?")
+            fields.append(field if required else f"({field})?")
         begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
         return then(begin, *fields, lark.syntax(self.call_end))
 
@@ -484,11 +488,11 @@ class PythonFormat:
                 source.at -= len(key)
             yield calls.begin(name)
             yield from source.mapping(calls.arguments, self.between, closing, self.raw)
-            char = yield from source.space()
             source.mark = source.at
+            char = yield from source.space()
             if not (yield from source.follows(",")) and (not char.isalpha() or listed):
                 break
-        source.mark = None
+        source.back()
         if listed:
             yield from source.closes("]")
         yield from source.closes(*self.ends)
@@ -505,10 +509,9 @@ class PythonFormat:
     def _call(self, lark: Lark, tool: Tool) -> str:
         opening, closing = self.brackets
         fields = []
-        for key in tool.schema.get("properties") or {}:
+        for key, schema, required in properties_of(tool.schema):
             name = lark.text(brief(key, "the parameter", *"=:\n\"'(){}[], ") + self.between)
-            value = self._value(lark, property_schema(tool.schema, key), tool.strict)
-            fields.append((then(name, value), key in (tool.schema.get("required") or [])))
+            fields.append((then(name, self._value(lark, schema, tool.strict)), required))
         listed = lark.listed(fields, lark.text("," if self.raw else ", "))
         return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
 
@@ -571,7 +574,7 @@ class HarmonyFormat:
             except NoCall:
                 header = ""
         if not header and not (source.ended and found.startswith("<")):
-            source.at = source.mark
+            source.back()
         source.mark = None
         return header
 
@@ -588,7 +591,7 @@ class HarmonyFormat:
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         if name:
             yield calls.begin(name)
-        source.in_reasoning = not name and "analysis" in header
+        source.in_reasoning = not name and "<|channel|>analysis" in header
         if header:
             yield from source.space()
         if name and (yield from source.char()) == "{":  # in JSON, markers are text

@@ -19,7 +19,11 @@ from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 DATA = json.loads((Path(__file__).parent / "data" / "tool_answers.json").read_text())
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in DATA["tools"].items()]
 OTHER_TOOLS = [{"type": "function", "function": {"name": "ж"}}]
-SPECIAL = frozenset({"</s>", "<|eom_id|>", "<|im_end|>", "<tool_call>", "<|call|>", "[ARGS]", "<|tool_call>"})
+SPECIAL = frozenset({"</s>", "<|im_end|>", "<tool_call>", "<escape>"}) | {
+    text
+    for answer in DATA["answers"]
+    for text in re.findall(r"<[|｜][^<>\s]+>|<[^<>\s]+[|｜]>|\[[A-Z_]+\]", answer["text"])
+}
 
 
 def read(pieces, tool_parser=None, reasoning_parser=None, tools=TOOLS, prompt="", special=SPECIAL):
@@ -40,7 +44,7 @@ def cuts(text):
     """The ways in which a text is cut: not at all, everywhere, once at many places, and in threes."""
     yield [text]
     yield list(text)
-    yield from ([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 100))
+    yield from ([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 50))
     yield [text[i : i + 3] for i in range(0, len(text), 3)]
 
 
@@ -202,7 +206,8 @@ WRITTEN = {
             "days": {"type": "integer", "minimum": 1, "maximum": 14},
             "unit": {"type": "string", "enum": ["c", 'f"\n']},
             "exact": {"type": "boolean"},
-            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "note": {"anyOf": [{"$ref": "#/$defs/note"}, {"type": "null"}]},
+            "kind": {"allOf": [{"$ref": "#/$defs/kind"}]},
             "where": {"$ref": "#/$defs/place"},
             "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
             "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]+$"},
@@ -210,7 +215,11 @@ WRITTEN = {
         },
         "required": ["city", "days"],
         "additionalProperties": False,
-        "$defs": {"place": PLACE},
+        "$defs": {
+            "place": PLACE,
+            "note": {"type": "string", "maxLength": 9},
+            "kind": {"type": "string", "enum": ["a", "b"]},
+        },
     },
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
     "get": {
@@ -345,6 +354,76 @@ def test_names_stay_names_whatever_they_hold():
     assert read([text], "hermes", tools=tools)[2] == [[odd, json.dumps({odd: 'é"'}, ensure_ascii=False), ""]]
     with pytest.raises(ValueError, match="cannot write"):
         call_grammar("qwen3_coder", tools, True, False, lambda text: None)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "gemma4", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/b"}]}},
+        },
+        {"properties": {"a": {"type": [{}, 1]}, "b": {"enum": 3}, "c": 5, "d": {"anyOf": [True, {}]}}, "required": 7},
+        {"properties": {"a": {"type": "string", "maxLength": "1}/ x", "pattern": 'a\\/b/c\n"'}}},
+        {"properties": None, "$defs": 3},
+    ],
+)
+def test_odd_schemas_do_no_harm(parser, schema):
+    """A request can hold any JSON; what llguidance cannot compile is refused there."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = call_grammar(parser, tools, True, False, lambda text: None)
+    assert all(re.match(r"(start|TEXT|r\d+|L?V\d+)(\[lazy\])?: ", line) for line in grammar.splitlines())
+    for text in ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "[f(a=1)]"):
+        calls = read([text], parser, tools=tools)[2]
+        assert all(json.loads(arguments)["a"] in (1, "1") for _, arguments, _ in calls)
+
+
+@pytest.mark.parametrize("schema", [[], "object", {"properties": [1]}])
+def test_what_is_no_schema_is_refused(schema):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema or 1}}]
+    with pytest.raises(ValueError, match="must be a JSON schema"):
+        call_grammar("hermes", tools, True, False, lambda text: None)
+    with pytest.raises(ValueError, match="must be a JSON schema"):
+        new_reader("hermes", None, tools, "", ())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("^a/b$", ["a/b"], ["xa/b", "a/bx", "ab"]),
+        (r"^a\/b$", ["a/b"], ["ab"]),
+        (r"\\/", ["x\\/y"], ["/"]),
+        ("b", ["abc", "b"], ["a"]),
+        (r"^\$$", ["$"], [""]),
+        ("^(?:a|b)$", ["a", "b"], ["ab"]),
+    ],
+)
+def test_the_pattern_of_a_text_is_kept(pattern, right, wrong):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = call_grammar("qwen3_coder", tools, True, False, lambda text: None)
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert all(allows(grammar, text.format(value)) for value in right)
+    assert not any(allows(grammar, text.format(value)) for value in wrong)
+
+
+def test_calls_after_a_broken_one_are_content():
+    for text, parser in (
+        ('{"name": "search", "parameters": {}}; {"name": "unknown", "parameters": {}}', "llama3_json"),
+        ("[search(), unknown(a=1)]", "pythonic"),
+        ("<tool_call>\n<function=search>\n</function>\n<function=unknown>\n</function></tool_call>", "qwen3_coder"),
+        ('[TOOL_CALLS]search{}[TOOL_CALLS]unknown{"a": 1}', "mistral"),
+    ):
+        for pieces in cuts(text):
+            content, _, calls = read(pieces, parser)
+            assert calls == [["search", "{}", ""]]
+            assert content == text[text.index(content) :] and "unknown" in content
+
+
+def test_deep_lists_end_a_call():
+    for pieces in cuts("[do_something_cool(steps=" + "[" * 300):
+        assert read(pieces, "pythonic")[2] == [["do_something_cool", '{"steps": ' + "[" * 64, ""]]
 
 
 def test_a_strict_schema_is_kept_whole_or_refused():
