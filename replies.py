@@ -20,6 +20,7 @@ from typing import Any
 import gevent
 import msgspec
 
+from checks import in_parts
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
@@ -27,7 +28,7 @@ from logs import logger
 from messages import text_of
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
-from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, in_parts, without_folders
+from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from gevent.threadpool import ThreadPool
 
 import embeddings
+from checks import in_parts
 from config import VERSION, ServerConfig
 from exposition import exposition
 from messages import item_messages
@@ -43,7 +44,6 @@ from protocol import (
     SCORE,
     TOKENIZE,
     ApiError,
-    in_parts,
     read_fields,
     too_long,
     without_folders,
@@ -51,6 +51,7 @@ from protocol import (
 from replies import Client, Job, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
+from structure import structure_of
 from tokenizer import LONG_TEXT, Tokenizer
 from viewers import Viewers
 
@@ -564,6 +565,7 @@ class Api:
         if given.get("bad_words"):
             given["bad_word_ids"] = self.tokenizer.bad_word_ids(given["bad_words"])
         try:
+            given["structured_outputs"] = structure_of(fields)
             params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])
             each = [dataclasses.replace(params, max_tokens=tokens) for tokens in left]

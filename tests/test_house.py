@@ -24,21 +24,23 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies", "responses",
-        "sampling_params", "tokenizer", "viewers"},
-    "viewers": {"client", "config", "processes", "protocol", "replies"},
+        "checks", "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies",
+        "responses", "sampling_params", "structure", "tokenizer", "viewers"},
+    "viewers": {"checks", "client", "config", "processes", "protocol", "replies"},
     "exposition": {"metrics"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
-    "protocol": {"config", "messages", "sampling_params"},
+    "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
+    "checks": {"config", "messages", "sampling_params"},
+    "structure": {"checks", "config", "sampling_params"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
     "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
-        "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol", "sampling_params",
-        "tokenizer"},
+        "checks", "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol",
+        "sampling_params", "tokenizer"},
     "telemetry": {"logs", "replies"},
-    "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
+    "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
     "vocabularies": set(),
     "templates": set(),
@@ -136,7 +138,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 78, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 80, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
