@@ -42,6 +42,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "telemetry": {"logs", "replies"},
     "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
+    "tools": {"reasoning", "scanning", "tool_formats"},
+    "tool_formats": {"scanning"},
+    "reasoning": {"scanning"},
+    "scanning": set(),
     "vocabularies": set(),
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
@@ -138,7 +142,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 80, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 85, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
