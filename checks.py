@@ -10,12 +10,13 @@ import json
 import reprlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from config import ServerConfig
 from messages import chat_messages, joined_turns, response_items, template_variables
 from sampling_params import MAX_BAD_WORDS
 
+MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
 TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
 TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
@@ -206,6 +207,68 @@ def included(value: Any, config: ServerConfig) -> list[str]:
         message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
         raise Refusal(message, "unsupported_parameter")
     return value
+
+
+class ToolChoice(NamedTuple):
+    """Whether an answer calls tools, and which.
+
+    Attributes:
+        mode: none, auto, or required.
+        names: of those that it may call; None is all.
+        single: at most one call.
+    """
+
+    mode: str
+    names: tuple[str, ...] | None = None
+    single: bool = False
+
+
+MODES = ("none", "auto", "required")
+
+
+def tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    for i, tool in enumerate(value):
+        function = tool.get("function")
+        if (kind := tool.get("type", "function")) != "function":
+            message = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes functions alone"
+            raise Refusal(message, "unsupported_parameter")
+        if not isinstance(function, dict):
+            raise ValueError(f'tool {i} must be {{"type": "function", "function": {{"name": ...}}}}')
+        check_function(function, i)
+    return value
+
+
+def check_function(function: dict[str, Any], i: int) -> None:
+    """Check what is said of the i-th tool."""
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
+        raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")
+    if not isinstance(parameters, dict | None):
+        raise ValueError(f"tool {i} has parameters {reprlib.repr(parameters)}; they must be a JSON schema, an object")
+    if not isinstance(strict, bool | None):
+        raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
+
+
+def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:
+    if value in MODES:
+        return ToolChoice(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and (name := named_function(value)):
+        return ToolChoice("required", (name,), single=True)
+    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and allowed.get("mode") in MODES[1:] and isinstance(allowed.get("tools"), list):
+        names = tuple(map(named_function, allowed["tools"]))
+        if names and all(names):
+            return ToolChoice(allowed["mode"], names)
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise ValueError(f"it must be none, auto, required, {form}, or allowed_tools with a mode and such tools")
+
+
+def named_function(value: Any) -> str:
+    """The name in a reference to a function; empty if it is none."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def chat_template(value: Any, config: ServerConfig) -> str:

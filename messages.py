@@ -34,6 +34,8 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {i} must be an object with a role, which is a string")
         content = _content(message, i)
         message = {key: item for key, item in message.items() if item is not None} | {"content": content}
+        if isinstance(message.get("reasoning"), str):  # vLLM's newer name of what templates know by the older
+            message.setdefault("reasoning_content", message["reasoning"])
         if "audio" in message:
             raise ValueError(f"message {i} has audio; this server takes text alone")
         if "tool_calls" in message:

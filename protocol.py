@@ -153,6 +153,8 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
 BLOCKS = content_of(["text"], checks.TEXT_BLOCK)
 PARTS = content_of(ITEM_TEXTS, checks.ITEM_PART)
 SYSTEM = shown(**BLOCKS)
+REASONING_FORMAT = Literal["auto", "none", "deepseek"]
+TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
 ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
 ITEM_KEYS = {"type": {"const": "message"}, "role": {"enum": ITEM_ROLES}, "content": PARTS, "id": {"type": "string"}}
@@ -164,7 +166,7 @@ def sampling_type(name: str, hint: Any) -> Any:
     own = {
         "logit_bias": shown(type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
-        "bad_words": list[str], "thinking_token_budget": Output,
+        "bad_words": list[str],
     }  # fmt: skip
     if name in own or name not in RANGES:
         return own.get(name, hint)
@@ -181,13 +183,12 @@ def attributes_of(record: type) -> dict[str, str]:
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
 OTHERS = (  # that have rows of their own, or none
     "max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens", "structured_outputs",
-    "reasoning_start_ids", "reasoning_end_ids",
+    "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids",
 )  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
 CHECKS = {
     "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words,
-    "thinking_token_budget": checks.budget,
 }  # fmt: skip
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
@@ -200,7 +201,7 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (), "logits_processors": ([],),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "prompt_embeds": (), "return_prompt_text": (False,),
     "return_token_offsets": (False,),
-    "include_reasoning": (True,), "repetition_detection": (), "watermarking": (False,),
+    "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
     "routed_experts_prompt_start": (0,),
     # SGLang's
@@ -280,13 +281,14 @@ HARMLESS = (
 )  # fmt: skip
 NAMES = ("user", "prompt_cache_key", "safety_identifier")  # that a response repeats
 ECHOED = ("metadata", "store", "parallel_tool_calls", *NAMES)
+HONOURED = {name: (RESPONSES,) for name in ECHOED} | {"parallel_tool_calls": (CHAT, RESPONSES)}  # where not harmless
 CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # Anthropic's
 
 
 def routes_of(name: str) -> tuple[str, ...]:
     """The routes that know a field of `SamplingParams`, or of `HARMLESS`."""
     if name in HARMLESS:
-        return tuple(route for route in ROUTES if route != RESPONSES or name not in ECHOED)
+        return tuple(route for route in ROUTES if route not in HONOURED.get(name, ()))
     if name in (*SEVERAL, "masked_logprobs"):
         return GENERATE
     return (*GENERATE, RESPONSES) if name == "stop" else GENERATE + ANSWER
@@ -322,8 +324,13 @@ FIELDS = (
     Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), checks.template_kwargs),
     Field("chat_template", Source, None, (CHAT, TOKENIZE), checks.chat_template, "Replaces the model's, if allowed."),
     Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
-    Field("tools", Objects, None, (CHAT, TOKENIZE), about="For the chat template; in a chat, with tool_choice none."),
-    Field("tool_choice", shown(enum=["none", "auto"]), None, (CHAT,), checks.only("none", "auto")),
+    Field("tools", Objects, None, (CHAT, TOKENIZE), checks.tools, "Functions that an answer may call."),
+    Field("tool_choice", TOOL_CHOICE, None, (CHAT,), checks.tool_choice, "Whether an answer calls tools, and which."),
+    Field("parallel_tool_calls", bool, True, (CHAT,), about="Whether one answer may hold several calls."),
+    Field("include_reasoning", bool, True, (CHAT,), about="Whether the client gets the hidden reasoning (vLLM's)."),
+    Field("separate_reasoning", bool, True, (CHAT,), about="False leaves reasoning in the content (SGLang's)."),
+    Field("reasoning_format", REASONING_FORMAT, "auto", (CHAT,), None, "none leaves it there, too (llama.cpp's)."),
+    Field("thinking_token_budget", Output, None, (CHAT,), checks.budget, ABOUT["thinking_token_budget"]),
     Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
     Field("reasoning", dict[str, Any], {}, (RESPONSES,), checks.reasoning),
     Field("thinking", dict[str, Any], {}, TURNS, checks.thinking, "For the chat template."),

@@ -48,6 +48,7 @@ from protocol import (
     too_long,
     without_folders,
 )
+from reading import Parsers, Reading
 from replies import Client, Job, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
@@ -109,7 +110,7 @@ class Api:
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
         self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started, self.store = int(time.time()), Store(config)
-        self.viewers = Viewers(client, config, board)
+        self.viewers, self.parsers = Viewers(client, config, board), Parsers(config, tokenizer)
         self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
             COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize,
             EMBEDDINGS: self.embeddings, POOLING: self.pool, CLASSIFY: self.classify, SCORE: self.score,
@@ -138,11 +139,8 @@ class Api:
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation."""
-        if fields["tools"] and fields["tool_choice"] != "none":
-            message = "this server cannot do that yet; it takes null, [], or tools with tool_choice none"
-            message = f"tools is {reprlib.repr(fields['tools'])}: {message}"
-            raise ApiError(400, message, "tools", "unsupported_parameter")
-        return self._generate(CHAT, fields, caller, [self._conversation(fields)], default_max_tokens=None)
+        prompt, reading = self._conversation(fields)
+        return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None, reading=reading)
 
     def responses(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation, in the shapes of OpenAI's Responses API."""
@@ -163,18 +161,19 @@ class Api:
         chat = as_chat(fields, messages, **effort)
         with renamed(messages="input", prompt="input", max_tokens="max_output_tokens"):
             shape = functools.partial(Responses, fields, keep)
-            return self._generate(RESPONSES, chat, caller, [self._conversation(chat)], None, shape)
+            return self._generate(RESPONSES, chat, caller, [self._conversation(chat)[0]], None, shape)
 
     def messages(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
         chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
         with renamed(prompt="messages"):
-            return self._generate(MESSAGES, chat, caller, [self._conversation(chat)], None, Messages)
+            return self._generate(MESSAGES, chat, caller, [self._conversation(chat)[0]], None, Messages)
 
     def count_tokens(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """How many tokens the prompt of such a request has."""
         with renamed(prompt="messages"):
-            return {"input_tokens": len(self._conversation(self._turns(fields))[1])}
+            (_, ids), _ = self._conversation(self._turns(fields))
+            return {"input_tokens": len(ids)}
 
     def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
@@ -383,10 +382,11 @@ class Api:
             continue_final_message=messages[-1]["role"] == "assistant",
         )  # fmt: skip
 
-    def _conversation(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
-        """The prompt for a conversation, and its tokens."""
-        output = self._least_output(fields, None)
-        return self._prompt(fields, self._render(fields), bool(fields["add_special_tokens"]), output)
+    def _conversation(self, fields: dict[str, Any]) -> tuple[tuple[str | None, list[int]], Reading | None]:
+        """The prompt for a conversation with its tokens, and how the answers to it are read."""
+        output, text = self._least_output(fields, None), self._render(fields)
+        prompt = self._prompt(fields, text, bool(fields["add_special_tokens"]), output)
+        return prompt, self.parsers.reading(fields, text)
 
     def _render(self, fields: dict[str, Any]) -> str:
         go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
@@ -492,16 +492,17 @@ class Api:
         prompts: list[Any],
         default_max_tokens: int | None,
         shape: Callable[..., Run] = Run,
+        reading: Reading | None = None,
     ) -> dict[str, Any] | Events:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
         self._need_task("generate")
         self._check_priority(fields)
-        params = self._params(route, fields, [len(ids) for _, ids in prompts], default_max_tokens)
+        params = self._params(route, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading)
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer, reading)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
@@ -532,7 +533,7 @@ class Api:
         return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
 
     def _params(
-        self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None
+        self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None
     ) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
@@ -565,7 +566,7 @@ class Api:
         if given.get("bad_words"):
             given["bad_word_ids"] = self.tokenizer.bad_word_ids(given["bad_words"])
         try:
-            given["structured_outputs"] = structure_of(fields)
+            given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
             params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])
             each = [dataclasses.replace(params, max_tokens=tokens) for tokens in left]

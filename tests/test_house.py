@@ -16,16 +16,17 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # faces
     "server": {
         "batch", "bodies", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config", "openapi",
-        "processes", "protocol", "replies", "responses", "serving", "startup", "telemetry", "terminal", "tokenizer"},
+        "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry", "terminal",
+        "tokenizer"},
     "batch": {
         "bodies", "client", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config",
-        "processes", "protocol", "replies", "serving", "tokenizer"},
+        "processes", "protocol", "reading", "replies", "serving", "tokenizer"},
     "terminal": {
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "checks", "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies",
-        "responses", "sampling_params", "structure", "tokenizer", "viewers"},
+        "checks", "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "reading",
+        "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
     "viewers": {"checks", "client", "config", "processes", "protocol", "replies"},
     "exposition": {"metrics"},
     "embeddings": set(),
@@ -33,12 +34,15 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
     "checks": {"config", "messages", "sampling_params"},
     "structure": {"checks", "config", "sampling_params"},
+    "reading": {
+        "checks", "config", "outputs", "protocol", "reasoning", "sampling_params", "scanning", "structure", "tokenizer",
+        "tools"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
     "responses": {"config", "outputs", "protocol", "replies"},
     "replies": {
         "checks", "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol",
-        "sampling_params", "tokenizer"},
+        "reading", "sampling_params", "scanning", "tokenizer"},
     "telemetry": {"logs", "replies"},
     "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},

@@ -1,0 +1,268 @@
+"""How answers are read that may hold hidden reasoning, or calls of functions.
+
+Parsers     those of the model, which say how the answers to a request are read
+Reading     of the answers to one request, and what the engine is told for it
+Answer      what one answer turns out to be, as it grows
+"""
+
+from __future__ import annotations
+
+import functools
+import reprlib
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from checks import ToolChoice
+from config import ServerConfig
+from outputs import Generation
+from protocol import ApiError
+from reasoning import REASONING_PARSERS, reasoning_parser_of
+from sampling_params import StructuredOutputsParams
+from scanning import Part
+from structure import structure_of
+from tokenizer import Tokenizer
+from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+
+PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
+SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
+SHORT_IDS = "mistral"
+
+
+def check_parsers(config: ServerConfig) -> None:
+    """Check that the parsers of the options are there.
+
+    Raises:
+        ValueError: names one that is not, and those that are.
+    """
+    for option, table in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        if (name := getattr(config, option)) not in ("auto", "none", *table):
+            raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
+
+
+def chosen(name: str, found: Callable[[str], str | None], chat_template: str) -> str | None:
+    """The parser that an option of this value means; `found` is what `auto` does."""
+    return found(chat_template) if name == "auto" else None if name == "none" else name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read.
+
+    Attributes:
+        tool_parser: of `TOOL_PARSERS`; None leaves calls in the content.
+        reasoning_parser: of `REASONING_PARSERS`; None leaves reasoning in the content.
+        tools: those that may be called, in OpenAI's shape.
+        prompt: as rendered.
+        special_tokens: texts that are no content.
+        shows_reasoning: whether the client gets the reasoning.
+        reasoning_ids: the tokens that begin reasoning, which are none where the prompt has begun it, and that end it.
+        params: arguments of `SamplingParams`.
+    """
+
+    tool_parser: str | None
+    reasoning_parser: str | None
+    tools: Sequence[dict[str, Any]]
+    prompt: str
+    special_tokens: frozenset[str]
+    shows_reasoning: bool
+    reasoning_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    params: Mapping[str, Any]
+
+    def call_id(self) -> str:
+        """A name for a call, which the model itself has not named."""
+        name = uuid.uuid4().hex
+        return name[:SHORT_ID] if self.tool_parser == SHORT_IDS else "call_" + name[:24]
+
+
+class Parsers:
+    """Those of a model.
+
+    Args:
+        config: the options that name them.
+        tokenizer: of the model, whose chat template tells what they are.
+    """
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.special_tokens = frozenset(map(tokenizer.token, tokenizer.special_ids))
+        self.tool_parser_of = functools.lru_cache(tool_parser_of)
+        self.reasoning_parser_of = functools.lru_cache(reasoning_parser_of)
+
+    def reading(self, fields: Mapping[str, Any], prompt: str) -> Reading | None:
+        """How the answers to a rendered conversation are read; None where they are nothing but content.
+
+        Args:
+            fields: of the request, with the names of a chat's.
+            prompt: the conversation.
+
+        Raises:
+            ApiError: what the request asks for has no parser here, or contradicts itself.
+        """
+        template = self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+        thinking = chosen(self.config.reasoning_parser, self.reasoning_parser_of, template)
+        if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none":
+            thinking = None
+        if (budget := fields["thinking_token_budget"]) is not None and not thinking:
+            message = "this model's chat template has no reasoning that is known; --reasoning-parser names a parser"
+            raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        choice: ToolChoice = fields["tool_choice"] or ToolChoice("auto")
+        tools = called_tools(fields["tools"] or (), choice)
+        calling = self._tool_parser(template, choice) if tools else None
+        if not thinking and not calling:
+            return None
+        structure = structure_of(fields)
+        if calling:
+            structure = self._with_calls(structure, calling, tools, choice, fields["parallel_tool_calls"])
+        start, end = self._reasoning_ids(thinking, prompt)
+        params: dict[str, Any] = {"skip_special_tokens": False, "structured_outputs": structure}
+        if structure is not None or budget is not None:
+            params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": end}
+        special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
+        shown = fields["include_reasoning"] is not False
+        return Reading(calling, thinking, tools, prompt, special, shown, (start, end), params)
+
+    def _tool_parser(self, template: str, choice: ToolChoice) -> str:
+        name = chosen(self.config.tool_call_parser, self.tool_parser_of, template)
+        if name is None and self.config.tool_call_parser == "auto" and choice.mode == "required":
+            return PLAIN
+        if name is None:
+            message = "tools are given, but this model's chat template calls for no known form of calls"
+            raise ApiError(400, f"{message}; --tool-call-parser names a parser", "tools", "unsupported_parameter")
+        return name
+
+    def _with_calls(
+        self,
+        structure: StructuredOutputsParams | None,
+        parser: str,
+        tools: Sequence[dict[str, Any]],
+        choice: ToolChoice,
+        parallel: bool,
+    ) -> StructuredOutputsParams | None:
+        """What the text of an answer with calls must be; None where nothing is asked of it."""
+        required, several = choice.mode == "required", parallel and not choice.single
+        strict = any(tool["function"].get("strict") for tool in tools)
+        if not (required or strict or structure) and several:
+            return None
+        either = structure is not None and not required  # calls, or what the structure says
+        grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+        if either and structure is not None:
+            schema = '{"type": "object"}' if structure.json_object else structure.json
+            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace:
+                message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+                raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
+            grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {schema}\n"
+        return StructuredOutputsParams(grammar=grammar)
+
+    def _reasoning_ids(self, parser: str | None, prompt: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if parser is None:
+            return (), ()
+        thinking = REASONING_PARSERS[parser]
+        start = () if thinking.opened_by(prompt) else self._ids(thinking.start)
+        return start, self._ids(thinking.end)
+
+    def _ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
+    """Those of a request's tools that an answer may call.
+
+    Raises:
+        ApiError: the choice names another, or there is none to choose.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for name in choice.names or ():
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise ApiError(400, f"tool_choice names {reprlib.repr(name)}; tools has {known[:500]}", "tool_choice")
+    if choice.mode == "required" and not tools:
+        raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
+    if choice.mode == "none":
+        return ()
+    return [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+
+
+@dataclass
+class Call:
+    """A call of a function, as far as it has come; its arguments are JSON."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Answer:
+    """What one answer turns out to be, as it grows.
+
+    Attributes:
+        generation: the answer's text and tokens.
+        reading: how it is read; None if all of it is content.
+        content: for the user.
+        reasoning: what the model wrote for itself.
+        calls: of functions.
+    """
+
+    generation: Generation
+    reading: Reading | None
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        asked = self.reading
+        self._reader = asked and new_reader(
+            asked.tool_parser, asked.reasoning_parser, asked.tools, asked.prompt, asked.special_tokens
+        )
+        self._read = 0  # characters of the text
+        self._searched, self._reasoning_end = 0, -1  # tokens looked through for the end of reasoning; where it is
+
+    def read(self) -> list[Part]:
+        """What is new since the last time; of an answer that is complete all that is left."""
+        text, reader = self.generation.text[self._read :], self._reader
+        self._read += len(text)
+        if reader is None:
+            self.content += text
+            return [Part(content=text)] if text else []
+        parts = reader.feed(text)
+        if self.generation.finished:
+            parts += reader.end()
+        return [part for part in parts if self._take(part)]
+
+    def _take(self, part: Part) -> bool:
+        """Add a part; returns whether the client gets it."""
+        self.content += part.content
+        self.reasoning += part.reasoning
+        if part.name:
+            assert self.reading is not None
+            part.id = part.id or self.reading.call_id()
+            self.calls.append(Call(part.id, part.name))
+        if part.call is not None:
+            self.calls[part.call].arguments += part.arguments
+        return not part.reasoning or bool(self.shown_reasoning)
+
+    @property
+    def shown_reasoning(self) -> str:
+        """The reasoning, as far as the client gets it."""
+        return self.reasoning if self.reading and self.reading.shows_reasoning else ""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None before that."""
+        reason = self.generation.finish_reason
+        return "tool_calls" if reason == "stop" and self.calls else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of its tokens are hidden reasoning, without those that mark it."""
+        start, end = self.reading.reasoning_ids if self.reading else ((), ())
+        ids = self.generation.token_ids
+        if not end or tuple(ids[: len(start)]) != start:
+            return 0
+        while self._reasoning_end < 0 and self._searched + len(end) <= len(ids):
+            if tuple(ids[self._searched : self._searched + len(end)]) == end:
+                self._reasoning_end = self._searched
+            self._searched += 1
+        return (len(ids) if self._reasoning_end < 0 else self._reasoning_end) - len(start)
