@@ -28,6 +28,8 @@ from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
 SHORT_IDS = "mistral"
+HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
+Ids = tuple[int, ...]
 
 
 def check_parsers(config: ServerConfig) -> None:
@@ -57,7 +59,8 @@ class Reading:
         prompt: as rendered.
         special_tokens: texts that are no content.
         shows_reasoning: whether the client gets the reasoning.
-        reasoning_ids: the tokens that begin reasoning, which are none where the prompt has begun it, and that end it.
+        reasoning_start_ids: the tokens that begin reasoning, which are none where the prompt has begun it.
+        reasoning_ends: those of which some end it, the best first; none where there is no reasoning.
         params: arguments of `SamplingParams`.
     """
 
@@ -67,7 +70,8 @@ class Reading:
     prompt: str
     special_tokens: frozenset[str]
     shows_reasoning: bool
-    reasoning_ids: tuple[tuple[int, ...], tuple[int, ...]]
+    reasoning_start_ids: Ids
+    reasoning_ends: tuple[Ids, ...]
     params: Mapping[str, Any]
 
     def call_id(self) -> str:
@@ -89,6 +93,7 @@ class Parsers:
         self.special_tokens = frozenset(map(tokenizer.token, tokenizer.special_ids))
         self.tool_parser_of = functools.lru_cache(tool_parser_of)
         self.reasoning_parser_of = functools.lru_cache(reasoning_parser_of)
+        self.ids_of = functools.cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
 
     def reading(self, fields: Mapping[str, Any], prompt: str) -> Reading | None:
         """How the answers to a rendered conversation are read; None where they are nothing but content.
@@ -115,13 +120,17 @@ class Parsers:
         structure = structure_of(fields)
         if calling:
             structure = self._with_calls(structure, calling, tools, choice, fields["parallel_tool_calls"])
-        start, end = self._reasoning_ids(thinking, prompt)
+        start, ends = self._reasoning_ids(thinking, calling, prompt)
         params: dict[str, Any] = {"skip_special_tokens": False, "structured_outputs": structure}
-        if structure is not None or budget is not None:
-            params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": end}
+        if budget is not None or (structure is not None and calling != HARMONY):
+            params |= {
+                "thinking_token_budget": budget,
+                "reasoning_start_ids": start,
+                "reasoning_end_ids": (*ends, ())[0],
+            }
         special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
         shown = fields["include_reasoning"] is not False
-        return Reading(calling, thinking, tools, prompt, special, shown, (start, end), params)
+        return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
 
     def _tool_parser(self, template: str, choice: ToolChoice) -> str:
         name = chosen(self.config.tool_call_parser, self.tool_parser_of, template)
@@ -146,24 +155,31 @@ class Parsers:
         if not (required or strict or structure) and several:
             return None
         either = structure is not None and not required  # calls, or what the structure says
-        grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+        try:
+            grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+        except ValueError as error:
+            raise ApiError(400, f"tools cannot be written as a grammar: {error}", "tools") from None
         if either and structure is not None:
             schema = '{"type": "object"}' if structure.json_object else structure.json
-            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace:
+            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace or parser == HARMONY:
                 message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+                message += ", and of this model not even that" if parser == HARMONY else ""
                 raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
             grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {schema}\n"
         return StructuredOutputsParams(grammar=grammar)
 
-    def _reasoning_ids(self, parser: str | None, prompt: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
+        """The tokens that begin reasoning, which are none where the prompt has; and those of which some end it."""
         if parser is None:
             return (), ()
         thinking = REASONING_PARSERS[parser]
-        start = () if thinking.opened_by(prompt) else self._ids(thinking.start)
-        return start, self._ids(thinking.end)
-
-    def _ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        ends = thinking.ends
+        if not thinking.starts:
+            ends += TOOL_PARSERS[HARMONY].ends
+        elif calling and thinking.ended_by_calls:
+            ends += TOOL_PARSERS[calling].begins
+        start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
+        return start, tuple(map(self.ids_of, ends))
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
@@ -217,7 +233,7 @@ class Answer:
             asked.tool_parser, asked.reasoning_parser, asked.tools, asked.prompt, asked.special_tokens
         )
         self._read = 0  # characters of the text
-        self._searched, self._reasoning_end = 0, -1  # tokens looked through for the end of reasoning; where it is
+        self._searched = 0  # tokens before which reasoning does not end
 
     def read(self) -> list[Part]:
         """What is new since the last time; of an answer that is complete all that is left."""
@@ -257,12 +273,11 @@ class Answer:
     @property
     def reasoning_tokens(self) -> int:
         """How many of its tokens are hidden reasoning, without those that mark it."""
-        start, end = self.reading.reasoning_ids if self.reading else ((), ())
-        ids = self.generation.token_ids
-        if not end or tuple(ids[: len(start)]) != start:
+        ids, asked = self.generation.token_ids, self.reading
+        start, ends = (asked.reasoning_start_ids, asked.reasoning_ends) if asked else ((), ())
+        if not ends or tuple(ids[: len(start)]) != start:
             return 0
-        while self._reasoning_end < 0 and self._searched + len(end) <= len(ids):
-            if tuple(ids[self._searched : self._searched + len(end)]) == end:
-                self._reasoning_end = self._searched
-            self._searched += 1
-        return (len(ids) if self._reasoning_end < 0 else self._reasoning_end) - len(start)
+        places = range(self._searched, len(ids))
+        end = next((at for at in places if any(tuple(ids[at : at + len(each)]) == each for each in ends)), len(ids))
+        self._searched = min(end, max(self._searched, len(ids) - max(map(len, ends))))
+        return end - len(start)

@@ -8,16 +8,22 @@ as if its whole text were there, and where the text is cut changes nothing.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # of JSON, up to its quote or a lone backslash
 BETWEEN_BRACKETS = re.compile(r'[^"{}\[\]]*')
-SCALAR_END = re.compile(r"[\s,\]}<]")
+WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
+ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
+ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
+ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+WORDS = {"True": "true", "False": "false", "None": "null"}
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
 
@@ -60,6 +66,29 @@ def reasoning(text: str) -> Part:
 def nothing(text: str) -> Part:
     """Text that is only syntax."""
     return Part()
+
+
+def in_string(text: str) -> str:
+    """A text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def as_json(text: str) -> str:
+    """A JSON value, or a word or number of Python's, as JSON; empty if it is none of these."""
+    text = WORDS.get(text, text)
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        try:
+            number = float(text.replace("_", ""))
+        except ValueError:
+            return ""
+        return json.dumps(number) if math.isfinite(number) else ""
+    return text
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not in JSON")
 
 
 class NoCall(Exception):
@@ -139,13 +168,13 @@ class Source:
         return char
 
     def follows(self, *texts: str) -> Waiting[str]:
-        """Read one of the texts if it comes next; returns which, or nothing."""
+        """Read the first of the texts that comes next; returns it, or nothing. Empty ones are left out."""
         while True:
-            rest = self.text[self.at : self.at + max(map(len, texts))]
+            rest = self.text[self.at : self.at + max(map(len, texts), default=0)]
             if not self.ended and any(len(rest) < len(text) and text.startswith(rest) for text in texts):
                 yield
                 continue
-            found = next((text for text in texts if rest.startswith(text)), "")
+            found = next((text for text in texts if text and rest.startswith(text)), "")
             self.at += len(found)
             return found
 
@@ -168,6 +197,14 @@ class Source:
                 return self.text[self.at + searched : self.at + searched + end - start]
             yield None
 
+    def closes(self, *texts: str) -> Waiting[str]:
+        """Read one of the texts after white space, if it comes next. At the end, a part of one is read as well."""
+        yield from self.space()
+        found = yield from self.follows(*texts)
+        if self.ended and any(text.startswith(self.text[self.at :]) for text in texts):
+            self.at = len(self.text)
+        return found
+
     def short(self, *stops: str) -> Waiting[str]:
         """Read a short text up to one of the stops, which stays unread, as a name or a key is.
 
@@ -179,8 +216,22 @@ class Source:
             if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
                 return self.take(found.start())
             if self.ended or len(self.text) - self.at > LONGEST_NAME:
+                self.at = len(self.text) if self.ended else self.at
                 raise NoCall
             yield
+
+    def collect(self, read: Callable[[Make], Steps[Any]]) -> Waiting[str]:
+        """Read something whole; returns its text."""
+        pieces: list[str] = []
+
+        def keep(text: str) -> Part:
+            pieces.append(text)
+            return Part()
+
+        for part in read(keep):
+            if part is None:
+                yield
+        return "".join(pieces)
 
     def string(self) -> Waiting[str]:
         """Read a JSON string and return what it says.
@@ -188,19 +239,11 @@ class Source:
         Raises:
             NoCall: none comes next.
         """
-        pieces: list[str] = []
         if (yield from self.char()) != '"':
             raise NoCall
-
-        def keep(piece: str) -> Part:
-            pieces.append(piece)
-            return Part()
-
-        for part in self.value(keep):
-            if part is None:
-                yield
+        text = yield from self.collect(self.value)
         try:
-            return json.loads("".join(pieces), strict=False)
+            return json.loads(text, strict=False)
         except ValueError:
             raise NoCall from None
 
@@ -241,6 +284,123 @@ class Source:
 
     def scalar(self, make: Make) -> Steps[None]:
         """Read a number, or a word as `true` is."""
-        while not (found := SCALAR_END.search(self.text, self.at)) and not self.ended:
+        while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
             yield None
-        yield make(self.take(found.start() if found else len(self.text)))
+        word = self.take(found.start() if found else len(self.text))
+        yield make(word)
+
+    def literal(self, make: Make, raw: str) -> Steps[None]:
+        """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
+
+        Args:
+            make: makes parts of the JSON.
+            raw: stands around strings in which no character has a meaning; empty if there are none.
+
+        Raises:
+            NoCall: no value comes next.
+        """
+        char = yield from self.space()
+        if char == "{":
+            yield from self.follows("{")
+            yield from self.mapping(make, ":", "}", raw)
+        elif char and char in "[(":
+            yield from self.follows(char)
+            yield make("[")
+            yield from self._items(make, {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
+            yield make("]")
+        elif quote := (yield from self._quote(raw)):
+            yield from self._quoted(make, quote, raw)
+        else:
+            word = as_json((yield from self.collect(self.scalar)))
+            if not word:
+                self.at = len(self.text) if self.ended else self.at
+                raise NoCall
+            yield make(word)
+
+    def named(self, between: str) -> Waiting[None]:
+        """Look whether a named argument comes next.
+
+        Raises:
+            NoCall: none does.
+        """
+        key = yield from self.short(between)
+        if not key.strip().isidentifier():
+            raise NoCall
+        self.at -= len(key)
+
+    def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
+        """Read keys and values, after their opening bracket, and make a JSON object of them.
+
+        Args:
+            make: makes parts of the JSON.
+            between: stands between a key and its value.
+            end: the closing bracket.
+            raw: see `literal`.
+
+        Raises:
+            NoCall: something else comes, or the text ends.
+        """
+
+        def item() -> Steps[None]:
+            if quote := (yield from self._quote(raw)):
+                yield from self._quoted(make, quote, raw)
+            else:
+                yield make(json.dumps((yield from self.short(between)).strip(), ensure_ascii=False))
+            yield from self.space()
+            if not (yield from self.follows(between)):
+                raise NoCall
+            yield make(": ")
+            yield from self.literal(make, raw)
+
+        yield make("{")
+        yield from self._items(make, end, item)
+        yield make("}")
+
+    def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+        yield from self.space()
+        first = True
+        while not (yield from self.follows(end)):
+            if not first:
+                yield make(", ")
+            yield from item()
+            first = False
+            if (yield from self.space()) != end and not (yield from self.follows(",")):
+                raise NoCall
+            yield from self.space()
+
+    def _quote(self, raw: str) -> Waiting[str]:
+        """Read the beginning of a string, if one comes next."""
+        return (yield from self.follows(raw, '"""', "'''", '"', "'"))
+
+    def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
+        """Read a string from after its quote on, and make a JSON string of it."""
+        stops = markers(frozenset({quote} if quote == raw else {quote, "\\"}))
+        yield make('"')
+        while True:
+            start, end = stops.split(self.text, self.at)
+            if start > self.at or (self.ended and start == end):
+                yield make(in_string(self.take(len(self.text) if self.ended and start == end else start)))
+            if start == end:
+                if self.ended:
+                    raise NoCall
+                yield None
+            elif (yield from self.follows(quote)):
+                yield make('"')
+                return
+            else:
+                yield make((yield from self._escape()))
+
+    def _escape(self) -> Waiting[str]:
+        """Read what a backslash begins; returns it as a JSON string has it."""
+        while True:
+            kind = self.text[self.at + 1 : self.at + 2]
+            if self.ended or (kind and len(self.text) - self.at >= ESCAPE_SIZES.get(kind, 2)):
+                break
+            yield
+        found = ESCAPE.match(self.text, self.at)
+        escape = self.take(found.end() if found else len(self.text))
+        if escape[1:2] in ("x", "u", "U") and len(escape) > 2:
+            number = int(escape[2:], 16)
+            return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
+        return in_string(ESCAPED.get(escape[1:], escape))

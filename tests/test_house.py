@@ -46,8 +46,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "telemetry": {"logs", "replies"},
     "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
-    "tools": {"reasoning", "scanning", "tool_formats"},
-    "tool_formats": {"scanning"},
+    "tools": {"lark_rules", "reasoning", "scanning", "tool_formats"},
+    "tool_formats": {"lark_rules", "scanning"},
+    "lark_rules": set(),
     "reasoning": {"scanning"},
     "scanning": set(),
     "vocabularies": set(),
@@ -146,7 +147,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 85, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 86, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
