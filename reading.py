@@ -122,12 +122,12 @@ class Parsers:
             structure = self._with_calls(structure, calling, tools, choice, fields["parallel_tool_calls"])
         start, ends = self._reasoning_ids(thinking, calling, prompt)
         params: dict[str, Any] = {"skip_special_tokens": False, "structured_outputs": structure}
-        if budget is not None or (structure is not None and calling != HARMONY):
-            params |= {
-                "thinking_token_budget": budget,
-                "reasoning_start_ids": start,
-                "reasoning_end_ids": (*ends, ())[0],
-            }
+        if calling == HARMONY and structure is not None:
+            if budget is not None:
+                message = "of this model's answers, those that must follow a grammar cannot have it"
+                raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        elif ends and (budget is not None or structure is not None):
+            params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": ends[0]}
         special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
         shown = fields["include_reasoning"] is not False
         return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
