@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
@@ -18,27 +18,63 @@ JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", l
 Schema = Mapping[str, Any]
 
 
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
+ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
+
+
+# --- what a schema says ----------------------------------------------------------------------------------------------
+
+
 def property_schema(schema: Schema, key: str) -> Schema:
     """The schema of one of an object's values, with the definitions that it may refer to."""
-    found = (schema.get("properties") or {}).get(key, True)
+    found = (schema.get("properties") or {}).get(key)
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     return shared | found if isinstance(found, dict) else {}
 
 
+def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
+    """The keys of an object, the schema of each value, and whether it must be there."""
+    required = schema.get("required")
+    for key in schema.get("properties") or {}:
+        yield key, property_schema(schema, key), isinstance(required, list) and key in required
+
+
+def branches(schema: Schema) -> list[Schema]:
+    """The schemas of which a value must follow one, through references and alternatives; each of them once."""
+    seen: set[str] = set()
+    found: list[Schema] = []
+    rest: list[Any] = [schema]
+    while rest:
+        each = rest.pop()
+        each = each if isinstance(each, dict) else {}
+        if reference := str(each.get("$ref", "")):
+            place, _, name = reference.removeprefix("#/").partition("/")
+            definitions = schema.get(place)
+            if reference not in seen:
+                rest.append(definitions.get(name) if isinstance(definitions, dict) else {})
+            seen.add(reference)
+        elif alternatives := next((each[name] for name in ALTERNATIVES if isinstance(each.get(name), list)), None):
+            rest += alternatives
+        else:
+            found.append(each)
+    return found
+
+
+def choices(schema: Schema) -> list[Any]:
+    """The values that a schema lists; none if it lists none."""
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+
+
 def types_of(schema: Schema) -> set[str]:
     """The JSON types of the values that a schema allows; all types where it does not say."""
-    for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
-            return set().union(*(types_of(each) for each in schema[name] if isinstance(each, dict)))
-    if isinstance(said := schema.get("type"), str | list):
-        return {said} if isinstance(said, str) else set(said)
-    if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-        return {type_of(value) for value in values}
-    reference = str(schema.get("$ref", "")).split("/")
-    if len(reference) == 3 and reference[0] == "#" and isinstance(schema.get(reference[1]), dict):
-        found = schema[reference[1]].get(reference[2])
-        return types_of(found) if isinstance(found, dict) and "$ref" not in found else {*JSON_TYPES.values(), "null"}
-    return {*JSON_TYPES.values(), "null"}
+    types: set[str] = set()
+    for each in branches(schema):
+        said = each.get("type")
+        if not isinstance(said, list):
+            said = [said] if isinstance(said, str) else [type_of(value) for value in choices(each)] or ALL_TYPES
+        types |= {name for name in ALL_TYPES if name in said}
+    return types or {*ALL_TYPES}
 
 
 def type_of(value: Any) -> str:
@@ -49,6 +85,27 @@ def type_of(value: Any) -> str:
 def is_text(schema: Schema) -> bool:
     """Whether the values are strings, which may be null as well: they are written without quotes."""
     return "string" in (types := types_of(schema)) and types <= {"string", "null"}
+
+
+# --- the grammar -----------------------------------------------------------------------------------------------------
+
+
+def brief(text: str, what: str, *barred: str) -> str:
+    """A name, a key or a value that a format can write.
+
+    Raises:
+        ValueError: it has a text that would end it.
+    """
+    if found := next((each for each in barred if each and each in text), None):
+        raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
+    return text
+
+
+def in_slashes(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    written = re.sub(r"\\.|[/\n\r]", lambda found: escaped.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return f"/{written}/"
 
 
 def then(*expressions: str) -> str:
@@ -101,23 +158,40 @@ class Lark:
 
     def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:
         """A string that stands without quotes, and what ends it; none of `ends` may be in it."""
-        null = f'"null" {self.syntax(end)} | ' if "null" in types_of(schema) else ""
-        schema = next((each for each in schema.get("anyOf") or [] if each.get("type") == "string"), schema)
-        if values := schema.get("enum") or ([schema["const"]] if "const" in schema else []):
-            texts = " | ".join(self.text(value) for value in values if isinstance(value, str))
-            return self.rule(f"{null}({texts}) {self.syntax(end)}")
-        least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-        allowed = [f"/(?s:.{{{least},{most}}})/" if least or most else "/(?s:.*)/"]
-        if pattern := schema.get("pattern"):
-            pattern = pattern[1:] if pattern.startswith("^") else f"(?s:.*)(?:{pattern}"
-            pattern = pattern[:-1] if pattern.endswith("$") and not pattern.endswith("\\$") else pattern + "(?s:.*)"
-            allowed.append("/" + pattern.replace("/", "\\/") + "/")
-        barred = "|".join(re.escape(text).replace("/", "\\/") for text in ends)
+        barred = f"(?s:.*)(?:{'|'.join(map(re.escape, ends))})(?s:.*)"
+        written = []
+        for each in branches(schema):
+            if "null" in types_of(each):
+                written.append(then('"null"', self.syntax(end)))
+            texts = [json.dumps(brief(text, "the value", *ends)) for text in choices(each) if isinstance(text, str)]
+            if texts:
+                written.append(then(f"({' | '.join(texts)})", self.syntax(end)))
+            elif "string" in types_of(each):
+                allowed = " & ".join((*map(in_slashes, self._patterns(each)), f"~{in_slashes(barred)}"))
+                written.append(self._ended(allowed, end))
+        return self.one_of(written)
+
+    def _patterns(self, schema: Schema) -> list[str]:
+        """Regular expressions that a string must match as a whole."""
+        least, most = schema.get("minLength"), schema.get("maxLength")
+        sizes = [str(size) if isinstance(size, int) else "" for size in (least, most)]
+        patterns = [f"(?s:.{{{sizes[0] or 0},{sizes[1]}}})"]
+        if isinstance(pattern := schema.get("pattern"), str):
+            before = "" if pattern.startswith("^") else "(?s:.*)"
+            behind = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else "(?s:.*)"
+            inner = pattern.removeprefix("^")
+            patterns.append(f"{before}(?:{inner if behind else inner[:-1]}){behind}")
+        return patterns
+
+    def _ended(self, allowed: str, end: str) -> str:
+        """A text and what ends it. Where that is a special token, the text is all before it, else the shortest."""
         name = f"V{len(self.rules)}"
-        self.rules.append(f"{name}: {' & '.join(allowed)} & ~/(?s:.*)({barred})(?s:.*)/")
-        if self.token_ids(end) is not None:
-            return self.rule(f"{null}{name} {self.syntax(end)}")
-        return self.rule(null + self.rule(f"{name} {self.text(end)}", "[lazy]"))
+        self.rules.append(f"{name}: {allowed}")
+        before, *last = MAY_BE_SPECIAL.split(end, maxsplit=1)
+        if not last or self.token_ids(last[0]) is None:
+            return self.rule(then(name, self.text(end)), "[lazy]")
+        self.rules.append(f"L{name}: {then(name, self.text(before))}")
+        return then(f"L{name}", self.syntax("".join(last)))
 
     def one_of(self, expressions: Iterable[str]) -> str:
         """One of some expressions."""

@@ -24,6 +24,7 @@ ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", 
 ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
 ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
 WORDS = {"True": "true", "False": "false", "None": "null"}
+DEEPEST = 64  # lists and objects within each other
 LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
 
 
@@ -79,11 +80,13 @@ def as_json(text: str) -> str:
     try:
         json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        try:
-            number = float(text.replace("_", ""))
-        except ValueError:
-            return ""
-        return json.dumps(number) if math.isfinite(number) else ""
+        for read in (lambda text: int(text, 0), float):
+            try:
+                number = read(text)
+            except ValueError:
+                continue
+            return json.dumps(number) if math.isfinite(number) else ""
+        return ""
     return text
 
 
@@ -137,17 +140,24 @@ class Source:
         mark: a place to which the reading may go back; None if there is none.
         ended: whether no more text will come.
         in_reasoning: whether the text at `at` is hidden reasoning.
+        depth: how many lists and objects, as Python writes them, are open at `at`.
     """
 
     def __init__(self) -> None:
         self.text, self.at, self.ended, self.in_reasoning = "", 0, False, False
         self.mark: int | None = None
+        self.depth = 0
 
     def feed(self, text: str) -> None:
         """Add text, and let go of what is read."""
         read = self.at if self.mark is None else self.mark
         self.text, self.at = self.text[read:] + text, self.at - read
         self.mark = None if self.mark is None else 0
+
+    def back(self) -> None:
+        """Go back to the mark, and remove it."""
+        assert self.mark is not None
+        self.at, self.mark = self.mark, None
 
     def take(self, end: int) -> str:
         """The text up to the place `end`, which is read now."""
@@ -178,23 +188,31 @@ class Source:
             self.at += len(found)
             return found
 
-    def until(self, stops: Markers, make: Make) -> Steps[str]:
+    def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
         """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
 
-        At the end, all is read, and nothing returned.
+        At the end of the text, the rest is read, and nothing returned.
+
+        Args:
+            stops: the markers.
+            make: makes parts of what is read.
+            is_cut: that there is a marker at the end, so that its beginning is no text.
         """
         searched = 0  # characters, from `at`, in which there is no marker
         while True:
             start, end = stops.split(self.text, self.at + searched)
-            if self.ended and start == end:
-                start = end = len(self.text)
-            piece = self.text[self.at : start]
-            stop = start if self.ended and start == end else self.at + len(piece.rstrip())
+            if self.ended and start == end and not is_cut:
+                start = end = stop = len(self.text)
+            else:
+                stop = self.at + len(self.text[self.at : start].rstrip())
             searched = start - stop
             if stop > self.at:
                 yield make(self.take(stop))
-            if end > start or self.ended:
+            if end > start:
                 return self.text[self.at + searched : self.at + searched + end - start]
+            if self.ended:
+                self.at = len(self.text)
+                return ""
             yield None
 
     def closes(self, *texts: str) -> Waiting[str]:
@@ -286,8 +304,7 @@ class Source:
         """Read a number, or a word as `true` is."""
         while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
             yield None
-        word = self.take(found.start() if found else len(self.text))
-        yield make(word)
+        yield make(self.take(found.start() if found else len(self.text)))
 
     def literal(self, make: Make, raw: str) -> Steps[None]:
         """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
@@ -312,21 +329,9 @@ class Source:
             yield from self._quoted(make, quote, raw)
         else:
             word = as_json((yield from self.collect(self.scalar)))
-            if not word:
-                self.at = len(self.text) if self.ended else self.at
+            if not word or not (yield from self.char()):
                 raise NoCall
             yield make(word)
-
-    def named(self, between: str) -> Waiting[None]:
-        """Look whether a named argument comes next.
-
-        Raises:
-            NoCall: none does.
-        """
-        key = yield from self.short(between)
-        if not key.strip().isidentifier():
-            raise NoCall
-        self.at -= len(key)
 
     def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
         """Read keys and values, after their opening bracket, and make a JSON object of them.
@@ -358,6 +363,9 @@ class Source:
 
     def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
         """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise NoCall
         yield from self.space()
         first = True
         while not (yield from self.follows(end)):
@@ -368,6 +376,7 @@ class Source:
             if (yield from self.space()) != end and not (yield from self.follows(",")):
                 raise NoCall
             yield from self.space()
+        self.depth -= 1
 
     def _quote(self, raw: str) -> Waiting[str]:
         """Read the beginning of a string, if one comes next."""
@@ -379,10 +388,11 @@ class Source:
         yield make('"')
         while True:
             start, end = stops.split(self.text, self.at)
-            if start > self.at or (self.ended and start == end):
-                yield make(in_string(self.take(len(self.text) if self.ended and start == end else start)))
+            if start > self.at:
+                yield make(in_string(self.take(start)))
             if start == end:
                 if self.ended:
+                    self.at = len(self.text)
                     raise NoCall
                 yield None
             elif (yield from self.follows(quote)):
@@ -392,15 +402,22 @@ class Source:
                 yield make((yield from self._escape()))
 
     def _escape(self) -> Waiting[str]:
-        """Read what a backslash begins; returns it as a JSON string has it."""
-        while True:
-            kind = self.text[self.at + 1 : self.at + 2]
-            if self.ended or (kind and len(self.text) - self.at >= ESCAPE_SIZES.get(kind, 2)):
-                break
+        """Read what a backslash begins; returns it as a JSON string has it.
+
+        Raises:
+            NoCall: the text ends in it.
+        """
+        while not (kind := self.text[self.at + 1 : self.at + 2]) or (
+            len(self.text) - self.at < ESCAPE_SIZES.get(kind, 2)
+        ):
+            if self.ended:
+                self.at = len(self.text)
+                raise NoCall
             yield
         found = ESCAPE.match(self.text, self.at)
-        escape = self.take(found.end() if found else len(self.text))
-        if escape[1:2] in ("x", "u", "U") and len(escape) > 2:
-            number = int(escape[2:], 16)
+        assert found  # a backslash and any character do
+        escape = self.take(found.end())[1:]
+        if len(escape) > 1:
+            number = int(escape[1:], 16)
             return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
-        return in_string(ESCAPED.get(escape[1:], escape))
+        return in_string(ESCAPED.get(escape, "\\" + escape))

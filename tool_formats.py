@@ -19,7 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from lark_rules import Lark, Schema, is_text, property_schema, repeated, then, type_of, types_of
+from lark_rules import (
+    Lark,
+    Schema,
+    brief,
+    is_text,
+    properties_of,
+    property_schema,
+    repeated,
+    then,
+    type_of,
+    types_of,
+)
 from scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
 
 
@@ -94,17 +105,6 @@ class ToolParser(Protocol):
         """The grammar of one or several calls, after the first of `begins`."""
 
 
-def brief(text: str, what: str, *barred: str) -> str:
-    """A name or a key that a format can write.
-
-    Raises:
-        ValueError: it has a text that would end it.
-    """
-    if found := next((each for each in barred if each in text), None):
-        raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
-    return text
-
-
 @dataclass(frozen=True)
 class JsonFormat:
     """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
@@ -145,17 +145,19 @@ class JsonFormat:
         yield from source.space()
         listed = yield from source.follows("[")
         yield from source.space()
+        before = calls.count
         while (yield from source.follows("{")):
             yield from self._object(calls)
+            source.mark = source.at
             yield from source.space()
-            separator = "," if listed else self.separator
-            if separator and (yield from source.follows(separator)) and (yield from source.space()) != "{":
-                yield content(separator)
+            yield from source.follows("," if listed else self.separator)
+            yield from source.space()
+        if calls.count == before:
+            raise NoCall
+        source.back()
         if listed:
             yield from source.closes("]")
         yield from source.closes(*self.ends)
-        if source.mark is not None:
-            raise NoCall
 
     def _object(self, calls: Calls) -> Steps[None]:
         """Read an object, after its brace."""
@@ -228,6 +230,7 @@ class HeaderFormat:
         after: stands between the arguments and `call_end`.
         call_end: each call ends with it.
         end: of the section.
+        others: further texts that may be in a header.
         older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
     """
 
@@ -238,6 +241,7 @@ class HeaderFormat:
     after: str = ""
     call_end: str = ""
     end: str = ""
+    others: tuple[str, ...] = ()
     older: JsonFormat | None = None
 
     @property
@@ -248,7 +252,7 @@ class HeaderFormat:
     @property
     def syntax(self) -> tuple[str, ...]:
         """See `ToolParser`."""
-        return (*self.begins, self.call, self.written, *self.ends)
+        return (*self.begins, self.call, self.written, *self.others, *self.ends)
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """See `ToolParser`."""
@@ -271,11 +275,11 @@ class HeaderFormat:
                 yield calls.arguments("{}")
             for text in (self.after.strip(), self.call_end):
                 yield from source.closes(text)
-            yield from source.space()
             source.mark = source.at
+            yield from source.space()
             if not (yield from source.follows(self.call)):
                 break
-        source.mark = None
+        source.back()
         yield from source.closes(self.end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
@@ -302,8 +306,9 @@ class HeaderFormat:
 
 def schema_value(text: str, schema: Schema) -> str:
     """JSON of the text of an argument: what it says, if the schema allows that type, and else the text itself."""
-    text = text.strip()
-    if value := as_json(text):
+    if is_text(schema):
+        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
+    if value := as_json(text.strip()):
         allowed, found = types_of(schema), type_of(json.loads(value))
         if found in allowed or (found == "integer" and "number" in allowed):
             return value
@@ -353,30 +358,30 @@ class TagFormat:
 
     def read(self, calls: Calls, begin: str) -> Steps[None]:
         """See `ToolParser`."""
-        source = calls.source
+        source, before = calls.source, calls.count
         if begin != self.name:
             yield from source.follows(begin)
             yield from source.space()
-        while True:
-            if self.name and not (yield from source.follows(self.name)):
-                break
-            name = yield from source.short(*{self.name_end or "\n", "\n", self.key, *self.ends})
-            yield calls.begin(name.strip().strip("\"'"))
+        while (yield from source.follows(self.name)) == self.name:
+            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
+            yield calls.begin(name.strip())
             yield from source.follows(self.name_end)
             yield from self._arguments(calls)
+            yield from source.closes(self.call_end)
+            source.mark = source.at
             if not self.name:
                 break
-            yield from source.closes(self.call_end)
             yield from source.space()
-        if source.mark is not None:
+        if calls.count == before:
             raise NoCall
-        if begin != self.name or not self.name:
+        source.back()
+        if begin != self.name:
             yield from source.closes(self.end)
 
     def _arguments(self, calls: Calls) -> Steps[None]:
         source, opening, (first, *rest) = calls.source, "{", self.key_end.split()
         while (yield from source.closes(self.key)):
-            key = (yield from source.short(first)).strip("\"'")
+            key = yield from source.short(first)
             for text in (first, *rest):
                 yield from source.closes(text)
             yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
@@ -386,36 +391,20 @@ class TagFormat:
             yield calls.arguments("{}" if opening == "{" else "}")
 
     def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
-        """Read a value up to its end; of one that is cut, what is sure of it."""
-        source, stops = calls.source, markers(frozenset(self.value_ends))
+        """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
+        source, stops, text = calls.source, markers(frozenset(self.value_ends)), ""
+        streams = types_of(schema) == {"string"}
         yield from source.follows(self.padding)
-        if not is_text(schema):
-            text = yield from source.collect(lambda make: source.until(stops, make))
-            if (yield from source.space()):
-                yield calls.arguments(schema_value(text, schema))
-        else:
-            if "null" in types_of(schema) and (yield from self._is_null(source)):
-                yield calls.arguments("null")
-                yield from source.closes(self.value_end)
-                return
+        if streams:
             yield calls.arguments('"')
-            found = yield from source.until(stops, lambda text: calls.arguments(in_string(text)))
-            if not found:
-                return
-            space = source.take(source.text.index(found, source.at))
-            yield calls.arguments(in_string(space.removesuffix(self.padding)) + '"')
-        yield from source.follows(self.value_end)
-
-    def _is_null(self, source: Source) -> Waiting[bool]:
-        """Whether a value is the word null, which is read then."""
-        source.mark = source.at
-        found = yield from source.follows("null")
-        if found:
-            yield from source.space()
-            found = yield from source.follows(*self.value_ends)
-        source.at = source.at - len(found) if found else source.mark
-        source.mark = None
-        return bool(found)
+            yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
+        else:
+            text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
+        rest = source.text[source.at :]
+        if rest:
+            text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
+            yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
+            yield from source.follows(self.value_end)
 
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """See `ToolParser`."""
@@ -424,21 +413,20 @@ class TagFormat:
         return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
-        quotes = ("\n", '"', "'")
-        name = brief(tool.name, "the tool", *quotes, self.key, *self.ends, *filter(None, (self.name_end,)))
+        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
         fields = []
-        for key in tool.schema.get("properties") or {}:
-            schema, end = property_schema(tool.schema, key), self.padding + self.value_end
+        end = self.padding + self.value_end
+        for key, schema, required in properties_of(tool.schema):
             field = then(
                 lark.syntax(self.key),
-                lark.text(brief(key, "the parameter", *quotes, self.key_end.split()[0])),
+                lark.text(brief(key, "the parameter", self.key_end.split()[0])),
                 lark.syntax(self.key_end + self.padding),
                 lark.unquoted(schema, self.value_ends, end)
                 if is_text(schema)
                 else then(lark.json(schema, tool.strict), lark.syntax(end)),
                 lark.text("\n"),
             )
-            fields.append(field if key in (tool.schema.get("required") or []) else f"({field})?")
+            fields.append(field if required else f"({field})?")
         begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
         return then(begin, *fields, lark.syntax(self.call_end))
 
@@ -455,15 +443,17 @@ class PythonFormat:
         brackets: stand around the arguments.
         between: stands between an argument's name and its value.
         raw: stands around strings in which no character has a meaning; empty if strings are Python's.
+        around: stands between the tags and the calls.
     """
 
     begins: tuple[str, ...]
     end: str = ""
     listed: bool = True
     prefix: str = ""
-    brackets: str = "()"
+    brackets: tuple[str, str] = ("(", ")")
     between: str = "="
     raw: str = ""
+    around: str = ""
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -492,14 +482,17 @@ class PythonFormat:
             if not name or not (yield from source.follows(opening)):
                 raise NoCall
             if (yield from source.space()) != closing:
-                yield from source.named(self.between)
+                key = yield from source.short(self.between)
+                if not key.strip().isidentifier() and key not in (calls.schemas[name].get("properties") or {}):
+                    raise NoCall
+                source.at -= len(key)
             yield calls.begin(name)
             yield from source.mapping(calls.arguments, self.between, closing, self.raw)
-            char = yield from source.space()
             source.mark = source.at
+            char = yield from source.space()
             if not (yield from source.follows(",")) and (not char.isalpha() or listed):
                 break
-        source.mark = None
+        source.back()
         if listed:
             yield from source.closes("]")
         yield from source.closes(*self.ends)
@@ -507,19 +500,18 @@ class PythonFormat:
     def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
         """See `ToolParser`."""
         call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
-        if self.listed:
-            return then(lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), end)
         if self.prefix:
             return repeated(then(call, end), lark.syntax(self.begins[0]), several)
-        return then(lark.text("\n"), repeated(call, lark.text("\n"), several), lark.text("\n"), end)
+        brackets, separator = (("[", "]"), ", ") if self.listed else ((self.around, self.around), "\n")
+        calls = repeated(call, lark.text(separator), several)
+        return then(lark.text(brackets[0]), calls, lark.text(brackets[1]), end)
 
     def _call(self, lark: Lark, tool: Tool) -> str:
         opening, closing = self.brackets
         fields = []
-        for key in tool.schema.get("properties") or {}:
+        for key, schema, required in properties_of(tool.schema):
             name = lark.text(brief(key, "the parameter", *"=:\n\"'(){}[], ") + self.between)
-            value = self._value(lark, property_schema(tool.schema, key), tool.strict)
-            fields.append((then(name, value), key in (tool.schema.get("required") or [])))
+            fields.append((then(name, self._value(lark, schema, tool.strict)), required))
         listed = lark.listed(fields, lark.text("," if self.raw else ", "))
         return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
 
@@ -582,7 +574,7 @@ class HarmonyFormat:
             except NoCall:
                 header = ""
         if not header and not (source.ended and found.startswith("<")):
-            source.at = source.mark
+            source.back()
         source.mark = None
         return header
 
@@ -599,11 +591,14 @@ class HarmonyFormat:
         name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
         if name:
             yield calls.begin(name)
-        source.in_reasoning = not name and "analysis" in header
+        source.in_reasoning = not name and "<|channel|>analysis" in header
         if header:
             yield from source.space()
+        if name and (yield from source.char()) == "{":  # in JSON, markers are text
+            yield from source.value(make)
         stops = markers(frozenset((*self.begins, *self.ends)))
-        found = yield from source.until(stops, make if name else reasoning if source.in_reasoning else content)
+        kind = make if name else reasoning if source.in_reasoning else content
+        found = yield from source.until(stops, kind, is_cut=bool(name))
         source.in_reasoning = False
         if found:
             yield from source.space()

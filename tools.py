@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from lark_rules import Lark
+from lark_rules import Lark, then
 from reasoning import REASONING_PARSERS, ReasoningParser
 from scanning import Make, NoCall, Part, Source, Steps, content, markers, reasoning
 from tool_formats import (
@@ -39,10 +40,10 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", "{}<｜tool▁sep｜>", "", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     ),
     "functiongemma": PythonFormat(
-        ("<start_function_call>",), "<end_function_call>", False, "call:", "{}", ":", "<escape>"
+        ("<start_function_call>",), "<end_function_call>", False, "call:", ("{", "}"), ":", "<escape>"
     ),
-    "gemma3": PythonFormat(("```tool_code",), "```", listed=False),
-    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", "{}", ":", '<|"|>'),
+    "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
+    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", ("{", "}"), ":", '<|"|>'),
     "glm45": TagFormat(
         begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
         value_end="</arg_value>", call_end="", end="</tool_call>",
@@ -63,13 +64,14 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
     ),
     "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
     "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
-    "llama4_pythonic": PythonFormat(("[", "<|python_start|>"), "<|python_end|>"),
+    "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
     "minimax_m2": TagFormat(
-        begins=("<minimax:tool_call>",), name="<invoke name=", name_end=">", key="<parameter name=", key_end=">",
+        begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
         value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
     ),
     "mistral": HeaderFormat(
-        ("[TOOL_CALLS]",), "[TOOL_CALLS]", MISTRAL, "{}[ARGS]", older=JsonFormat(("[TOOL_CALLS]",), listed=True)
+        ("[TOOL_CALLS]",), "[TOOL_CALLS]", MISTRAL, "{}[ARGS]", others=("[CALL_ID]",),
+        older=JsonFormat(("[TOOL_CALLS]",), listed=True),
     ),
     "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
     "openai": HarmonyFormat(),
@@ -82,6 +84,8 @@ TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
         value_end="</parameter>", call_end="</function>", end="</seed:tool_call>",
     ),
 }  # fmt: skip
+SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
+PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
 # What a chat template has of a format, and which that is; the first that fits.
 SIGNS = (
     (("<|channel|>", "<|call|>"), "openai"),
@@ -195,28 +199,39 @@ def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Step
 
     If there were none, the beginning of that text is read, which `make` makes parts of.
     """
-    source = calls.source
+    source, before = calls.source, calls.count
     source.mark = source.at
     yield from source.space()
     try:
         yield from format.read(calls, begin)
-        return True
     except NoCall:
+        source.depth = 0
         if source.mark is None:
             yield from source.closes(*format.ends)
-            return True
-        source.at = source.mark
-        rest = source.text[source.at :]
-        yield make(source.take(source.at + len(rest) - len(rest.lstrip()) + 1))
-        return False
-    finally:
-        source.mark = None
+        else:
+            source.back()
+    if calls.count > before:
+        return True
+    rest = source.text[source.at :]
+    yield make(source.take(source.at + len(rest) - len(rest.lstrip()) + 1))
+    return False
 
 
 def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """The functions of a request's tools; one without a schema takes any object."""
-    each = [tool["function"] for tool in tools]
-    return [Tool(f["name"], f.get("parameters") or {"type": "object"}, bool(f.get("strict"))) for f in each]
+    """The functions of a request's tools; one without a schema takes any object.
+
+    Raises:
+        ValueError: what should be a schema is none.
+    """
+    found = []
+    for function in (tool["function"] for tool in tools):
+        name, schema = function["name"], function.get("parameters") or {"type": "object"}
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+            raise ValueError(
+                f"the parameters of the tool {name!r} are {reprlib.repr(schema)}; they must be a JSON schema"
+            )
+        found.append(Tool(name, schema, bool(function.get("strict"))))
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -240,6 +255,9 @@ def new_reader(
         tools: the request's, in OpenAI's shape. What names none of them is no call.
         prompt: as rendered; its end tells whether the answer begins within reasoning.
         special_tokens: texts that are left out where they are not a part of the syntax.
+
+    Raises:
+        ValueError: what should be a tool's schema is none.
     """
     format = TOOL_PARSERS[tool_parser] if tool_parser else None
     thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
@@ -270,15 +288,16 @@ def call_grammar(
 
     Args:
         tool_parser: one of `TOOL_PARSERS`.
-        tools: that may be called, in OpenAI's shape. The arguments follow each one's schema; where it is not `strict`,
-            what no grammar can hold a model to is left out of it.
+        tools: that may be called, at least one, in OpenAI's shape. The arguments follow each one's schema; where it is
+            not `strict`, what no grammar can hold a model to is left out of it.
         required: there is at least one call, and nothing beside; otherwise text, or calls, or calls after text. In a
             format whose calls begin with a bracket, text does not begin with it, and no calls come after it.
         parallel: there may be several calls. Models of `openai` write one at a time.
         token_ids: the id of a text that is one special token of the model; None if it is none.
 
     Raises:
-        ValueError: a name of a tool, or of one of its parameters, has a text that the format gives another meaning.
+        ValueError: a name of a tool, or of one of its parameters, has a text that the format gives another meaning; or
+            what should be a tool's schema is none.
     """
     lark, format = Lark(token_ids), TOOL_PARSERS[tool_parser]
     if isinstance(format, HarmonyFormat):
@@ -286,7 +305,7 @@ def call_grammar(
     written, begin = format.write(lark, functions(tools), parallel), format.begins[0]
     bracket = begin in ("[", "{")
     if required:
-        return lark.grammar(written if bracket else f"{lark.syntax(begin)} {written}")
+        return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))
     if bracket:
-        return lark.grammar(f'/[^\\s\\[{{](?s:.*)/ | {written} | ""')
+        return lark.grammar(then(SPACE, f"({PLAIN} | {written})?"))
     return lark.grammar(f"TEXT? | {lark.until(begin)} {written}")
