@@ -471,6 +471,16 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         raise ValueError(f"{path} {what}: {' '.join(why.split())}") from None
 
 
+def tokenizer_json(folder: str) -> str:
+    """What a folder's `tokenizer.json` says, or would say if it had one.
+
+    Raises:
+        ValueError: there is none, and nothing that can stand in for it.
+    """
+    path = Path(folder) / "tokenizer.json"
+    return path.read_text() if path.is_file() else _load(Path(folder))[0].to_str()
+
+
 def _compile_templates(
     folder: Path, config: dict[str, Any], environment: TemplateEnvironment
 ) -> dict[str, ChatTemplate]:

@@ -57,15 +57,16 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "client", "config", "core", "embeddings", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
         "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "journal", "live", "logs", "model_config", "plan", "pooling", "sampling_params",
-        "scheduler",
-        "sequence", "tracing"},
+        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling",
+        "sampling_params", "scheduler", "sequence", "tracing"},
+    "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
+    "schemas": {"sampling_params"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
@@ -147,7 +148,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 86, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 88, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
