@@ -13,14 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from config import ServerConfig
-from messages import chat_messages, joined_turns, response_items, template_variables
+from messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
 from sampling_params import MAX_BAD_WORDS
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served
 TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
-TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
-ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
+CACHED_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+BLOCKS = {  # the keys of Anthropic's blocks; some are what an earlier answer had
+    "text": ("type", "text", "cache_control", "citations"),
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
+    "thinking": ("type", "thinking", "signature"), "redacted_thinking": ("type", "data"),
+}  # fmt: skip
+ITEMS = {  # and those of OpenAI's items
+    "message": ("id", "type", "role", "status", "content", "phase"),
+    "function_call": ("id", "type", "call_id", "name", "arguments", "status", "caller", "namespace"),
+    "function_call_output": ("id", "type", "call_id", "output", "status", "caller"),
+    "reasoning": ("id", "type", "summary", "content", "encrypted_content", "status"),
+}  # fmt: skip
+FLAT_TOOL = ("type", "name", "description", "parameters", "strict")
 ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
 # What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
 NEVER_THERE = (
@@ -146,7 +158,7 @@ def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
     for message in value:
         known_keys(message, ("role", "content"), config)
         for block in message["content"] if isinstance(message["content"], list) else ():
-            known_keys(block, TEXT_BLOCK, config)
+            known_keys(block, BLOCKS[block["type"]], config)
     return found
 
 
@@ -157,9 +169,10 @@ def system_text(value: Any, config: ServerConfig) -> str:
 def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
     found = response_items(value)
     for item in value if isinstance(value, list) else ():
-        known_keys(item, ITEM, config)
-        for part in item["content"] if isinstance(item["content"], list) else ():
-            known_keys(part, ITEM_PART, config)
+        known_keys(item, ITEMS[item.get("type") or "message"], config)
+        for key in ("content", "output", "summary"):
+            for part in parts if isinstance(parts := item.get(key), list) else ():
+                known_keys(part, ITEM_PART, config)
     return found
 
 
@@ -173,7 +186,7 @@ def settings(**known: Any) -> Check:
                 continue
             if isinstance(allowed, type):
                 if not isinstance(given, allowed) or isinstance(given, bool):
-                    raise ValueError(f"{name} must be {'a string' if allowed is str else 'a whole number'}")
+                    raise ValueError(f"{name} must be {TYPE_NAMES[allowed]}")
             elif given not in allowed:
                 words = " or ".join(map(json.dumps, allowed)) or "null"
                 raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
@@ -182,17 +195,20 @@ def settings(**known: Any) -> Check:
     return check
 
 
-reasoning = settings(effort=str, summary=[], generate_summary=[], mode=[], context=[])
-output_config = settings(effort=str, format=[])
-text_format = settings(format=[{"type": "text"}], verbosity=str)
+# Of reasoning there is no summary; "auto" is what there is.
+reasoning = settings(effort=str, summary=["auto"], generate_summary=[], mode=[], context=[])
+THINKING = settings(
+    type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=["summarized", "omitted"]
+)  # fmt: skip
 
 
 def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
-    found = settings(type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=[])(value, config)
-    budget = {} if found["budget_tokens"] is None else {"thinking_budget": found["budget_tokens"]}
+    found = THINKING(value, config)
     if found["type"] is None:
         raise ValueError("it must have a type")
-    return {} if found["type"] == "adaptive" else {"enable_thinking": found["type"] == "enabled", **budget}
+    if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
+        raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
+    return found
 
 
 def labels(value: Any, config: ServerConfig) -> dict[str, str]:
@@ -249,13 +265,47 @@ def check_function(function: dict[str, Any], i: int) -> None:
         raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
 
 
+def flat_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type", "function")) == "function":
+            known_keys(tool, FLAT_TOOL, config)
+        function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
+        found.append({"type": kind, "function": function})
+    return tools(found, config)
+
+
+def message_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as Anthropic has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type") or "custom") == "custom":
+            known_keys(tool, CACHED_TOOL, config)
+        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+        function["parameters"] = tool.get("input_schema")
+        found.append({"type": "function" if kind == "custom" else kind, "function": function})
+    return tools(found, config)
+
+
+def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoice:
+    """Anthropic's."""
+    known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
+    kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
+    modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+    if kind not in modes or not isinstance(single, bool) or (kind == "tool") != isinstance(name, str):
+        form = "tool with a name"
+        raise ValueError(f"type must be auto, any, none, or {form}; disable_parallel_tool_use must be true or false")
+    return ToolChoice(modes[kind], (name,) if kind == "tool" else None, single)
+
+
 def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:
     if value in MODES:
         return ToolChoice(value)
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "function" and (name := named_function(value)):
         return ToolChoice("required", (name,), single=True)
-    allowed = value.get("allowed_tools") if kind == "allowed_tools" else None
+    allowed = value.get("allowed_tools", value) if kind == "allowed_tools" else None
     if isinstance(allowed, dict) and allowed.get("mode") in MODES[1:] and isinstance(allowed.get("tools"), list):
         names = tuple(map(named_function, allowed["tools"]))
         if names and all(names):
@@ -265,8 +315,8 @@ def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:
 
 
 def named_function(value: Any) -> str:
-    """The name in a reference to a function; empty if it is none."""
-    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    """The name in a reference to a function, as a chat or a response has it; empty if it is none."""
+    function = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 

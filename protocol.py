@@ -25,7 +25,7 @@ from checks import Check, Refusal
 from config import ServerConfig
 from messages import ITEM_ROLES, ITEM_TEXTS
 from sampling_params import RANGES, PoolingParams, SamplingParams
-from structure import FORMS
+from structure import FORMS, flat_format, output_config, response_text
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
@@ -150,15 +150,16 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": message}
 
 
-BLOCKS = content_of(["text"], checks.TEXT_BLOCK)
+TEXT_BLOCKS = content_of(["text"], checks.BLOCKS["text"])
+BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
 PARTS = content_of(ITEM_TEXTS, checks.ITEM_PART)
-SYSTEM = shown(**BLOCKS)
+SYSTEM = shown(**TEXT_BLOCKS)
 REASONING_FORMAT = Literal["auto", "none", "deepseek"]
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
 ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
-ITEM_KEYS = {"type": {"const": "message"}, "role": {"enum": ITEM_ROLES}, "content": PARTS, "id": {"type": "string"}}
-INPUT = shown(anyOf=[{"type": "string"}, conversation(False, **({key: {} for key in checks.ITEM} | ITEM_KEYS))])
+ITEM = {"type": "object", "properties": {"type": {"enum": list(checks.ITEMS)}, "role": {"enum": ITEM_ROLES}}}
+INPUT = shown(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM}])
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -233,12 +234,11 @@ NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
         "access_programs": (), **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     MESSAGES: {
-        "tool_choice": ({"type": "auto"}, {"type": "none"}), "container": (), "mcp_servers": ([],),
-        "context_management": (), "output_format": (), "speed": ("standard",), **NOT_IN_ANSWERS, **ONE_ANSWER,
+        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
+        **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     COUNT_TOKENS: {
-        "tool_choice": ({"type": "auto"}, {"type": "none"}), "mcp_servers": ([],), "context_management": (),
-        "output_format": (), "speed": ("standard",),
+        "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
     },
 }  # fmt: skip
 # What other servers call by another name than this one.
@@ -326,15 +326,20 @@ FIELDS = (
     Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
     Field("tools", Objects, None, (CHAT, TOKENIZE), checks.tools, "Functions that an answer may call."),
     Field("tool_choice", TOOL_CHOICE, None, (CHAT,), checks.tool_choice, "Whether an answer calls tools, and which."),
+    Field("tools", Objects, None, (RESPONSES,), checks.flat_tools, "Functions that an answer may call."),
+    Field("tools", Objects, None, TURNS, checks.message_tools, "Functions that an answer may call."),
+    Field("tool_choice", TOOL_CHOICE, None, (RESPONSES,), checks.tool_choice, "Whether an answer calls tools."),
+    Field("tool_choice", dict[str, Any], None, TURNS, checks.message_tool_choice, "Whether an answer calls tools."),
     Field("parallel_tool_calls", bool, True, (CHAT,), about="Whether one answer may hold several calls."),
     Field("include_reasoning", bool, True, (CHAT,), about="Whether the client gets the hidden reasoning (vLLM's)."),
     Field("separate_reasoning", bool, True, (CHAT,), about="False leaves reasoning in the content (SGLang's)."),
     Field("reasoning_format", REASONING_FORMAT, "auto", (CHAT,), None, "none leaves it there, too (llama.cpp's)."),
-    Field("thinking_token_budget", Output, None, (CHAT,), checks.budget, ABOUT["thinking_token_budget"]),
+    Field("thinking_token_budget", Output, None, (CHAT, *ANSWER), checks.budget, ABOUT["thinking_token_budget"]),
     Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
     Field("reasoning", dict[str, Any], {}, (RESPONSES,), checks.reasoning),
     Field("thinking", dict[str, Any], {}, TURNS, checks.thinking, "For the chat template."),
-    Field("output_config", dict[str, Any], {}, TURNS, checks.output_config),
+    Field("output_config", dict[str, Any], {}, TURNS, output_config),
+    Field("output_format", dict[str, Any], None, TURNS, flat_format, "The older place of output_config.format."),
     Field("stream", bool, False, GENERATE + ANSWER, about="Server-sent events, as the answer grows."),
     Field("stream_options", dict[str, Any], None, GENERATE, checks.stream_options),
     Field("max_completion_tokens", Output),
@@ -370,11 +375,11 @@ FIELDS = (
         Field(name, sampling_type(name, HINTS[name]), None, routes_of(name), CHECKS.get(name), ABOUT[name])
         for name in PARAMS
     ),
-    Field("text", dict[str, Any], {}, (RESPONSES,), checks.text_format),
+    Field("text", dict[str, Any], {}, (RESPONSES,), response_text),
     Field("include", list[str], [], (RESPONSES,), checks.included),
     Field("store", bool, None, (RESPONSES,), about="Keep the response, to be read or to go on from."),
     Field("metadata", dict[str, Any], {}, (RESPONSES,), checks.labels, "Is a part of the reply."),
-    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Is a part of the reply."),
+    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Whether an answer may hold several calls."),
     *(Field(name, Name, None, (RESPONSES,), about="Is a part of the reply.") for name in NAMES),
     *(Field(name, Any, None, routes_of(name), about="Is accepted and changes nothing.") for name in HARMLESS),
     *(Field(name, Any, None, TURNS, about="Is accepted and changes nothing.") for name in CACHES),

@@ -8,11 +8,12 @@ Answer      what one answer turns out to be, as it grows
 from __future__ import annotations
 
 import functools
+import itertools
 import reprlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from checks import ToolChoice
 from config import ServerConfig
@@ -29,6 +30,7 @@ PLAIN = "json"  # the parser of calls that only a grammar brings about, because 
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
 SHORT_IDS = "mistral"
 HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
+CONTENT, REASONING, CALL = "content", "reasoning", "call"  # kinds of a block
 Ids = tuple[int, ...]
 
 
@@ -105,8 +107,7 @@ class Parsers:
         Raises:
             ApiError: what the request asks for has no parser here, or contradicts itself.
         """
-        template = self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
-        thinking = chosen(self.config.reasoning_parser, self.reasoning_parser_of, template)
+        thinking = self.reasoning_parser(fields)
         if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none":
             thinking = None
         if (budget := fields["thinking_token_budget"]) is not None and not thinking:
@@ -114,7 +115,7 @@ class Parsers:
             raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
         choice: ToolChoice = fields["tool_choice"] or ToolChoice("auto")
         tools = called_tools(fields["tools"] or (), choice)
-        calling = self._tool_parser(template, choice) if tools else None
+        calling = self._tool_parser(fields, choice) if tools else None
         if not thinking and not calling:
             return None
         structure = structure_of(fields)
@@ -132,8 +133,15 @@ class Parsers:
         shown = fields["include_reasoning"] is not False
         return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
 
-    def _tool_parser(self, template: str, choice: ToolChoice) -> str:
-        name = chosen(self.config.tool_call_parser, self.tool_parser_of, template)
+    def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
+        """The parser of hidden reasoning for a request like this; None if the model is not known to have any."""
+        return chosen(self.config.reasoning_parser, self.reasoning_parser_of, self._template(fields))
+
+    def _template(self, fields: Mapping[str, Any]) -> str:
+        return self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+
+    def _tool_parser(self, fields: Mapping[str, Any], choice: ToolChoice) -> str:
+        name = chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields))
         if name is None and self.config.tool_call_parser == "auto" and choice.mode == "required":
             return PLAIN
         if name is None:
@@ -201,74 +209,109 @@ def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequenc
 
 
 @dataclass
-class Call:
-    """A call of a function, as far as it has come; its arguments are JSON."""
+class Block:
+    """A part of an answer, as far as it has come: content, hidden reasoning, or a call of a function.
 
-    id: str
-    name: str
-    arguments: str = ""
+    Attributes:
+        kind: CONTENT, REASONING or CALL.
+        text: of content and of reasoning; of a call its arguments, which are JSON.
+        id: of a call.
+        name: of the function.
+    """
+
+    kind: str
+    text: str = ""
+    id: str = ""
+    name: str = ""
 
 
-@dataclass
+class Piece(NamedTuple):
+    """What is new of an answer.
+
+    Attributes:
+        at: which of its blocks has grown.
+        text: that is new.
+        begins: whether this begins the block.
+    """
+
+    at: int
+    text: str
+    begins: bool
+
+
 class Answer:
     """What one answer turns out to be, as it grows.
 
-    Attributes:
+    Args:
         generation: the answer's text and tokens.
         reading: how it is read; None if all of it is content.
-        content: for the user.
-        reasoning: what the model wrote for itself.
-        calls: of functions.
+
+    Attributes:
+        blocks: its parts in their order, but for reasoning that the client does not get. `read` adds to them.
     """
 
-    generation: Generation
-    reading: Reading | None
-    content: str = ""
-    reasoning: str = ""
-    calls: list[Call] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        asked = self.reading
-        self._reader = asked and new_reader(
-            asked.tool_parser, asked.reasoning_parser, asked.tools, asked.prompt, asked.special_tokens
+    def __init__(self, generation: Generation, reading: Reading | None):
+        self.generation, self.reading = generation, reading
+        self.blocks: list[Block] = []
+        self._reader = reading and new_reader(
+            reading.tool_parser, reading.reasoning_parser, reading.tools, reading.prompt, reading.special_tokens
         )
         self._read = 0  # characters of the text
         self._searched = 0  # tokens before which reasoning does not end
+        self._calls: list[int] = []  # which of the blocks they are
 
-    def read(self) -> list[Part]:
+    def read(self) -> list[Piece]:
         """What is new since the last time; of an answer that is complete all that is left."""
         text, reader = self.generation.text[self._read :], self._reader
         self._read += len(text)
         if reader is None:
-            self.content += text
-            return [Part(content=text)] if text else []
+            return [self._add(CONTENT, text)] if text else []
         parts = reader.feed(text)
         if self.generation.finished:
             parts += reader.end()
-        return [part for part in parts if self._take(part)]
+        return list(itertools.chain.from_iterable(map(self._pieces, parts)))
 
-    def _take(self, part: Part) -> bool:
-        """Add a part; returns whether the client gets it."""
-        self.content += part.content
-        self.reasoning += part.reasoning
+    def _pieces(self, part: Part) -> Iterator[Piece]:
+        assert self.reading is not None
+        if part.content:
+            yield self._add(CONTENT, part.content)
+        if part.reasoning and self.reading.shows_reasoning:
+            yield self._add(REASONING, part.reasoning)
         if part.name:
-            assert self.reading is not None
-            part.id = part.id or self.reading.call_id()
-            self.calls.append(Call(part.id, part.name))
-        if part.call is not None:
-            self.calls[part.call].arguments += part.arguments
-        return not part.reasoning or bool(self.shown_reasoning)
+            self._calls.append(len(self.blocks))
+            self.blocks.append(Block(CALL, "", part.id or self.reading.call_id(), part.name))
+            yield Piece(self._calls[-1], "", True)
+        if part.arguments:
+            assert part.call is not None
+            at = self._calls[part.call]
+            self.blocks[at].text += part.arguments
+            yield Piece(at, part.arguments, False)
+
+    def _add(self, kind: str, text: str) -> Piece:
+        begins = not self.blocks or self.blocks[-1].kind != kind
+        if begins:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].text += text
+        return Piece(len(self.blocks) - 1, text, begins)
+
+    def text(self, kind: str) -> str:
+        """All its content, or all its reasoning."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     @property
-    def shown_reasoning(self) -> str:
-        """The reasoning, as far as the client gets it."""
-        return self.reasoning if self.reading and self.reading.shows_reasoning else ""
+    def calls(self) -> list[Block]:
+        """Those of functions."""
+        return [self.blocks[at] for at in self._calls]
+
+    def number(self, at: int) -> int:
+        """Which of the calls the block at this place is."""
+        return self._calls.index(at)
 
     @property
     def finish_reason(self) -> str | None:
         """Why it ended; None before that."""
         reason = self.generation.finish_reason
-        return "tool_calls" if reason == "stop" and self.calls else reason
+        return "tool_calls" if reason == "stop" and self._calls else reason
 
     @property
     def reasoning_tokens(self) -> int:

@@ -29,9 +29,8 @@ from messages import text_of
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
-from reading import Answer, Reading
+from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from sampling_params import SamplingParams
-from scanning import Part
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient
@@ -205,7 +204,8 @@ class Run(Job):
         if self.route == CHAT:
             deltas = [{"content": new}] if new else []
             if self.reading:
-                deltas = [self._delta(generation, part) for part in self.answers[generation].read()]
+                answer = self.answers[generation]
+                deltas = [delta_of(answer, piece) for piece in answer.read()]
             if not deltas and not generation.finished:
                 return
         if first := i not in self.begun:
@@ -224,23 +224,12 @@ class Run(Job):
     def _message(self, answer: Answer) -> dict[str, Any]:
         """The message that an answer is."""
         answer.read()
-        content: str | None = self._continued() + answer.content
-        message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
-        if not answer.calls:
-            message["content"] = content
-        else:
-            message["tool_calls"] = [call_of(call.id, call.name, call.arguments) for call in answer.calls]
-        return message | (reasoning_of(answer.shown_reasoning) if answer.shown_reasoning else {})
-
-    def _delta(self, generation: Generation, part: Part) -> dict[str, Any]:
-        """The delta of a stream that a part of an answer is."""
-        if part.content:
-            return {"content": part.content}
-        if part.reasoning:
-            return reasoning_of(part.reasoning)
-        if part.name:
-            return {"tool_calls": [{"index": part.call, **call_of(part.id, part.name, "")}]}
-        return {"tool_calls": [{"index": part.call, "function": {"arguments": part.arguments}}]}
+        content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            calls = [call_of(call, call.text) for call in answer.calls]
+            message |= {"content": content or None, "tool_calls": calls}
+        return message | (reasoning_of(reasoning) if reasoning else {})
 
     def _ending(self, generation: Generation) -> dict[str, Any]:
         """The part of a choice that says how it ended; its values are null before that."""
@@ -397,9 +386,20 @@ def reasoning_of(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
+def call_of(call: Block, arguments: str) -> dict[str, Any]:
     """A call of a function as OpenAI spells it."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """What a chat's stream has for what is new of an answer."""
+    block = answer.blocks[piece.at]
+    if block.kind == CONTENT:
+        return {"content": piece.text}
+    if block.kind == REASONING:
+        return reasoning_of(piece.text)
+    new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
 
 
 def sse(event: dict[str, Any], long: bool = False) -> bytes:

@@ -157,17 +157,22 @@ class Api:
         messages = item_messages(items)
         if fields["instructions"] is not None:
             messages = [{"role": "system", "content": fields["instructions"]}, *messages]
-        effort = {"reasoning_effort": fields["reasoning"].get("effort"), "max_tokens": fields["max_output_tokens"]}
-        chat = as_chat(fields, messages, **effort)
-        with renamed(messages="input", prompt="input", max_tokens="max_output_tokens"):
+        chat = as_chat(
+            fields, messages, max_tokens=fields["max_output_tokens"],
+            reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
+        )  # fmt: skip
+        names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+        with renamed(**names, response_format="text.format"):
+            prompt, reading = self._conversation(chat)
             shape = functools.partial(Responses, fields, keep)
-            return self._generate(RESPONSES, chat, caller, [self._conversation(chat)[0]], None, shape)
+            return self._generate(RESPONSES, chat, caller, [prompt], None, shape, reading)
 
     def messages(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
-        chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
-        with renamed(prompt="messages"):
-            return self._generate(MESSAGES, chat, caller, [self._conversation(chat)[0]], None, Messages)
+        with renamed(prompt="messages", response_format="output_config.format"):
+            chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
+            prompt, reading = self._conversation(chat)
+            return self._generate(MESSAGES, chat, caller, [prompt], None, Messages, reading)
 
     def count_tokens(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """How many tokens the prompt of such a request has."""
@@ -374,13 +379,26 @@ class Api:
 
     def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A request for Anthropic's Messages API as one for chat completions."""
-        messages, system = fields["messages"], fields["system"]
+        messages, system, thinking = fields["messages"], fields["system"], fields["thinking"]
         messages = messages if system is None else [{"role": "system", "content": system}, *messages]
-        return as_chat(
+        structure, older = fields["output_config"].get("structure"), fields["output_format"]
+        if structure is not None and older is not None:
+            message = "output_config.format and output_format are both given; one is enough"
+            raise ApiError(400, message, "output_format")
+        asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
+        variables = {} if asked is None else {"enable_thinking": asked}
+        if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
+            variables["thinking_budget"] = thinking["budget_tokens"]
+        chat = as_chat(
             fields, messages, reasoning_effort=fields["output_config"].get("effort"),
-            chat_template_kwargs=fields["thinking"] | fields["chat_template_kwargs"],
+            chat_template_kwargs=variables | fields["chat_template_kwargs"],
             continue_final_message=messages[-1]["role"] == "assistant",
+            response_format=older if structure is None else structure,
+            include_reasoning=thinking.get("display") != "omitted",
         )  # fmt: skip
+        if chat["thinking_token_budget"] is None and self.parsers.reasoning_parser(chat):  # others keep to any budget
+            chat["thinking_token_budget"] = thinking.get("budget_tokens")
+        return chat
 
     def _conversation(self, fields: dict[str, Any]) -> tuple[tuple[str | None, list[int]], Reading | None]:
         """The prompt for a conversation with its tokens, and how the answers to it are read."""

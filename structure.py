@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from checks import Check, known_keys
+from checks import Check, known_keys, settings
 from config import ServerConfig
 from sampling_params import StructuredOutputsParams
 
@@ -46,6 +46,25 @@ def named_schema(value: Any, config: ServerConfig) -> StructuredOutputsParams:
         if not isinstance(value.get(key), kind | None):
             raise ValueError(f"{key} is {reprlib.repr(value[key])}; it must be {words}")
     return StructuredOutputsParams(json=value["schema"])
+
+
+def flat_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+    """The form of OpenAI's Responses API and of Anthropic, in which what is said of a schema is not apart from it."""
+    if value.get("type") != "json_schema":
+        return response_format(value, config)
+    return named_schema({key: value[key] for key in value if key != "type"}, config)
+
+
+def response_text(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
+    found: dict[str, Any] = settings(format=dict, verbosity=str)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+
+
+def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """Anthropic's, and as its `structure` what its format comes to."""
+    found: dict[str, Any] = settings(effort=str, format=dict)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
 
 
 def structured_outputs(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams:

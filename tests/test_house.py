@@ -39,10 +39,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "tools"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
-    "responses": {"config", "outputs", "protocol", "replies"},
+    "responses": {"checks", "config", "outputs", "protocol", "reading", "replies"},
     "replies": {
         "checks", "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol",
-        "reading", "sampling_params", "scanning", "tokenizer"},
+        "reading", "sampling_params", "tokenizer"},
     "telemetry": {"logs", "replies"},
     "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
