@@ -163,6 +163,11 @@ class Tokenizer:
         """The token as the vocabulary spells it; empty where there is none (padded vocabularies)."""
         return self._tokenizer.id_to_token(id) or ""
 
+    def special_id(self, text: str) -> int | None:
+        """The special token of this text; None if there is none."""
+        id = self._tokenizer.token_to_id(text)
+        return id if id in self.special_ids else None
+
     def _token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for, perhaps a part of a UTF-8 sequence; empty if there is no such token."""
         token = self.token(id)
