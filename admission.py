@@ -432,6 +432,7 @@ class Admission:
             num_logprobs = params.logprobs
         elif params.num_samples > params.n:
             num_logprobs = 0
+        free = not params.constrained  # else the masks of its steps say it all
         penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
         plan.new.append(
             NewRow(
@@ -450,11 +451,13 @@ class Admission:
                 penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
                 num_prompt=request.num_prompt,
                 logit_bias=params.logit_bias,
-                allowed=request.allowed,
+                allowed=request.allowed if free else None,
                 stops=request.stops,
                 pooling=request.pooling,
-                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)),
-                bad_words=[list(ids) for ids in params.bad_word_ids],
+                min_tokens=max(0, params.min_tokens - (len(seq.tokens) - request.num_prompt)) if free else 0,
+                bad_words=[list(ids) for ids in params.bad_word_ids] if free else [],
+                constrained=not free,
+                masked_logprobs=not free and (params.masked_logprobs or group.beams is not None),
             )
         )
         if (again := seq.lost - seq.num_computed) > 0:

@@ -49,6 +49,7 @@ from logs import console, set_up
 from model_config import ModelConfig
 from processes import LOOK, Board, Child
 from protocol import PATHS, ApiError
+from reading import check_parsers
 from replies import as_api_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
@@ -423,6 +424,7 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
     refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
     engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
     set_up(engine_config.log_level, engine_config.log_format)
+    check_parsers(config)
     engine_config = dataclasses.replace(engine_config, disable_log_stats=True)  # the progress bar tells as much
     if engine_config.scheduling_policy == "auto":
         engine_config = dataclasses.replace(engine_config, scheduling_policy="fcfs")

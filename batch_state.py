@@ -54,10 +54,10 @@ class BatchState:
     plan changes (`Writes`). Each part has a fixed address, so that one CUDA graph serves every step of its shape.
 
     Some of it is on the host. `to_compute` says how many of a slot's known tokens are still to be computed, which is
-    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs` and
-    `scores` are needed on the host alone, and `adjusted` mirrors `kinds`. While `held` is not 0 in a slot, stop tokens
-    may not be drawn there: it is one more than the samples for which this goes on, and `held_rows` has what the slot
-    entered with.
+    always one while it decodes. So the worker knows which rows sample without asking the device. `num_logprobs`,
+    `masked_logprobs` and `scores` are needed on the host alone, and `adjusted` mirrors `kinds`. While `held` is not 0
+    in a slot, stop tokens may not be drawn there: it is one more than the samples for which this goes on, and
+    `held_rows` has what the slot entered with.
 
     The token counts take 4 bytes for each slot and token of the vocabulary, with or without penalties, so that nothing
     is allocated once requests come. On a CPU the system gives that memory as it is used.
@@ -119,6 +119,7 @@ class BatchState:
         self.token_counts = torch.zeros(slots, vocab_size, dtype=torch.int32, device=device)
         self.to_compute, self.num_logprobs, self.adjusted, self.held = np.zeros((4, slots), dtype=np.int32)
         self.held_rows: dict[int, NewRow] = {}
+        self.masked_logprobs = np.zeros(slots, dtype=bool)  # see `NewRow`
         self.scores: dict[int, tuple[int, int, int, int]] = {}  # of a slot: `NewRow.score`, and how many tokens it has
         self.num_blocks = [[0] * kinds for _ in range(slots)]
         self.stops: list[dict[int, int]] = [{} for _ in range(slots)]  # of each slot: words of stop_bits that are not 0
@@ -137,6 +138,7 @@ class BatchState:
             if row.score is not None:
                 self.scores[slot] = (*row.score, length)
             self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, [0] * len(row.blocks)
+            self.masked_logprobs[slot] = row.masked_logprobs
             self._write("token_ids", slot, array("i", row.token_ids))
             for name, number in (("num_known", length), ("num_computed", row.num_computed), ("top_k", row.top_k)):
                 self._write(name, slot, array("i", (number,)))
@@ -148,6 +150,8 @@ class BatchState:
             kinds[slot] = self._enter_adjustments(row)
         for slot, blocks in plan.new_blocks:
             self._grow(slot, blocks)
+        for slot, mask in plan.masks:
+            self._write("bitmask", slot, np.frombuffer(mask, dtype=np.uint32))
         for slot, kind in kinds.items():
             self.adjusted[slot] = kind
             self._write("kinds", slot, array("i", (kind,)))
@@ -178,6 +182,8 @@ class BatchState:
 
     def _enter_mask(self, row: NewRow) -> int:
         """Note which tokens may be drawn in a row's slot from now on; returns that part of its `kinds`."""
+        if row.constrained:  # its steps bring their masks
+            return 4
         barred = row.stops if self.held[row.slot] else {}
         if row.allowed is None and not barred and not row.bad_words:
             return 0
@@ -272,6 +278,11 @@ class BatchState:
     def adjust(self, ops: ModuleType) -> Any:
         """The `ops.Adjust` of all slots."""
         return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
+
+    def allowed(self, slots: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Which tokens [R, vocab] bool the bitmask allows in each of `slots` [R]."""
+        bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
+        return (self.bitmask[slots][:, :, None] >> bits & 1).flatten(1)[:, :vocab_size] == 1
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
         """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""

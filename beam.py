@@ -13,10 +13,11 @@ as well, if the vocabulary has that many tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import merge
-from itertools import islice, repeat
+from itertools import islice
 from typing import Literal
 
 
@@ -77,11 +78,11 @@ class BeamSearch:
             outputs: of each beam the tokens since the prompt; all have the same length.
             logprobs: of each beam the log-probability of these.
             nexts: of each beam the `num_candidates` likeliest next tokens (all, if the vocabulary is smaller) and their
-                log-probabilities, the likeliest first.
+                log-probabilities, the likeliest first. Those of minus infinity may not come.
         """
         length = len(outputs[0]) + 1
         continuations = (
-            map(Continuation, repeat(i), ids, [logprob + value for value in values])
+            [Continuation(i, id, logprob + value) for id, value in zip(ids, values, strict=True) if value > -math.inf]
             for i, (logprob, (ids, values)) in enumerate(zip(logprobs, nexts, strict=True))
         )
         ranked = merge(*continuations, key=lambda c: -c.logprob)  # stable: among equals the earlier beam

@@ -328,6 +328,7 @@ class ServerConfig:
             "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
             "share_prefix_cache", "allowed_origins", "root_path", "api_server_count", "max_live_viewers",
             "max_stored_responses", "max_stored_response_bytes", "drain_timeout"),
+        "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
             "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
@@ -351,6 +352,9 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option(
         (), "name in the API; repeat it for several (default: the model's id, or its folder's name)"
     )
+    tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
+    reasoning_parser: str = option("auto", "form of hidden reasoning: auto (as the chat template has it), none, a name")
+    enable_auto_tool_choice: bool = option(False, "is vLLM's and changes nothing: tool_choice auto is always there")
     max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
     max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
     max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)

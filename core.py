@@ -11,10 +11,13 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from functools import partial
 from typing import Any
 
 from config import VERSION, EngineConfig
 from executor import MpExecutor, Peers, WorkerError, new_executor
+from grammar import COMPILE_TIMEOUT, Grammars, open_vocabulary
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
@@ -23,13 +26,15 @@ from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling
 from scheduler import Scheduler
-from sequence import Request
+from sequence import Request, SequenceGroup
 from tracing import Trace
 
 UTILITIES = (
     "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",
     "do_log_stats",
 )  # fmt: skip
+GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
+LARGE_VOCABULARY = 2**15  # tokens; grammars' view of it takes long to make
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
@@ -49,6 +54,10 @@ class EngineCore:
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
         config, self.model_config = settle(config, ModelConfig.from_folder(config.folder))
         self.config = config
+        vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
+        self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
+        if config.beside_server and self.model_config.vocab_size >= LARGE_VOCABULARY:
+            self.grammars.prepare()  # while the workers start
         self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config, peers)
         self.facts = self.executor.facts() | {
@@ -61,7 +70,7 @@ class EngineCore:
             **facts(config, self.model_config),
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
-        ends = () if config.pools else self.model_config.eos_token_ids
+        ends = () if config.pools else ends
         states = self.facts.get("states")
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": ends}
         sizes["states"] = StateRoom(**states) if states else None
@@ -78,6 +87,7 @@ class EngineCore:
         self.depth = 2 if overlap else 1  # how many of them there are at most
         self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
         self.stat_logger = StatLogger(self.metrics)
+        self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
 
     def add(self, request: EngineCoreRequest) -> None:
         """Queue a request.
@@ -92,22 +102,52 @@ class EngineCore:
             self.journal.tick()
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
-            self.scheduler.add(queued)
+            if r.params.structured_outputs is not None:
+                queued.grammar = self.grammars.compile(r.params.structured_outputs)
+                if not queued.grammar.done():
+                    self.compiling[r.request_id] = queued, time.monotonic() + COMPILE_TIMEOUT
+                    return
+            self._queue(queued)
         except ValueError:
             self.scheduler.stats.refused()
             raise
+
+    def _queue(self, request: Request) -> None:
+        if request.params.constrained:
+            self.grammars.check(request)
+        self.scheduler.add(request)
         if self.journal:
-            self.journal.add(queued)
+            self.journal.add(request)
+
+    def admit(self) -> list[EngineOutput]:
+        """Queue the requests whose grammars have been compiled; returns the news of those that are refused."""
+        refused = []
+        for request, until in [*self.compiling.values()]:
+            try:
+                if not (request.grammar.done() or time.monotonic() > until):
+                    continue
+                del self.compiling[request.request_id]
+                if not request.grammar.done():
+                    raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
+                if self.journal:
+                    self.journal.tick()
+                self._queue(request)
+            except ValueError as error:
+                self.scheduler.stats.refused()
+                refused.append(EngineOutput(request.request_id, [], "error", error=str(error), finished=True))
+        return refused
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
+        if index is None:
+            self.compiling.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         if self.journal:
             self.journal.abort(request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.plans) or self.scheduler.has_work()
+        return bool(self.plans or self.compiling) or self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
         """Take the result of the oldest step that runs, and start the next; returns what the result brought.
@@ -126,11 +166,17 @@ class EngineCore:
         """
         if self.journal:
             self.journal.tick()
+        refused = self.admit()
         more, restarts = self.scheduler.has_work() if start is None else start, self.num_restarts
-        news = self._land() if len(self.plans) == self.depth or (self.plans and not more) else Outputs()
+        ready = len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead()))
+        news = self._land() if ready else Outputs()
+        news.outputs += refused + self._constrain()
+        if self.compiling and not (more or self.plans):
+            wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
         if self.scheduler.has_work() if start is None else start and self.num_restarts == restarts:
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
+                self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
             if self.journal:
                 self.journal.planned(self.plans[-1], self.scheduler)
             if self.recorder.recording:
@@ -144,6 +190,27 @@ class EngineCore:
                 self._start_over(False, None)
                 raise
         return news
+
+    def _constrained(self) -> list[SequenceGroup]:
+        """The groups that run, and where what may come next depends on what has come."""
+        return [group for group in self.scheduler.others if group.request.params.constrained]
+
+    def _may_plan_ahead(self) -> bool:
+        """Whether the next step can do without the tokens that the latest one brings, for most of those who run."""
+        waiting = [group for group in self._constrained() if group.seqs[0].num_computed >= len(group.seqs[0].tokens)]
+        return 2 * len(waiting) <= len(self.scheduler.running)
+
+    def _constrain(self) -> list[EngineOutput]:
+        """Have masks made for the next step; returns the news of requests that cannot go on."""
+        if not (groups := self._constrained()):
+            self.scheduler.late = ()
+            return []
+        self.scheduler.late, failed = self.grammars.look(groups)
+        if self.journal:
+            self.journal.late(self.scheduler.late)
+        for request in failed:
+            self.abort(request.request_id, reason="error")
+        return [EngineOutput(r.request_id, [], "error", error=why, finished=True) for r, why in failed.items()]
 
     def _land(self) -> Outputs:
         """Wait for the result of the oldest step that runs."""
@@ -247,6 +314,7 @@ class EngineCore:
 
     def close(self) -> None:
         """End the workers."""
+        self.grammars.close()
         self.executor.close()
         if self.trace:
             self.trace.close()

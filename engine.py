@@ -23,6 +23,7 @@ from client import Stream
 from config import EngineConfig
 from core import EngineCore
 from embeddings import cosine, numbers
+from grammar import COMPILE_TIMEOUT
 from hub import find_model
 from logs import logger, set_up
 from messages import chat_messages, template_variables
@@ -44,12 +45,13 @@ from outputs import (
 )
 from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed, read_prompt
-from sampling_params import BeamSearchParams, PoolingParams, SamplingParams
+from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
     "Logprob", "PoolingParams", "PoolingRequestOutput", "RequestOutput", "SamplingParams",
+    "StructuredOutputsParams",
 ]  # fmt: skip
 
 
@@ -92,6 +94,8 @@ class InprocClient:
         Raises:
             ValueError: it can never run.
         """
+        if (wanted := request.params.structured_outputs) is not None:  # so that what is wrong with it is known here
+            self.core.grammars.compile(wanted).exception(COMPILE_TIMEOUT)
         self.core.add(request)
         return self.streams.setdefault(request.request_id, stream or InprocStream(self))
 

@@ -18,7 +18,7 @@ from collections import defaultdict
 
 from client import Connection, FrameServer, MPClient
 from config import PROG, EngineConfig
-from core import EngineCore
+from core import GLANCE, EngineCore
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
 from logs import console, logger, set_up
@@ -103,12 +103,13 @@ class EngineServer:
             ):
                 self._report()
                 try:
-                    client, message = inbox.get(timeout=BEAT)
+                    client, message = inbox.get(timeout=GLANCE if core.compiling else BEAT)
                     if client is None and message is None:
                         return
                     self._handle(client, message)
                 except queue.Empty:
                     pass
+                self._hand_out(Outputs(core.admit()))
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
                     self._log_stats()
@@ -118,13 +119,16 @@ class EngineServer:
             if self.lockstep:
                 start = self.lockstep.running
                 self.lockstep.steps += start
-            for owner, news in self._split(core.step(start)).items():
-                self.frames.send(owner, news)
+            self._hand_out(core.step(start))
             self._log_stats()
 
     def _log_stats(self) -> None:
         if not self.core.config.disable_log_stats:
             self.core.stat_logger.log_if_due()
+
+    def _hand_out(self, news: Outputs) -> None:
+        for owner, part in self._split(news).items():
+            self.frames.send(owner, part)
 
     def _split(self, news: Outputs) -> dict[socket.socket, Outputs]:
         """The part of a step's news that each client is sent."""

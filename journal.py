@@ -14,14 +14,14 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from config import DiagnosticFile, EngineConfig
 from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler
-from sequence import Request
+from sequence import Request, SequenceGroup
 
 
 class Journal:
@@ -60,6 +60,10 @@ class Journal:
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Note a request that was given up, or one sample of it."""
         self.events.append(["abort", self.now, request_id, index, reason])
+
+    def late(self, groups: Collection[SequenceGroup]) -> None:
+        """Note who cannot go on in the next step, because what may come next there is not known yet."""
+        self.events.append(["late", self.now, [[group.request.request_id, group.index] for group in groups]])
 
     def reset_prefix_cache(self) -> None:
         """Note that all cached prefixes were forgotten."""
@@ -147,13 +151,15 @@ def replay(lines: Sequence[str]) -> Scheduler:
 
 
 def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
-    """Give the scheduler a request again, take one back, or let it forget its cached prefixes."""
+    """Give the scheduler a request again, take one back, tell it who is late, or let it forget its cached prefixes."""
     if kind == "add":
         request_id, prompt, params, salt, priority, client, *more = rest
         pooling = PoolingParams(**more[0]) if more and more[0] is not None else None
         scheduler.add(Request(request_id, prompt, SamplingParams(**params), salt, priority, client, pooling))
     elif kind == "abort":
         scheduler.abort(*rest)
+    elif kind == "late":
+        scheduler.late = {g for g in scheduler.others if [g.request.request_id, g.index] in rest[0]}
     else:
         scheduler.reset_prefix_cache()
 

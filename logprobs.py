@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from checks import in_parts
 from outputs import Choices, Generation, logprobs_by_token
 from plan import Logprobs
-from protocol import in_parts
 from sampling_params import SamplingParams
 from tokenizer import Detokenizer, Tokenizer
 

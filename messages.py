@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 PART_TYPES = ("text", "refusal")  # each is the key of its words, too
 ITEM_ROLES = ("user", "assistant", "system", "developer")
-ITEM_TEXTS = ("input_text", "output_text", "text")  # the kinds of a part that is text
+ITEM_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")  # the kinds of a part of text
+BLOCK_ROLES = {  # of Anthropic's messages: whose a block may be
+    "text": ("user", "assistant", "system"), "tool_use": ("assistant",), "tool_result": ("user",),
+    "thinking": ("assistant",), "redacted_thinking": ("assistant",),
+}  # fmt: skip
+BLOCK_KEYS: dict[str, dict[str, type]] = {  # and what it must have
+    "text": {"text": str}, "tool_use": {"id": str, "name": str, "input": dict}, "tool_result": {"tool_use_id": str},
+    "thinking": {"thinking": str}, "redacted_thinking": {},
+}  # fmt: skip
+TYPE_NAMES = {str: "a string", int: "a whole number", dict: "an object"}
 RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function of its name has as parameters
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "return_dict", "return_tensors", "self", "tokenize", "tools", "truncation",
@@ -34,6 +43,8 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
             raise ValueError(f"message {i} must be an object with a role, which is a string")
         content = _content(message, i)
         message = {key: item for key, item in message.items() if item is not None} | {"content": content}
+        if isinstance(message.get("reasoning"), str):  # vLLM's newer name of what templates know by the older
+            message.setdefault("reasoning_content", message["reasoning"])
         if "audio" in message:
             raise ValueError(f"message {i} has audio; this server takes text alone")
         if "tool_calls" in message:
@@ -100,51 +111,156 @@ def response_items(value: Any) -> list[dict[str, Any]]:
 def _item(item: Any, i: int) -> dict[str, Any]:
     if not isinstance(item, dict):
         raise ValueError(f"item {i} must be an object")
-    if (kind := item.get("type")) not in (None, "message"):
-        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes only messages yet")
+    if not isinstance(id := item.get("id") or "", str):
+        raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
+    kind = item.get("type") or "message"
+    if not isinstance(kind, str) or kind not in ITEM_FORMS:
+        known = ", ".join(ITEM_FORMS)
+        raise ValueError(f"item {i} is of the type {reprlib.repr(kind)}; this server takes {known}")
+    return {"id": id, "type": kind, **ITEM_FORMS[kind](item, i)}
+
+
+def _message(item: dict[str, Any], i: int) -> dict[str, Any]:
     if (role := item.get("role")) not in ITEM_ROLES:
         raise ValueError(f"item {i} has the role {reprlib.repr(role)}; it must be one of {', '.join(ITEM_ROLES)}")
-    parts = item.get("content")
+    own = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
+    content = [own | {"text": text} for text in _texts(item, "content", i)]
+    return {"role": role, "status": "completed", "content": content}
+
+
+def _texts(item: dict[str, Any], key: str, i: int) -> list[str]:
+    """The texts of an item's parts."""
+    parts = item.get(key)
     parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
     if not isinstance(parts, list):
-        raise ValueError(f"item {i} must have a content, which is a string or a list of parts")
+        raise ValueError(f"item {i} must have {'an' if key == 'output' else 'a'} {key}, a string or a list of parts")
     for part in parts:
         if not isinstance(part, dict) or part.get("type") not in ITEM_TEXTS or not isinstance(part.get("text"), str):
             kinds = ", ".join(ITEM_TEXTS)
             raise ValueError(f"item {i} has {reprlib.repr(part)}; a part must have a text and one of the types {kinds}")
-    if not isinstance(id := item.get("id") or "", str):
-        raise ValueError(f"item {i} has the id {reprlib.repr(id)}; it must be a string")
-    own = {"type": "output_text", "annotations": []} if role == "assistant" else {"type": "input_text"}
-    content = [own | {"text": part["text"]} for part in parts]
-    return {"id": id, "type": "message", "role": role, "status": "completed", "content": content}
+    return [part["text"] for part in parts]
+
+
+def _function_call(item: dict[str, Any], i: int) -> dict[str, Any]:
+    for key in ("call_id", "name", "arguments"):
+        if not isinstance(item.get(key), str):
+            raise ValueError(f"item {i} has the {key} {reprlib.repr(item.get(key))}; it must be a string")
+    try:
+        arguments = json.loads(item["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"item {i} has arguments {reprlib.repr(item['arguments'])}; they must be a JSON object")
+    return {key: item[key] for key in ("call_id", "name", "arguments")} | {"status": "completed"}
+
+
+def _function_call_output(item: dict[str, Any], i: int) -> dict[str, Any]:
+    if not isinstance(call_id := item.get("call_id"), str):
+        raise ValueError(f"item {i} has the call_id {reprlib.repr(call_id)}; it must be a string")
+    return {"call_id": call_id, "output": "\n".join(_texts(item, "output", i)), "status": "completed"}
+
+
+def _reasoning(item: dict[str, Any], i: int) -> dict[str, Any]:
+    found = {key: _texts({key: item.get(key) or []}, key, i) for key in ("content", "summary")}
+    content = [{"type": "reasoning_text", "text": text} for text in found["content"] or found["summary"]]
+    return {"summary": [], "content": content, "status": "completed"}
+
+
+ITEM_FORMS: dict[str, Callable[[dict[str, Any], int], dict[str, Any]]] = {  # by type: what is kept of an item
+    "message": _message, "function_call": _function_call, "function_call_output": _function_call_output,
+    "reasoning": _reasoning,
+}  # fmt: skip
 
 
 def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`."""
-    return [
-        {
-            "role": "system" if item["role"] == "developer" else item["role"],
-            "content": text_of(item),
-        }
-        for item in items
-    ]
+    """The messages of items that `response_items` returned. Templates know `developer` by its older name, `system`.
+
+    Reasoning, what was said after it and the calls after that are one message of the assistant's.
+    """
+    messages: list[dict[str, Any]] = []
+    for item in items:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        kind = item["type"]
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
+        elif kind == "function_call":
+            if last is None:
+                messages.append(last := {"role": "assistant", "content": ""})
+            function = {"name": item["name"], "arguments": json.loads(item["arguments"] or "{}")}
+            last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+        elif kind == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text_of(item)})
+        elif item["role"] == "assistant" and last and not last["content"] and "tool_calls" not in last:
+            last["content"] = text_of(item)
+        else:
+            role = "system" if item["role"] == "developer" else item["role"]
+            messages.append({"role": role, "content": text_of(item)})
+    return messages
 
 
 def joined_turns(value: Any) -> list[dict[str, Any]]:
     """Messages as Anthropic's clients send them: those of one role that follow each other are one turn.
 
+    What a tool has returned, which Anthropic has in a user's message, is a message of the role `tool` before it.
+
     Raises:
         ValueError: says which message is wrong, and how.
     """
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a list of at least one message")
     turns: list[dict[str, Any]] = []
-    for i, message in enumerate(chat_messages(value)):
-        if (role := message["role"]) not in ("user", "assistant", "system") or value[i].get("content") is None:
-            raise ValueError(f"message {i} must have the role user, assistant or system, and a content")
-        if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += "\n" + text_of(message)
-        else:
-            turns.append({"role": role, "content": text_of(message)})
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+            raise ValueError(f"message {i} must be an object with the role user, assistant or system")
+        content = message.get("content")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list):
+            raise ValueError(f"message {i} must have a content, which is a string or a list of blocks")
+        for turn in _turns(blocks, message["role"], i):
+            if turns and turns[-1]["role"] == turn["role"] != "tool":
+                _join(turns[-1], turn)
+            else:
+                turns.append(turn)
     return turns
+
+
+def _join(turn: dict[str, Any], more: dict[str, Any]) -> None:
+    """Add what comes after a turn of the same role."""
+    turn["content"] = "\n".join(filter(None, (turn["content"], more["content"])))
+    if "tool_calls" in more:
+        turn.setdefault("tool_calls", []).extend(more["tool_calls"])
+    if "reasoning_content" in more:
+        turn["reasoning_content"] = turn.get("reasoning_content", "") + more["reasoning_content"]
+
+
+def _turns(blocks: list[Any], role: str, i: int) -> Iterator[dict[str, Any]]:
+    """The i-th message's blocks as messages: first each tool's result, then all the rest."""
+    turn: dict[str, Any] = {"role": role, "content": ""}
+    texts: list[str] = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(kind, str) or role not in BLOCK_ROLES.get(kind, ()):
+            allowed = ", ".join(kind for kind, roles in BLOCK_ROLES.items() if role in roles)
+            raise ValueError(f"message {i} has {reprlib.repr(block)}; as {role} it may have blocks of {allowed}")
+        for key, required in BLOCK_KEYS[kind].items():
+            if not isinstance(block.get(key), required):
+                raise ValueError(f"message {i} has {reprlib.repr(block)}; {key} must be {TYPE_NAMES[required]}")
+        if kind == "text":
+            texts.append(block["text"])
+        elif kind == "thinking":
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+        elif kind == "tool_use":
+            function = {"name": block["name"], "arguments": block["input"]}
+            call = {"id": block["id"], "type": "function", "function": function}
+            turn.setdefault("tool_calls", []).append(call)
+        elif kind == "tool_result":
+            result = {"role": "user", "content": block.get("content") or ""}
+            failed = {"is_error": True} if block.get("is_error") else {}
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text_of(chat_messages([result])[0]),
+                   **failed}  # fmt: skip
+    turn["content"] = "\n".join(texts)
+    if texts or len(turn) > 2 or role != "user" or not blocks:
+        yield turn
 
 
 def template_variables(value: Any) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class NewRow:
     min_tokens: int = 0  # samples to come before one of these may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of none is drawn after the others of it
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
+    constrained: bool = False  # each step in which it samples has a mask for it, in which `allowed` and the like are
+    masked_logprobs: bool = False  # its log-probabilities are those among the tokens that the mask allows
 
 
 def bit_words(token_ids: Iterable[int]) -> dict[int, int]:
@@ -68,6 +70,8 @@ class StepPlan:
     state_in: list[tuple[int, int]] = field(default_factory=list)  # (host row, slot)
     # (from, to): of a snapshot to a slot, of a slot to a snapshot, or of a beam's slot to another's. No row is in both.
     state_copies: list[tuple[int, int]] = field(default_factory=list)
+    # Of each constrained row that samples: its slot, and which tokens may be drawn, as a row of `ops.Adjust.bitmask`
+    masks: list[tuple[int, bytes]] = field(default_factory=list)
     # For the KV sanitizer: (block that has lost its last reference or its content, whether the cache keeps the content)
     freed: list[tuple[int, bool]] = field(default_factory=list)
 

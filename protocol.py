@@ -14,20 +14,21 @@ import difflib
 import json
 import re
 import reprlib
-import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+import checks
+from checks import Check, Refusal
 from config import ServerConfig
-from messages import ITEM_ROLES, ITEM_TEXTS, chat_messages, joined_turns, response_items, template_variables
-from sampling_params import MAX_BAD_WORDS, RANGES, PoolingParams, SamplingParams
+from messages import ITEM_ROLES, ITEM_TEXTS
+from sampling_params import RANGES, PoolingParams, SamplingParams
+from structure import FORMS, flat_format, output_config, response_text
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same
-LIST_PART = 2**14  # items of a list between which others are served
 PLACE = re.compile(r"`\$\.(\w+)")  # of what a struct refuses
 FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.@+-]+/)+")  # those of an absolute path
 
@@ -52,14 +53,6 @@ class ApiError(Exception):
         return {"error": {"message": str(self)[:1000], "type": kind, "param": self.param, "code": self.code}}
 
 
-class Refusal(ValueError):
-    """What a check raises where OpenAI has a code for the mistake."""
-
-    def __init__(self, message: str, code: str):
-        super().__init__(message)
-        self.code = code
-
-
 def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
     """The refusal of what the context cannot hold.
 
@@ -73,206 +66,6 @@ def too_long(limit: int, message: str, param: str | None = None) -> ApiError:
 def without_folders(message: str) -> str:
     """What the engine said, for those who need not know where it is installed: of paths only the last part stays."""
     return FOLDERS.sub("", message)
-
-
-# A check takes a value of the row's type and returns the one to use; its ValueError says what is allowed.
-
-Check = Callable[[Any, ServerConfig], Any]
-
-
-def only(*same: Any) -> Check:
-    """A check for what does not work yet: it takes only the values that change nothing."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
-            message = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
-            raise Refusal(message, "unsupported_parameter")
-        return value
-
-    return check
-
-
-def called(here: str) -> Check:
-    """A check for what has another name here."""
-
-    def check(value: Any, config: ServerConfig) -> Any:
-        raise Refusal(f"this server calls it {here}", "unknown_parameter")
-
-    return check
-
-
-def stop_strings(value: Any, config: ServerConfig) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    if len(stops) > config.max_stop_strings:
-        raise ValueError(f"it must be a string or a list of at most {config.max_stop_strings} (max_stop_strings)")
-    if not all(0 < len(stop) <= config.max_stop_length for stop in stops):
-        raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
-    return stops
-
-
-def bad_words(value: Any, config: ServerConfig) -> list[str]:
-    if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
-        raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
-    if not all(len(word) <= config.max_stop_length for word in value):
-        raise ValueError(f"each must be a string of at most {config.max_stop_length} characters (max_stop_length)")
-    return value
-
-
-def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
-    """A list in parts of `size` items, between which an API process serves its other clients."""
-    for start in range(0, len(items), size):
-        yield items[start : start + size]
-        if len(items) > size:
-            time.sleep(0)
-
-
-def token_ids(value: Any, config: ServerConfig) -> list[int]:
-    if not isinstance(value, list) or not all(
-        set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
-    ):
-        raise ValueError("it must be a list of token ids, which are whole numbers from 0")
-    return value
-
-
-def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
-    """The four forms of `prompt` (str, [str], [int], [[int]]) as a list of str or a list of [int]."""
-    items = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    if len(items) > config.max_prompts:
-        raise ValueError(f"it has {len(items)} prompts; at most {config.max_prompts} are allowed (max_prompts)")
-    if not all(isinstance(item, str) for item in items):
-        if not all(isinstance(item, list) and item for item in items):
-            raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
-        for item in items:
-            token_ids(item, config)
-    return items
-
-
-def texts(value: Any, config: ServerConfig) -> list[str]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
-        raise ValueError("it must be a string or a list of strings, none of them empty")
-    if len(found) > config.max_prompts:
-        raise ValueError(f"it has {len(found)} texts; at most {config.max_prompts} are allowed (max_prompts)")
-    return found
-
-
-def documents(value: Any, config: ServerConfig) -> list[str]:
-    if not isinstance(value, list):
-        raise ValueError("it must be a list of strings, or of objects with a text")
-    for document in value:
-        if isinstance(document, dict):
-            known_keys(document, ("text",), config)
-    return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
-
-
-def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
-    """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
-    unknown = [key for key in value if key not in known]
-    if unknown and not config.allow_unknown_fields:
-        raise Refusal(f"{reprlib.repr(unknown[0])} is unknown; known are {', '.join(known)}", "unknown_parameter")
-
-
-def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
-    for message in value:
-        for part in message["content"] if isinstance(message.get("content"), list) else ():
-            known_keys(part, TEXT_PART, config)
-    return found
-
-
-def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    found = joined_turns(value)
-    for message in value:
-        known_keys(message, ("role", "content"), config)
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            known_keys(block, TEXT_BLOCK, config)
-    return found
-
-
-def system_text(value: Any, config: ServerConfig) -> str:
-    return turns([{"role": "system", "content": value}], config)[0]["content"]
-
-
-def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
-    found = response_items(value)
-    for item in value if isinstance(value, list) else ():
-        known_keys(item, ITEM, config)
-        for part in item["content"] if isinstance(item["content"], list) else ():
-            known_keys(part, ITEM_PART, config)
-    return found
-
-
-def settings(**known: Any) -> Check:
-    """A check for an object of these settings: each is null, a type, or one of a list of values."""
-
-    def check(value: Any, config: ServerConfig) -> dict[str, Any]:
-        known_keys(value, tuple(known), config)
-        for name, allowed in known.items():
-            if (given := value.get(name)) is None:
-                continue
-            if isinstance(allowed, type):
-                if not isinstance(given, allowed) or isinstance(given, bool):
-                    raise ValueError(f"{name} must be {'a string' if allowed is str else 'a whole number'}")
-            elif given not in allowed:
-                words = " or ".join(map(json.dumps, allowed)) or "null"
-                raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
-        return {name: value.get(name) for name in known}
-
-    return check
-
-
-reasoning = settings(effort=str, summary=[], generate_summary=[], mode=[], context=[])
-output_config = settings(effort=str, format=[])
-text_format = settings(format=[{"type": "text"}], verbosity=str)
-
-
-def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
-    found = settings(type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=[])(value, config)
-    budget = {} if found["budget_tokens"] is None else {"thinking_budget": found["budget_tokens"]}
-    if found["type"] is None:
-        raise ValueError("it must have a type")
-    return {} if found["type"] == "adaptive" else {"enable_thinking": found["type"] == "enabled", **budget}
-
-
-def labels(value: Any, config: ServerConfig) -> dict[str, str]:
-    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
-    if len(value) > 16 or not fits:
-        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
-    return value
-
-
-def included(value: Any, config: ServerConfig) -> list[str]:
-    if unknown := [part for part in value if part not in NEVER_THERE]:
-        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
-        raise Refusal(message, "unsupported_parameter")
-    return value
-
-
-def chat_template(value: Any, config: ServerConfig) -> str:
-    if not config.trust_request_chat_template:
-        message = "this server runs a template that a request brings only with --trust-request-chat-template"
-        raise Refusal(message, "unsupported_parameter")
-    return value
-
-
-def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
-    return template_variables(value)
-
-
-def kept(value: Any, config: ServerConfig) -> int:
-    if value == 0:
-        raise ValueError("it must be at least 1, or -1 for what the context holds")
-    return value
-
-
-def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
-    known_keys(value, STREAM_OPTIONS, config)
-    options = {key: value.get(key) or False for key in STREAM_OPTIONS}
-    if not all(isinstance(option, bool) for option in options.values()):
-        raise ValueError("each must be true or false")
-    if options["include_obfuscation"]:
-        raise Refusal("this server cannot do include_obfuscation yet", "unsupported_parameter")
-    return options
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
@@ -337,13 +130,10 @@ PROMPT = shown(anyOf=[
     IDS | {"minItems": 1}, {"type": "array", "items": IDS | {"minItems": 1}, "minItems": 1},
 ])  # fmt: skip
 STRING = {"type": "string", "minLength": 1}
+ONE_OR_MORE = "A text, or token ids, or a list of such."
 TEXTS = shown(anyOf=[STRING, {"type": "array", "items": STRING, "minItems": 1}])
 DOCUMENT = {"type": "object", "required": ["text"], "properties": {"text": STRING}, "additionalProperties": False}
 DOCUMENTS = shown(type="array", items={"anyOf": [STRING, DOCUMENT]}, minItems=1)
-TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
-TEXT_BLOCK = ("type", "text", "cache_control", "citations")  # the last one says where an earlier answer had it from
-ITEM = ("id", "type", "role", "status", "content", "phase")  # all but role and content are what an earlier answer had
-ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
 
 
 def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
@@ -360,25 +150,29 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
     return {"type": "array", "minItems": 1, "items": message}
 
 
-BLOCKS = content_of(["text"], TEXT_BLOCK)
-PARTS = content_of(ITEM_TEXTS, ITEM_PART)
-SYSTEM = shown(**BLOCKS)
-CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], TEXT_PART)))
+TEXT_BLOCKS = content_of(["text"], checks.BLOCKS["text"])
+BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
+PARTS = content_of(ITEM_TEXTS, checks.ITEM_PART)
+SYSTEM = shown(**TEXT_BLOCKS)
+REASONING_FORMAT = Literal["auto", "none", "deepseek"]
+TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
+CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
 ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
-ITEM_KEYS = {"type": {"const": "message"}, "role": {"enum": ITEM_ROLES}, "content": PARTS, "id": {"type": "string"}}
-INPUT = shown(anyOf=[{"type": "string"}, conversation(False, **({key: {} for key in ITEM} | ITEM_KEYS))])
+ITEM = {"type": "object", "properties": {"type": {"enum": list(checks.ITEMS)}, "role": {"enum": ITEM_ROLES}}}
+INPUT = shown(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM}])
 
 
 def sampling_type(name: str, hint: Any) -> Any:
     """The type of a field of `SamplingParams`, with the range that it checks itself."""
-    if name in RANGES:
-        low, high = RANGES[name]
-        return Annotated[type(high), Meta(ge=low, le=high)]
-    return {
+    own = {
         "logit_bias": shown(type="object", additionalProperties={"type": "number", "minimum": -100, "maximum": 100}),
         "allowed_token_ids": shown(**IDS, minItems=1), "stop_token_ids": shown(**IDS), "stop": str | list[str],
         "bad_words": list[str],
-    }.get(name, hint)  # fmt: skip
+    }  # fmt: skip
+    if name in own or name not in RANGES:
+        return own.get(name, hint)
+    low, high = RANGES[name]
+    return Annotated[type(high), Meta(ge=low, le=high)]
 
 
 def attributes_of(record: type) -> dict[str, str]:
@@ -388,45 +182,41 @@ def attributes_of(record: type) -> dict[str, str]:
 
 
 HINTS, ABOUT = get_type_hints(SamplingParams), attributes_of(SamplingParams)
-OTHERS = ("max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens")
+OTHERS = (  # that have rows of their own, or none
+    "max_tokens", "logprobs", "prompt_logprobs", "bad_word_ids", "truncate_prompt_tokens", "structured_outputs",
+    "thinking_token_budget", "reasoning_start_ids", "reasoning_end_ids",
+)  # fmt: skip
 PARAMS = tuple(field.name for field in dataclasses.fields(SamplingParams) if field.name not in OTHERS)
 SEVERAL = ("n", "best_of", "use_beam_search", "beam_width", "length_penalty", "early_stopping")  # answers
-CHECKS = {"stop": stop_strings, "stop_token_ids": token_ids, "bad_words": bad_words}
-# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
-NEVER_THERE = (
-    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
-    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "message.input_image.image_url",
-)  # fmt: skip
-STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+CHECKS = {
+    "stop": checks.stop_strings, "stop_token_ids": checks.token_ids, "bad_words": checks.bad_words,
+}  # fmt: skip
 # What the clients of other servers may send and this one cannot do yet, with the values that change nothing.
 NOT_YET: dict[str, tuple[Any, ...]] = {
     # OpenAI's
-    "response_format": ({"type": "text"},), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"),
     "reasoning": (), "modalities": (["text"],), "audio": (), "prediction": (),
     "web_search_options": (),
     # vLLM's
-    "logprob_token_ids": (), "structured_outputs": ({},), "guided_json": (),
-    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "guided_decoding_backend": (),
-    "guided_whitespace_pattern": (), "structural_tag": (), "logits_processors": ([],),
+    "logprob_token_ids": (), "logits_processors": ([],),
     "mm_processor_kwargs": ({},), "media_io_kwargs": ({},), "prompt_embeds": (), "return_prompt_text": (False,),
     "return_token_offsets": (False,),
     "include_reasoning": (True,), "thinking_token_budget": (-1,), "repetition_detection": (), "watermarking": (False,),
     "stream_interval": (1,), "kv_transfer_params": ({},), "ec_transfer_params": ({},), "vllm_xargs": ({},),
     "routed_experts_prompt_start": (0,),
     # SGLang's
-    "regex": (), "ebnf": (), "json_schema": (), "stop_regex": ([],), "no_stop_trim": (False,), "lora_path": (),
+    "stop_regex": ([],), "no_stop_trim": (False,), "lora_path": (),
     "separate_reasoning": (False,), "custom_logit_processor": (), "custom_params": ({},), "input_ids": (),
     "session_params": ({},), "return_hidden_states": (False,), "return_routed_experts": (False,),
     "return_cached_tokens_details": (False,), "return_prompt_token_ids": (False,), "return_meta_info": (False,),
     "images_config": ({},), "routed_dp_rank": (), "data_parallel_rank": (),
     # llama.cpp's, ollama's and TGI's
-    "grammar": ("",), "lora": ([],), "samplers": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (0, -1),
+    "lora": ([],), "samplers": (), "typical_p": (1,), "tfs_z": (1,), "top_n_sigma": (0, -1),
     "dynatemp_range": (0,), "mirostat": (0,), "xtc_probability": (0,), "dry_multiplier": (0,), "repeat_last_n": (),
     "n_keep": (0, -1), "n_probs": (0,), "min_keep": (0,), "n_indent": (0,), "t_max_predict_ms": (0,), "id_slot": (-1,),
     "return_tokens": (False,), "return_progress": (False,), "timings_per_token": (False,), "response_fields": ([],),
-    "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},), "format": ("",),
+    "post_sampling_probs": (False,), "reasoning_format": ("none",), "options": ({},),
     "think": (False,), "do_sample": (True,), "return_full_text": (False,), "watermark": (False,), "truncate": (),
 }  # fmt: skip
 # What only GENERATE takes.
@@ -444,12 +234,11 @@ NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
         "access_programs": (), **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     MESSAGES: {
-        "tool_choice": ({"type": "auto"}, {"type": "none"}), "container": (), "mcp_servers": ([],),
-        "context_management": (), "output_format": (), "speed": ("standard",), **NOT_IN_ANSWERS, **ONE_ANSWER,
+        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
+        **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     COUNT_TOKENS: {
-        "tool_choice": ({"type": "auto"}, {"type": "none"}), "mcp_servers": ([],), "context_management": (),
-        "output_format": (), "speed": ("standard",),
+        "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
     },
 }  # fmt: skip
 # What other servers call by another name than this one.
@@ -469,6 +258,7 @@ ELSEWHERE_THERE = {
     MESSAGES: {
         "stop": "stop_sequences", "max_completion_tokens": "max_tokens", "prompt": "messages", "input": "messages",
         "instructions": "system", "reasoning": "thinking", "reasoning_effort": "output_config.effort",
+        "response_format": "output_config.format",
     },
     COUNT_TOKENS: {"prompt": "messages", "input": "messages", "instructions": "system", "reasoning": "thinking"},
 }  # fmt: skip
@@ -482,6 +272,7 @@ ALIASES = {
 HARMLESS = (
     "user", "metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options",
     "prompt_cache_retention", "safety_identifier", "verbosity", "moderation",
+    "guided_decoding_backend",
     "session_id", "return_mm_kwargs", "stream_reasoning", "custom_labels",  # vLLM's and SGLang's
     "cache_prompt", "n_cache_reuse", "sse_ping_interval", "keep_alive",  # llama.cpp's and ollama's
     # These belong to samplers that are off, as NOT_YET sees to.
@@ -490,56 +281,67 @@ HARMLESS = (
 )  # fmt: skip
 NAMES = ("user", "prompt_cache_key", "safety_identifier")  # that a response repeats
 ECHOED = ("metadata", "store", "parallel_tool_calls", *NAMES)
+HONOURED = {name: (RESPONSES,) for name in ECHOED} | {"parallel_tool_calls": (CHAT, RESPONSES)}  # where not harmless
 CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # Anthropic's
 
 
 def routes_of(name: str) -> tuple[str, ...]:
     """The routes that know a field of `SamplingParams`, or of `HARMLESS`."""
     if name in HARMLESS:
-        return tuple(route for route in ROUTES if route != RESPONSES or name not in ECHOED)
-    if name in SEVERAL:
+        return tuple(route for route in ROUTES if route not in HONOURED.get(name, ()))
+    if name in (*SEVERAL, "masked_logprobs"):
         return GENERATE
     return (*GENERATE, RESPONSES) if name == "stop" else GENERATE + ANSWER
 
 
 FIELDS = (
     Field("model", Name, None, ROUTES, about="One of the names that /v1/models lists."),
-    Field("prompt", PROMPT, None, (COMPLETIONS,), prompts, "A text, or token ids, or a list of such."),
-    Field("prompt", shown(**STRING), None, (TOKENIZE,), prompts, "A text; or else there are messages."),
+    Field("prompt", PROMPT, None, (COMPLETIONS,), checks.prompts, ONE_OR_MORE),
+    Field("prompt", shown(**STRING), None, (TOKENIZE,), checks.prompts, "A text; or else there are messages."),
     Field("suffix", str, None, (COMPLETIONS,), None, "What comes after the text that is to be filled in."),
-    Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), messages, "The conversation so far."),
-    Field("messages", ALTERNATING, None, TURNS, turns, "The last may be an answer's beginning."),
-    Field("system", SYSTEM, None, TURNS, system_text, "Comes before the messages."),
-    Field("input", INPUT, None, (RESPONSES,), input_items, "A text, or messages."),
+    Field("messages", CONVERSATION, None, (CHAT, TOKENIZE), checks.messages, "The conversation so far."),
+    Field("messages", ALTERNATING, None, TURNS, checks.turns, "The last may be an answer's beginning."),
+    Field("system", SYSTEM, None, TURNS, checks.system_text, "Comes before the messages."),
+    Field("input", INPUT, None, (RESPONSES,), checks.input_items, "A text, or messages."),
     Field("instructions", str, None, (RESPONSES,), about="Come first; not a part of the stored conversation."),
     Field("previous_response_id", Name, None, (RESPONSES,), about="The stored response whose conversation goes on."),
-    Field("tokens", shown(**IDS), None, (DETOKENIZE,), token_ids),
-    Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), prompts, "A text, or token ids, or a list of such."),
+    Field("tokens", shown(**IDS), None, (DETOKENIZE,), checks.token_ids),
+    Field("input", PROMPT, None, (EMBEDDINGS, POOLING, CLASSIFY), checks.prompts, ONE_OR_MORE),
     Field("task", Literal["embed", "classify", "score"], None, (POOLING,), about="What this server does with prompts."),
     Field("dimensions", Annotated[int, Meta(ge=1, le=2**20)], None, (EMBEDDINGS, POOLING), about="Of the vector."),
     Field("encoding_format", Literal["float", "base64"], "float", (EMBEDDINGS, POOLING)),
     Field("use_activation", bool, None, POOL, about=attributes_of(PoolingParams)["use_activation"]),
-    Field("text_1", TEXTS, None, (SCORE,), texts, "A text, or as many as text_2 has; vLLM: queries."),
-    Field("text_2", TEXTS, None, (SCORE,), texts, "A text or several; vLLM: documents."),
+    Field("text_1", TEXTS, None, (SCORE,), checks.texts, "A text, or as many as text_2 has; vLLM: queries."),
+    Field("text_2", TEXTS, None, (SCORE,), checks.texts, "A text or several; vLLM: documents."),
     Field("query", Annotated[str, Meta(min_length=1)], None, (RERANK,)),
-    Field("documents", DOCUMENTS, None, (RERANK,), documents, "Texts, or objects with a text."),
+    Field("documents", DOCUMENTS, None, (RERANK,), checks.documents, "Texts, or objects with a text."),
     Field("top_n", Annotated[int, Meta(ge=0, le=2**31 - 1)], 0, (RERANK,), about="How many to return; 0 is all."),
     Field("return_documents", bool, True, (RERANK,)),
     Field("return_token_strs", bool, None, (TOKENIZE,)),
     Field("add_special_tokens", bool, None, (COMPLETIONS, CHAT, TOKENIZE, EMBEDDINGS, POOLING, CLASSIFY)),
     Field("add_generation_prompt", bool, None, (CHAT, TOKENIZE)),
     Field("continue_final_message", bool, False, (CHAT, TOKENIZE)),
-    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), template_kwargs),
-    Field("chat_template", Source, None, (CHAT, TOKENIZE), chat_template, "Replaces the model's, if it is allowed."),
+    Field("chat_template_kwargs", dict[str, Any], {}, (CHAT, TOKENIZE, RESPONSES, *TURNS), checks.template_kwargs),
+    Field("chat_template", Source, None, (CHAT, TOKENIZE), checks.chat_template, "Replaces the model's, if allowed."),
     Field("documents", Objects, None, (CHAT, TOKENIZE), about="For chat templates that know of retrieval."),
-    Field("tools", Objects, None, (CHAT, TOKENIZE), about="For the chat template; in a chat, with tool_choice none."),
-    Field("tool_choice", shown(enum=["none", "auto"]), None, (CHAT,), only("none", "auto")),
+    Field("tools", Objects, None, (CHAT, TOKENIZE), checks.tools, "Functions that an answer may call."),
+    Field("tool_choice", TOOL_CHOICE, None, (CHAT,), checks.tool_choice, "Whether an answer calls tools, and which."),
+    Field("tools", Objects, None, (RESPONSES,), checks.flat_tools, "Functions that an answer may call."),
+    Field("tools", Objects, None, TURNS, checks.message_tools, "Functions that an answer may call."),
+    Field("tool_choice", TOOL_CHOICE, None, (RESPONSES,), checks.tool_choice, "Whether an answer calls tools."),
+    Field("tool_choice", dict[str, Any], None, TURNS, checks.message_tool_choice, "Whether an answer calls tools."),
+    Field("parallel_tool_calls", bool, True, (CHAT,), about="Whether one answer may hold several calls."),
+    Field("include_reasoning", bool, True, (CHAT,), about="Whether the client gets the hidden reasoning (vLLM's)."),
+    Field("separate_reasoning", bool, True, (CHAT,), about="False leaves reasoning in the content (SGLang's)."),
+    Field("reasoning_format", REASONING_FORMAT, "auto", (CHAT,), None, "none leaves it there, too (llama.cpp's)."),
+    Field("thinking_token_budget", Output, None, (CHAT, *ANSWER), checks.budget, ABOUT["thinking_token_budget"]),
     Field("reasoning_effort", Name, None, (CHAT, TOKENIZE), about="Is a variable of the chat template."),
-    Field("reasoning", dict[str, Any], {}, (RESPONSES,), reasoning),
-    Field("thinking", dict[str, Any], {}, TURNS, thinking, "For the chat template."),
+    Field("reasoning", dict[str, Any], {}, (RESPONSES,), checks.reasoning),
+    Field("thinking", dict[str, Any], {}, TURNS, checks.thinking, "For the chat template."),
     Field("output_config", dict[str, Any], {}, TURNS, output_config),
+    Field("output_format", dict[str, Any], None, TURNS, flat_format, "The older place of output_config.format."),
     Field("stream", bool, False, GENERATE + ANSWER, about="Server-sent events, as the answer grows."),
-    Field("stream_options", dict[str, Any], None, GENERATE, stream_options),
+    Field("stream_options", dict[str, Any], None, GENERATE, checks.stream_options),
     Field("max_completion_tokens", Output),
     Field("max_tokens", Output, about="Of output; -1 is what is left of the context."),
     Field("logprobs", Count, None, (COMPLETIONS,), about="Of each token, and of this many likeliest ones."),
@@ -553,8 +355,8 @@ FIELDS = (
     ),
     Field("max_tokens", Tokens, None, (MESSAGES,), about="Of output."),
     Field("max_output_tokens", Tokens, None, (RESPONSES,), about="The default is what is left of the context."),
-    Field("stop_sequences", list[str], None, (MESSAGES,), stop_strings),
-    Field("truncate_prompt_tokens", Output, None, CUT, kept, ABOUT["truncate_prompt_tokens"]),
+    Field("stop_sequences", list[str], None, (MESSAGES,), checks.stop_strings),
+    Field("truncate_prompt_tokens", Output, None, CUT, checks.kept, ABOUT["truncate_prompt_tokens"]),
     Field(
         "truncation_side",
         Literal["left", "right"],
@@ -562,17 +364,22 @@ FIELDS = (
         CUT,
         about="Where a prompt loses tokens: left, which is the default where it is answered, or right.",
     ),
+    *(
+        Field(name, kind, None, GENERATE if name == "response_format" else GENERATE + ANSWER, check, about)
+        for name, (kind, check, about) in FORMS.items()
+    ),
+    Field("guided_whitespace_pattern", str, None, GENERATE + ANSWER, about="What may stand between the parts of JSON."),
     Field("cache_salt", Name, "", GENERATE + ANSWER, about="Requests of equal salt share cached prefixes."),
     Field("priority", Int32, 0, GENERATE + ANSWER + POOL, about="The lowest goes first, under the policy `priority`."),
     *(
         Field(name, sampling_type(name, HINTS[name]), None, routes_of(name), CHECKS.get(name), ABOUT[name])
         for name in PARAMS
     ),
-    Field("text", dict[str, Any], {}, (RESPONSES,), text_format),
-    Field("include", list[str], [], (RESPONSES,), included),
+    Field("text", dict[str, Any], {}, (RESPONSES,), response_text),
+    Field("include", list[str], [], (RESPONSES,), checks.included),
     Field("store", bool, None, (RESPONSES,), about="Keep the response, to be read or to go on from."),
-    Field("metadata", dict[str, Any], {}, (RESPONSES,), labels, "Is a part of the reply."),
-    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Is a part of the reply."),
+    Field("metadata", dict[str, Any], {}, (RESPONSES,), checks.labels, "Is a part of the reply."),
+    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Whether an answer may hold several calls."),
     *(Field(name, Name, None, (RESPONSES,), about="Is a part of the reply.") for name in NAMES),
     *(Field(name, Any, None, routes_of(name), about="Is accepted and changes nothing.") for name in HARMLESS),
     *(Field(name, Any, None, TURNS, about="Is accepted and changes nothing.") for name in CACHES),
@@ -587,12 +394,13 @@ REQUESTS = {
     for route, fields in KNOWN.items()
 }
 REFUSED: dict[str, dict[str, Check]] = {
-    route: {name: only(*NOT_YET[name]) for name in NOT_YET} | {name: called(here) for name, here in ELSEWHERE.items()}
+    route: {name: checks.only(*NOT_YET[name]) for name in NOT_YET}
+    | {name: checks.called(here) for name, here in ELSEWHERE.items()}
     for route in GENERATE
 }
 REFUSED |= {
-    route: {name: only(*same) for name, same in (NOT_YET | own).items()}
-    | {name: called(here) for name, here in (ELSEWHERE | ELSEWHERE_THERE[route]).items()}
+    route: {name: checks.only(*same) for name, same in (NOT_YET | own).items()}
+    | {name: checks.called(here) for name, here in (ELSEWHERE | ELSEWHERE_THERE[route]).items()}
     for route, own in NOT_YET_THERE.items()
 }
 

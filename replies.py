@@ -20,6 +20,7 @@ from typing import Any
 import gevent
 import msgspec
 
+from checks import in_parts
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
@@ -27,7 +28,8 @@ from logs import logger
 from messages import text_of
 from outputs import Choices, Generation, Vector
 from plan import EngineCoreRequest, EngineOutput
-from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, in_parts, without_folders
+from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
+from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 
@@ -109,6 +111,10 @@ class Run(Job):
         prompts: (text or None, token ids) of each.
         params: one for each prompt.
         tokenizer: of the model.
+        reading: how the answers are read.
+
+    Attributes:
+        answers: what each of the answers that are drawn turns out to be.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class Run(Job):
         prompts: list[tuple[str | None, list[int]]],
         params: list[SamplingParams],
         tokenizer: Tokenizer,
+        reading: Reading | None = None,
     ):
         id = ID_PREFIXES[route] + name
         self.created = int(time.time())
@@ -133,6 +140,8 @@ class Run(Job):
             for i, ((prompt, ids), param) in enumerate(zip(prompts, params, strict=True))
         ]
         super().__init__(id, fields, self.requests)
+        self.reading = reading
+        self.answers = {drawn: Answer(drawn, reading) for asked in self.requests for drawn in asked.drawn}
         echoes = fields["echo"] and route != CHAT
         self.prompts = [Prompt(asked, tokenizer) for asked in self.requests] if echoes else []
         self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
@@ -154,14 +163,13 @@ class Run(Job):
         content: dict[str, Any]
         for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
             if self.route == CHAT:
-                text = self._continued() + generation.text
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                content = {"message": self._message(self.answers[generation])}
                 of_prompt = {}  # a chat has one prompt, and tells of it beside the choices
             else:
                 content = {"text": self._echo(i) + generation.text}
                 of_prompt = self._of_prompt(i)
             of_tokens = self._of_tokens(i, self._tokens(i, generation), first=True)
-            choices.append({"index": i, **content, **ending(generation), **of_tokens, **of_prompt})
+            choices.append({"index": i, **content, **self._ending(generation), **of_tokens, **of_prompt})
         beside = self._of_prompt(0) if self.route == CHAT else {}
         return {**self._head(kind), "choices": choices, "usage": self._usage(), **beside}
 
@@ -188,22 +196,45 @@ class Run(Job):
         yield b"data: [DONE]\n\n"
 
     def _choices(self, i: int, new: str) -> Iterator[dict[str, Any]]:
-        """The choices to send for new text: in a chat, an ending comes in an event of its own."""
+        """The choices to send for new text: in a chat, each part and the ending come in events of their own."""
         generation = self.requests[i // self.n].drawn[i % self.n]
         if not new and not generation.finished:
             return
+        deltas = []
+        if self.route == CHAT:
+            deltas = [{"content": new}] if new else []
+            if self.reading:
+                answer = self.answers[generation]
+                deltas = [delta_of(answer, piece) for piece in answer.read()]
+            if not deltas and not generation.finished:
+                return
         if first := i not in self.begun:
             self.begun[i] = self._tokens(i, generation)
         of_tokens = self._of_tokens(i, self.begun[i], first)
         if self.route != CHAT:
             text, of_prompt = (self._echo(i) + new, self._of_prompt(i)) if first else (new, {})
-            yield {"index": i, "text": text, **ending(generation), **of_tokens, **of_prompt}
+            yield {"index": i, "text": text, **self._ending(generation), **of_tokens, **of_prompt}
             return
-        if new:
-            yield {"index": i, "delta": {"content": new}, "logprobs": None, "finish_reason": None, **of_tokens}
+        for delta in deltas:
+            yield {"index": i, "delta": delta, "logprobs": None, "finish_reason": None, **of_tokens}
             of_tokens = {name: [] for name in of_tokens if name == "token_ids"}  # all told
         if generation.finished:
-            yield {"index": i, "delta": {}, **ending(generation), **of_tokens}
+            yield {"index": i, "delta": {}, **self._ending(generation), **of_tokens}
+
+    def _message(self, answer: Answer) -> dict[str, Any]:
+        """The message that an answer is."""
+        answer.read()
+        content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if answer.calls:
+            calls = [call_of(call, call.text) for call in answer.calls]
+            message |= {"content": content or None, "tool_calls": calls}
+        return message | (reasoning_of(reasoning) if reasoning else {})
+
+    def _ending(self, generation: Generation) -> dict[str, Any]:
+        """The part of a choice that says how it ended; its values are null before that."""
+        reason = self.answers[generation].finish_reason
+        return {"logprobs": None, "finish_reason": reason, "stop_reason": generation.stop_reason}
 
     def _echoes(self, client: Client) -> News:
         """The news of answers that nobody has to draw, because they have no tokens."""
@@ -273,7 +304,13 @@ class Run(Job):
         completion = sum(asked.num_generated for asked in self.requests)
         cached = {"cached_tokens": sum(asked.metrics.num_cached_tokens for asked in self.requests)}
         counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        return counts | {"prompt_tokens_details": cached}
+        usage = counts | {"prompt_tokens_details": cached}
+        if self.reading and self.reading.reasoning_parser:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._reasoning_tokens()}
+        return usage
+
+    def _reasoning_tokens(self) -> int:
+        return sum(answer.reasoning_tokens for answer in self.answers.values())
 
 
 def run_requests(
@@ -344,9 +381,25 @@ def watch(sock: socket.socket, stream: Stream) -> None:
     stream.put(ClientGone())
 
 
-def ending(generation: Generation) -> dict[str, Any]:
-    """The part of a choice that says how it ended; its values are null before that."""
-    return {"logprobs": None, "finish_reason": generation.finish_reason, "stop_reason": generation.stop_reason}
+def reasoning_of(text: str) -> dict[str, str]:
+    """The part of a message or a delta that is hidden reasoning, by the name that most clients know and by vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def call_of(call: Block, arguments: str) -> dict[str, Any]:
+    """A call of a function as OpenAI spells it."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
+    """What a chat's stream has for what is new of an answer."""
+    block = answer.blocks[piece.at]
+    if block.kind == CONTENT:
+        return {"content": piece.text}
+    if block.kind == REASONING:
+        return reasoning_of(piece.text)
+    new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
+    return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
 
 
 def sse(event: dict[str, Any], long: bool = False) -> bytes:

@@ -10,6 +10,7 @@ OpenAI's types are those of its SDK, `openai.types.responses`, and Anthropic's t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 import time
@@ -19,14 +20,22 @@ from typing import Any
 
 import msgspec
 
+from checks import ToolChoice
 from config import ServerConfig
 from outputs import Generation
 from protocol import CHAT, ECHOED, ApiError, defaults
+from reading import CALL, CONTENT, REASONING, Answer, Block
 from replies import ClientGone, Run, as_api_error
 
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
+ITEM_IDS = {CONTENT: "msg", REASONING: "rs", CALL: "fc"}  # what the id of an item begins with
+ITEM_EVENTS = {CONTENT: "output_text", REASONING: "reasoning_text", CALL: "function_call_arguments"}
+DELTAS = {  # of Anthropic's blocks: the kind, and what its text is called
+    CONTENT: ("text_delta", "text"), REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
 }  # fmt: skip
 RESPONSE_ERRORS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}  # of those that the SDK knows
 MOST_ITEMS, USUAL_ITEMS = 100, 20  # of a page
@@ -42,12 +51,16 @@ def as_chat(fields: dict[str, Any], messages: list[dict[str, Any]], **own: Any) 
 
 @contextlib.contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Errors within the `with` block name the fields by these names, as their route calls them."""
+    """Errors within the `with` block name the fields by these names, as their route calls them.
+
+    Names that are words of prose, too, stay as they are in a message.
+    """
     try:
         yield
     except ApiError as error:
-        param = names.get(error.param or "", error.param)
-        message = re.sub(r"\bmax_tokens\b", names.get("max_tokens", "max_tokens"), str(error))
+        param, message = names.get(error.param or "", error.param), str(error)
+        for name in names:
+            message = re.sub(rf"\b{name}\b", names[name], message) if "_" in name else message
         raise ApiError(error.status, message, param, error.code) from None
 
 
@@ -74,13 +87,17 @@ class Responses(Run):
     def __init__(self, asked: dict[str, Any], keep: Keep, *run: Any):
         super().__init__(*run)
         self.asked, self.keep = asked, keep
-        self.item_id = "msg_" + self.id.partition("_")[2]
         self.numbers = itertools.count()
 
     @property
     def generation(self) -> Generation:
         """The one answer."""
         return self.requests[0].drawn[0]
+
+    @property
+    def answer(self) -> Answer:
+        """What it turns out to be."""
+        return self.answers[self.generation]
 
     @property
     def ended(self) -> str:
@@ -90,6 +107,8 @@ class Responses(Run):
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """The response object as it is now; in progress it has no output yet."""
         asked, params, begun = self.asked, self.generation.params, status == "in_progress"
+        output = [] if begun else [self._item(at, status) for at in range(max(1, len(self.answer.blocks)))]
+        choice: ToolChoice = asked["tool_choice"] or ToolChoice("auto")
         failure = {"code": RESPONSE_ERRORS.get(error.status, "server_error"), "message": str(error)} if error else None
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status,
@@ -97,15 +116,16 @@ class Responses(Run):
             "error": failure,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **{name: asked[name] for name in (*ECHOED, "instructions", "max_output_tokens", "previous_response_id")},
-            "max_tool_calls": None, "model": asked["model"], "output": [] if begun else [self._item(status)],
+            "max_tool_calls": None, "model": asked["model"], "output": output,
             "reasoning": {"effort": asked["reasoning"].get("effort"), "summary": None}, "service_tier": "default",
-            "temperature": params.temperature, "text": {"format": {"type": "text"}}, "tool_choice": "auto",
-            "tools": [], "top_logprobs": 0, "top_p": params.top_p, "truncation": "disabled",
-            "usage": None if begun else self._counts(),
+            "temperature": params.temperature, "text": {"format": asked["text"].get("format") or {"type": "text"}},
+            "tool_choice": choice_of(choice), "tools": list(map(tool_of, asked["tools"] or ())), "top_logprobs": 0,
+            "top_p": params.top_p, "truncation": "disabled", "usage": None if begun else self._counts(),
         }  # fmt: skip
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
+        self.answer.read()
         response = self.response(self.ended)
         self.keep(response)
         return response
@@ -129,44 +149,102 @@ class Responses(Run):
         yield self._numbered(f"response.{last['status']}", response=last)
 
     def _parts(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The events before the last one: the response begins, then its one item, then that item's one part."""
-        item, part = {"output_index": 0}, {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        begun = self.response("in_progress")
+        """The events before the last one: the response begins, then come the items, one after the other."""
+        begun, latest = self.response("in_progress"), -1
         yield self._numbered("response.created", response=begun)
         yield self._numbered("response.in_progress", response=begun)
-        empty = self._item("in_progress") | {"content": []}
-        yield self._numbered("response.output_item.added", **item, item=empty)
-        yield self._numbered("response.content_part.added", **part, part=output_text(""))
-        for _, new in news:
-            if new:
-                yield self._numbered("response.output_text.delta", **part, delta=new, logprobs=[])
-        text = self.generation.text
-        yield self._numbered("response.output_text.done", **part, text=text, logprobs=[])
-        yield self._numbered("response.content_part.done", **part, part=output_text(text))
-        yield self._numbered("response.output_item.done", **item, item=self._item(self.ended))
+        for _ in news:
+            for piece in self.answer.read():
+                if piece.begins:
+                    yield from self._end(latest)
+                    yield from self._begin(latest := piece.at)
+                if piece.text:
+                    where, kind = self._where(piece.at), ITEM_EVENTS[self._block(piece.at).kind]
+                    more = {"logprobs": []} if kind == "output_text" else {}
+                    yield self._numbered(f"response.{kind}.delta", **where, delta=piece.text, **more)
+        if latest < 0:
+            yield from self._begin(latest := 0)
+        yield from self._end(latest, self.ended)
+
+    def _begin(self, at: int) -> Iterator[bytes]:
+        """The events with which an item begins, and the part that a message or reasoning has."""
+        kind = self._block(at).kind
+        item = self._item(at, "in_progress") | ({"arguments": ""} if kind == CALL else {"content": []})
+        yield self._numbered("response.output_item.added", output_index=at, item=item)
+        if kind != CALL:
+            yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
+
+    def _end(self, at: int, status: str = "completed") -> Iterator[bytes]:
+        """The events with which an item ends."""
+        if at < 0:
+            return
+        block, where = self._block(at), self._where(at)
+        kind = f"response.{ITEM_EVENTS[block.kind]}.done"
+        if block.kind == CALL:
+            yield self._numbered(kind, **where, name=block.name, arguments=block.text)
+        else:
+            more = {"logprobs": []} if block.kind == CONTENT else {}
+            yield self._numbered(kind, **where, text=block.text, **more)
+            yield self._numbered("response.content_part.done", **where, part=part_of(block.kind, block.text))
+        yield self._numbered("response.output_item.done", output_index=at, item=self._item(at, status))
 
     def _numbered(self, kind: str, **content: Any) -> bytes:
         return event(kind, {"sequence_number": next(self.numbers), **content})
 
-    def _item(self, status: str) -> dict[str, Any]:
-        """The message that is the output of a response of this status."""
-        status = status if status in ("in_progress", "completed") else "incomplete"
-        content = [output_text(self.generation.text)]
-        return {"id": self.item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+    def _block(self, at: int) -> Block:
+        """The block that is the item at this place. An answer that has none yet is an empty message."""
+        return self.answer.blocks[at] if self.answer.blocks else Block(CONTENT)
+
+    def _where(self, at: int) -> dict[str, Any]:
+        """How an event says which item, and which part of it, it is about."""
+        block = self._block(at)
+        return {"item_id": self._id(at), "output_index": at} | ({} if block.kind == CALL else {"content_index": 0})
+
+    def _id(self, at: int) -> str:
+        return f"{ITEM_IDS[self._block(at).kind]}_{self.id.partition('_')[2]}{at or ''}"
+
+    def _item(self, at: int, status: str) -> dict[str, Any]:
+        """The item at a place of the output of a response of this status; those before the last one are complete."""
+        block = self._block(at)
+        if at < len(self.answer.blocks) - 1:
+            status = "completed"
+        item = {"id": self._id(at), "status": status if status in ("in_progress", "completed") else "incomplete"}
+        if block.kind == CALL:
+            return item | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+        own: dict[str, Any] = {"type": "message", "role": "assistant"}
+        if block.kind == REASONING:
+            own = {"type": "reasoning", "summary": []}
+        return item | own | {"content": [part_of(block.kind, block.text)]}
 
     def _counts(self) -> dict[str, Any]:
         usage = self._usage()
         return {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens()},
             "total_tokens": usage["total_tokens"],
         }  # fmt: skip
 
 
-def output_text(text: str) -> dict[str, Any]:
-    """The part of a message that is text."""
+def part_of(kind: str, text: str) -> dict[str, Any]:
+    """The one part of a message, or of reasoning."""
+    if kind == REASONING:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool as a response repeats it."""
+    return {"type": "function", "description": None, "parameters": None, "strict": None, **tool["function"]}
+
+
+def choice_of(choice: ToolChoice) -> str | dict[str, Any]:
+    """A choice of tools as a response repeats it."""
+    if choice.names is None:
+        return choice.mode
+    tools = [{"type": "function", "name": name} for name in choice.names]
+    return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
 
 class Messages(Run):
@@ -174,28 +252,53 @@ class Messages(Run):
 
     def whole(self) -> dict[str, Any]:
         """The reply in one piece, once `news` has ended."""
-        generation = self.requests[0].drawn[0]
-        text = {"type": "text", "text": generation.text}
-        return self._message([text], self._counts() | {"output_tokens": len(generation.token_ids)}) | self._stop()
+        answer = self._answer
+        answer.read()
+        content = [content_block(block) for block in answer.blocks or [Block(CONTENT)]]
+        return self._message(content, self._counts() | self._output()) | self._stop()
 
     def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
         """The server-sent events of a stream, whose last one is an error where it has failed."""
-        index = {"index": 0}
         try:
             yield event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
-            yield event("content_block_start", index | {"content_block": {"type": "text", "text": ""}})
             yield event("ping", {})
-            for _, new in news:
-                if new:
-                    yield event("content_block_delta", index | {"delta": {"type": "text_delta", "text": new}})
-            yield event("content_block_stop", index)
-            usage = self._counts() | {"output_tokens": self.requests[0].num_generated}
-            yield event("message_delta", {"delta": self._stop(), "usage": usage})
+            yield from self._blocks(news)
+            yield event("message_delta", {"delta": self._stop(), "usage": self._counts() | self._output()})
             yield event("message_stop", {})
         except ClientGone:
             return
         except Exception as error:
             yield event("error", message_error(as_api_error(error)))
+
+    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
+        """The events of the blocks, one block after the other."""
+        answer, latest = self._answer, -1
+        for _ in news:
+            for piece in answer.read():
+                block, index = answer.blocks[piece.at], {"index": piece.at}
+                if piece.begins:
+                    if latest >= 0:
+                        yield event("content_block_stop", {"index": latest})
+                    latest = piece.at
+                    empty = content_block(dataclasses.replace(block, text=""))
+                    yield event("content_block_start", index | {"content_block": empty})
+                if piece.text:
+                    kind, key = DELTAS[block.kind]
+                    yield event("content_block_delta", index | {"delta": {"type": kind, key: piece.text}})
+        if latest < 0:
+            yield event("content_block_start", {"index": 0, "content_block": content_block(Block(CONTENT))})
+        yield event("content_block_stop", {"index": max(0, latest)})
+
+    @property
+    def _answer(self) -> Answer:
+        return self.answers[self.requests[0].drawn[0]]
+
+    def _output(self) -> dict[str, Any]:
+        """What came out, where it has ended."""
+        thought = {}
+        if self.reading and self.reading.reasoning_parser:
+            thought = {"output_tokens_details": {"thinking_tokens": self._reasoning_tokens()}}
+        return {"output_tokens": self.requests[0].num_generated, **thought}
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {
@@ -207,7 +310,7 @@ class Messages(Run):
         """Why the answer has ended."""
         generation = self.requests[0].drawn[0]
         found = generation.stop_reason if isinstance(generation.stop_reason, str) else None
-        ended = "max_tokens" if generation.finish_reason == "length" else "end_turn"
+        ended = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self._answer.finish_reason or "", "end_turn")
         return {"stop_reason": "stop_sequence" if found else ended, "stop_sequence": found}
 
     def _counts(self) -> dict[str, int]:
@@ -216,6 +319,18 @@ class Messages(Run):
         cached = asked.metrics.num_cached_tokens
         left = len(asked.prompt_token_ids) - cached
         return {"input_tokens": left, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+
+
+def content_block(block: Block) -> dict[str, Any]:
+    """A block as Anthropic spells it. Of a call that is cut, there is no input: only a stream has what has come."""
+    if block.kind == CONTENT:
+        return {"type": "text", "text": block.text}
+    if block.kind == REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    input: Any = {}
+    with contextlib.suppress(msgspec.DecodeError):
+        input = msgspec.json.decode(block.text)
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": input}
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

@@ -88,6 +88,12 @@ class StructuredOutputsParams:
         if not isinstance(self.whitespace_pattern, str | None):
             raise ValueError(f"whitespace_pattern is {self.whitespace_pattern!r}; it must be a regular expression")
 
+    @property
+    def size(self) -> int:
+        """Its characters."""
+        texts = (self.json, self.regex, self.grammar, self.structural_tag, self.whitespace_pattern)
+        return sum(len(text) for text in (*texts, *(self.choice or ())) if text)
+
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # of structured outputs
 
@@ -133,9 +139,9 @@ class SamplingParams:
         structured_outputs: what the text must be; a dict of `StructuredOutputsParams`' fields will do, too.
         masked_logprobs: of structured outputs, give log-probabilities among the tokens that were allowed.
         thinking_token_budget: tokens of hidden reasoning after which it is brought to its end; None sets no limit.
-        reasoning_start_ids: tokens that begin hidden reasoning where an answer begins with them, which may be none: then
-            the prompt has begun it. Structured outputs begin after the reasoning. `LLM` and the server fill in both,
-        reasoning_end_ids: and the tokens that end it; none where there is no reasoning.
+        reasoning_start_ids: tokens that begin hidden reasoning where an answer begins with them; none where the prompt
+            has begun it. The server fills them in, and
+        reasoning_end_ids: the tokens that end it, after which structured outputs begin; none where nothing is hidden.
     """
 
     temperature: float = 1.0
@@ -326,6 +332,12 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (wanted := getattr(self, name) or 0) > most:
                 raise ValueError(f"{name} is {wanted}; it must be at most max_logprobs, {most}")
+
+    @property
+    def constrained(self) -> bool:
+        """Whether what may come next depends on what has come, so that each token has a mask of its own."""
+        bounded = self.thinking_token_budget is not None and bool(self.reasoning_end_ids)
+        return self.structured_outputs is not None or bounded
 
     @property
     def num_listed(self) -> int:

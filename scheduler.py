@@ -30,7 +30,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from itertools import compress
@@ -126,6 +126,7 @@ class Scheduler:
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
         self.waits = WaitClock()
+        self.late: Collection[SequenceGroup] = ()  # of those that run: what they may go on with is not known yet
         self.reports: OrderedDict[str, dict[str, Any]] = OrderedDict()  # of finished requests, the latest last
 
     # --- requests come and go ---------------------------------------------------------------------------------------
@@ -143,7 +144,8 @@ class Scheduler:
         limit = request.limit(self.max_model_len)
         width = params.num_sequences if params.use_beam_search else 1
         self._check_size(request, limit, width)
-        stop_ids = (*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids))
+        ended = params.structured_outputs is not None or not params.ignore_eos  # what is complete ends so, too
+        stop_ids = (*params.stop_token_ids, *(self.eos_token_ids if ended else ()))
         request.stop_ids = frozenset(token for token in stop_ids if token < self.vocab_size)
         request.stops = bit_words(request.stop_ids)
         request.allowed = bit_words(params.allowed_token_ids) if params.allowed_token_ids else None
@@ -342,7 +344,7 @@ class Scheduler:
         if self.admission.fair is not None and self.others:
             shares = self.admission.divide(self.others, flight.budget.tokens - to_come, self.running)
         for group in sorted(self.others + due, key=lambda group: group.key):
-            if group.status is not Status.RUNNING:  # any more
+            if group.status is not Status.RUNNING or group in self.late:
                 continue
             seq = group.seqs[0]
             if seq.batch is not None and seq.num_known + 1 >= group.limit:  # its last token is about to be sampled
@@ -494,8 +496,8 @@ class Scheduler:
     def _only_decodes(self, seq: Sequence) -> bool:
         """Whether a sequence that has sampled will do nothing else in the next step, nor have more to report."""
         group, params = seq.group, seq.group.request.params
-        ranked = params.num_samples > params.n
-        return group.status is Status.RUNNING and seq.num_known < group.limit and not ranked and params.logprobs is None
+        alone = params.num_samples > params.n or params.logprobs is not None or params.constrained
+        return group.status is Status.RUNNING and seq.num_known < group.limit and not alone
 
     def _take_decodes(self, flight: Flight, token_ids: list[int], stopped: frozenset[int]) -> Outputs:
         """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""

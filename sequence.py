@@ -57,8 +57,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "batch", "computed_before", "delivered", "due", "group", "hashes", "host_state", "host_tables", "kept_state",
-        "logprob", "lost", "next_delivery", "num_published", "place", "slot", "stale", "tables",
+        "batch", "computed_before", "constraint", "delivered", "due", "group", "hashes", "host_state", "host_tables",
+        "kept_state", "logprob", "lost", "next_delivery", "num_published", "place", "slot", "stale", "tables",
     )  # fmt: skip
 
     def __init__(self, group: SequenceGroup, tokens: Ints[int]):
@@ -77,6 +77,7 @@ class Sequence:
         self.lost = 0  # tokens that had been computed when it was preempted, to be computed again
         self.stale = False  # the workers' last token of it is not the one that it goes on with
         self.logprob = 0.0  # of its output, where that is asked for
+        self.constraint: Any = None  # a `grammar.Constraint`, where what may come next depends on what has come
 
     @property
     def tokens(self) -> list[int]:
@@ -193,7 +194,7 @@ class Request:
     """
 
     __slots__ = (
-        "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "groups", "held",
+        "allowed", "arrival", "client", "delay", "finished_reports", "first_token_at", "grammar", "groups", "held",
         "leader", "num_cached", "num_prompt", "num_scored", "params", "pooling", "priority", "prompt", "prompt_tables",
         "request_id", "salt", "stop_ids", "stops", "time_in_queue",
     )  # fmt: skip
@@ -215,6 +216,7 @@ class Request:
         self.stop_ids: frozenset[int] = frozenset()
         self.stops: dict[int, int] = {}  # the same as `bit_words`
         self.allowed: dict[int, int] | None = None  # likewise the tokens that may be drawn
+        self.grammar: Any = None  # a future `grammar.Grammar`, where its output is structured
         self.arrival = 0.0  # at the scheduler, in its seconds,
         self.delay = 0.0  # and how long that was after its client had sent it
         self.first_token_at: float | None = None  # when its first token came; kept by `EngineStats`

@@ -56,6 +56,7 @@ from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
 from responses import message_error
 from serving import Api, Caller, Events
@@ -466,6 +467,7 @@ def serve(argv: list[str]) -> None:
     try:
         engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
         set_up(engine_config.log_level, engine_config.log_format)
+        check_parsers(config)
         config = with_all_keys(config, os.environ)
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)

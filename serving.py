@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from gevent.threadpool import ThreadPool
 
 import embeddings
+from checks import in_parts
 from config import VERSION, ServerConfig
 from exposition import exposition
 from messages import item_messages
@@ -43,14 +44,15 @@ from protocol import (
     SCORE,
     TOKENIZE,
     ApiError,
-    in_parts,
     read_fields,
     too_long,
     without_folders,
 )
+from reading import Parsers, Reading
 from replies import Client, Job, Run, run_requests
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
+from structure import structure_of
 from tokenizer import LONG_TEXT, Tokenizer
 from viewers import Viewers
 
@@ -108,7 +110,7 @@ class Api:
         self.client, self.tokenizer, self.facts, self.config, self.names = client, tokenizer, facts, config, names
         self.board, self.threads = board, ThreadPool(TEXT_THREADS)
         self.started, self.store = int(time.time()), Store(config)
-        self.viewers = Viewers(client, config, board)
+        self.viewers, self.parsers = Viewers(client, config, board), Parsers(config, tokenizer)
         self.answers: dict[str, Callable[[dict[str, Any], Caller], dict[str, Any] | Events]] = {
             COMPLETIONS: self.completions, CHAT: self.chat, TOKENIZE: self.tokenize, DETOKENIZE: self.detokenize,
             EMBEDDINGS: self.embeddings, POOLING: self.pool, CLASSIFY: self.classify, SCORE: self.score,
@@ -137,11 +139,8 @@ class Api:
 
     def chat(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation."""
-        if fields["tools"] and fields["tool_choice"] != "none":
-            message = "this server cannot do that yet; it takes null, [], or tools with tool_choice none"
-            message = f"tools is {reprlib.repr(fields['tools'])}: {message}"
-            raise ApiError(400, message, "tools", "unsupported_parameter")
-        return self._generate(CHAT, fields, caller, [self._conversation(fields)], default_max_tokens=None)
+        prompt, reading = self._conversation(fields)
+        return self._generate(CHAT, fields, caller, [prompt], default_max_tokens=None, reading=reading)
 
     def responses(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation, in the shapes of OpenAI's Responses API."""
@@ -158,22 +157,28 @@ class Api:
         messages = item_messages(items)
         if fields["instructions"] is not None:
             messages = [{"role": "system", "content": fields["instructions"]}, *messages]
-        effort = {"reasoning_effort": fields["reasoning"].get("effort"), "max_tokens": fields["max_output_tokens"]}
-        chat = as_chat(fields, messages, **effort)
-        with renamed(messages="input", prompt="input", max_tokens="max_output_tokens"):
+        chat = as_chat(
+            fields, messages, max_tokens=fields["max_output_tokens"],
+            reasoning_effort=fields["reasoning"].get("effort"), response_format=fields["text"].get("structure"),
+        )  # fmt: skip
+        names = {"messages": "input", "prompt": "input", "max_tokens": "max_output_tokens"}
+        with renamed(**names, response_format="text.format"):
+            prompt, reading = self._conversation(chat)
             shape = functools.partial(Responses, fields, keep)
-            return self._generate(RESPONSES, chat, caller, [self._conversation(chat)], None, shape)
+            return self._generate(RESPONSES, chat, caller, [prompt], None, shape, reading)
 
     def messages(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any] | Events:
         """The next message of a conversation, or the rest of its last one, in the shapes of Anthropic's API."""
-        chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
-        with renamed(prompt="messages"):
-            return self._generate(MESSAGES, chat, caller, [self._conversation(chat)], None, Messages)
+        with renamed(prompt="messages", response_format="output_config.format"):
+            chat = self._turns(fields) | {"stop": fields["stop_sequences"]}
+            prompt, reading = self._conversation(chat)
+            return self._generate(MESSAGES, chat, caller, [prompt], None, Messages, reading)
 
     def count_tokens(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """How many tokens the prompt of such a request has."""
         with renamed(prompt="messages"):
-            return {"input_tokens": len(self._conversation(self._turns(fields))[1])}
+            (_, ids), _ = self._conversation(self._turns(fields))
+            return {"input_tokens": len(ids)}
 
     def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The tokens of a text or a conversation."""
@@ -374,18 +379,32 @@ class Api:
 
     def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A request for Anthropic's Messages API as one for chat completions."""
-        messages, system = fields["messages"], fields["system"]
+        messages, system, thinking = fields["messages"], fields["system"], fields["thinking"]
         messages = messages if system is None else [{"role": "system", "content": system}, *messages]
-        return as_chat(
+        structure, older = fields["output_config"].get("structure"), fields["output_format"]
+        if structure is not None and older is not None:
+            message = "output_config.format and output_format are both given; one is enough"
+            raise ApiError(400, message, "output_format")
+        asked = {"enabled": True, "disabled": False}.get(thinking.get("type"))
+        variables = {} if asked is None else {"enable_thinking": asked}
+        if asked and thinking["budget_tokens"] is not None:  # which some templates tell the model
+            variables["thinking_budget"] = thinking["budget_tokens"]
+        chat = as_chat(
             fields, messages, reasoning_effort=fields["output_config"].get("effort"),
-            chat_template_kwargs=fields["thinking"] | fields["chat_template_kwargs"],
+            chat_template_kwargs=variables | fields["chat_template_kwargs"],
             continue_final_message=messages[-1]["role"] == "assistant",
+            response_format=older if structure is None else structure,
+            include_reasoning=thinking.get("display") != "omitted",
         )  # fmt: skip
+        if chat["thinking_token_budget"] is None and self.parsers.reasoning_parser(chat):  # others keep to any budget
+            chat["thinking_token_budget"] = thinking.get("budget_tokens")
+        return chat
 
-    def _conversation(self, fields: dict[str, Any]) -> tuple[str | None, list[int]]:
-        """The prompt for a conversation, and its tokens."""
-        output = self._least_output(fields, None)
-        return self._prompt(fields, self._render(fields), bool(fields["add_special_tokens"]), output)
+    def _conversation(self, fields: dict[str, Any]) -> tuple[tuple[str | None, list[int]], Reading | None]:
+        """The prompt for a conversation with its tokens, and how the answers to it are read."""
+        output, text = self._least_output(fields, None), self._render(fields)
+        prompt = self._prompt(fields, text, bool(fields["add_special_tokens"]), output)
+        return prompt, self.parsers.reading(fields, text)
 
     def _render(self, fields: dict[str, Any]) -> str:
         go_on, opening = fields["continue_final_message"], fields["add_generation_prompt"]
@@ -491,16 +510,17 @@ class Api:
         prompts: list[Any],
         default_max_tokens: int | None,
         shape: Callable[..., Run] = Run,
+        reading: Reading | None = None,
     ) -> dict[str, Any] | Events:
         if fields["stream_options"] is not None and not fields["stream"]:
             raise ApiError(400, "stream_options is only for stream: true", "stream_options")
         self._need_task("generate")
         self._check_priority(fields)
-        params = self._params(route, fields, [len(ids) for _, ids in prompts], default_max_tokens)
+        params = self._params(route, fields, [len(ids) for _, ids in prompts], default_max_tokens, reading)
         admitted = self._admitted(len(prompts) * params[0].num_sequences, caller)
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
-        run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer)
+        run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer, reading)
         news = run.news(self.client, caller.sock, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
@@ -531,7 +551,7 @@ class Api:
         return max(1, asked if asked is not None else min(default or 1, defaults.get("max_tokens", default or 1)))
 
     def _params(
-        self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None
+        self, route: str, fields: dict[str, Any], lengths: list[int], default: int | None, reading: Reading | None
     ) -> list[SamplingParams]:
         """Sampling parameters for prompts of these lengths; the output is bounded by what they leave of the context.
 
@@ -564,6 +584,7 @@ class Api:
         if given.get("bad_words"):
             given["bad_word_ids"] = self.tokenizer.bad_word_ids(given["bad_words"])
         try:
+            given |= reading.params if reading else {"structured_outputs": structure_of(fields)}
             params = SamplingParams(**given | scores | {"max_tokens": left[0]})
             params.check_vocabulary(self.facts["vocab_size"])
             each = [dataclasses.replace(params, max_tokens=tokens) for tokens in left]

@@ -377,12 +377,14 @@ class ChatTemplate(NamedTuple):
 
     Attributes:
         template: for `run_template`.
+        source: of the template.
         takes_parts: a message's content may be a list of parts.
         takes_text: it may be a string.
         knows_developer: the role `developer` has a meaning of its own.
     """
 
     template: Template
+    source: str
     takes_parts: bool
     takes_text: bool
     knows_developer: bool
@@ -432,7 +434,7 @@ def read_template(environment: TemplateEnvironment, source: str) -> ChatTemplate
     takes_parts = any(is_content(unfiltered(node), names) for node in walked)
     asked = any(is_content(t.node, names) for t in tree.find_all(nodes.Test) if t.name in TEXT_TESTS)
     developer = any(constant.value == "developer" for constant in tree.find_all(nodes.Const))
-    return ChatTemplate(template, takes_parts, not takes_parts or asked, developer)
+    return ChatTemplate(template, source, takes_parts, not takes_parts or asked, developer)
 
 
 def unfiltered(node: nodes.Node | None) -> nodes.Node | None:

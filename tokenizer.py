@@ -163,6 +163,11 @@ class Tokenizer:
         """The token as the vocabulary spells it; empty where there is none (padded vocabularies)."""
         return self._tokenizer.id_to_token(id) or ""
 
+    def special_id(self, text: str) -> int | None:
+        """The special token of this text; None if there is none."""
+        id = self._tokenizer.token_to_id(text)
+        return id if id in self.special_ids else None
+
     def _token_bytes(self, id: int) -> bytes:
         """The bytes that a token stands for, perhaps a part of a UTF-8 sequence; empty if there is no such token."""
         token = self.token(id)
@@ -464,6 +469,16 @@ def _load(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
         what = "is not a tokenizer" if plain else "cannot be made into a tokenizer"
         raise ValueError(f"{path} {what}: {' '.join(why.split())}") from None
+
+
+def tokenizer_json(folder: str) -> str:
+    """What a folder's `tokenizer.json` says, or would say if it had one.
+
+    Raises:
+        ValueError: there is none, and nothing that can stand in for it.
+    """
+    path = Path(folder) / "tokenizer.json"
+    return path.read_text() if path.is_file() else _load(Path(folder))[0].to_str()
 
 
 def _compile_templates(

@@ -17,10 +17,11 @@ from typing import Any
 
 import msgspec
 
+from checks import in_parts
 from client import EngineDeadError
 from config import ServerConfig
 from processes import Board
-from protocol import ApiError, in_parts, without_folders
+from protocol import ApiError, without_folders
 from replies import Client, sse
 
 PERIOD = 0.2  # seconds between two events

@@ -18,6 +18,8 @@ Each line below goes after `python bench/bench.py`:
     latency --model FOLDER                       decode and prefill by batch size, peers beside it
     latency --breakdown 256                      microseconds of each phase of a step
     embed                                        embeddings of short texts, sentence-transformers beside it
+    masks                                        a step of sequences that write JSON, against free ones
+    schemas --file maskbench.jsonl               schemas: which are refused, what they accept, how long they take
     make-model FOLDER                            random weights of a real shape, to measure with
 
 `--json FILE`, before the command, also writes the figures to a file, with the machine, the versions and the date.
@@ -47,6 +49,7 @@ import bench_embed
 import bench_engine
 import bench_process
 import bench_serve
+import bench_structured
 from config import VERSION, EngineConfig
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
@@ -330,6 +333,17 @@ def add_streams(commands: Any) -> None:
         command.add_argument("--repeats", type=int, default=5)
 
 
+def add_structured(commands: Any) -> None:
+    """Add what measures structured outputs."""
+    masks, schemas = commands.add_parser("masks"), commands.add_parser("schemas")
+    masks.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    masks.add_argument("--rows", type=int, default=32)
+    masks.add_argument("--new-tokens", type=int, default=32)
+    masks.add_argument("--repeats", type=int, default=5)
+    schemas.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+    schemas.add_argument("--file", type=Path, required=True, help="JSON lines with schema and tests, as in MaskBench")
+
+
 def new_parser() -> argparse.ArgumentParser:
     """The command line's parser: a command for each benchmark, with its options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -403,6 +417,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
     add_embed(commands)
     add_streams(commands)
+    add_structured(commands)
     make = commands.add_parser("make-model")
     make.add_argument("folder", type=Path)
     make.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -436,6 +451,13 @@ def main() -> None:
         figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
+    elif args.command == "masks":
+        with tempfile.TemporaryDirectory() as folder:
+            figures = bench_structured.mask_figures(
+                Path(folder), SHAPES[args.shape], args.rows, args.new_tokens, args.repeats
+            )
+    elif args.command == "schemas":
+        figures = bench_structured.schema_figures(args.model, args.file)
     elif args.command == "serve":
         figures = bench_serve.serve_figures(
             args.model, args.trace, args.rate, args.requests, args.slo_ttft, args.slo_tpot, args.scale, args.options,

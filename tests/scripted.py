@@ -31,11 +31,14 @@ TEXT = "Hello, wörld 日本! "  # what the scripted engine answers, again and a
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES = {COMPLETIONS: {"prompt": "To be"}, CHAT: {"messages": [{"role": "user", "content": "Hi"}]}}
 TOKENIZER = Tokenizer(DEMO)
+END = next(iter(sorted(TOKENIZER.special_ids)))  # a token that ends an answer
 MISSING = object()
 
 
 class ScriptedClient:
     """Stands in for `MPClient`: answers TEXT token by token, sample i from its i-th token on; or what `script` says.
+
+    Where there is a text that it `says`, each answer is that, up to its limit.
 
     Log-probabilities are those of `made_up`: of token i of an answer at place i, of a prompt's at place -i.
     """
@@ -49,6 +52,7 @@ class ScriptedClient:
         self.aborted: list[tuple[str, int | None, str]] = []
         self.stories: dict[str, dict[str, Any]] = {}
         self.script: list[EngineOutput | Exception] | None = None
+        self.says: str | None = None
 
     def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
         if self.trouble:
@@ -89,6 +93,13 @@ class ScriptedClient:
 
     def answer(self, params: SamplingParams) -> list[Any]:
         limit, samples = params.max_tokens or 1, params.num_samples
+        if self.says is not None:
+            ids = [*TOKENIZER.encode(self.says, add_special_tokens=False), END][:limit]
+            news = [told([id], None, i) for id in ids for i in range(samples)]
+            for output in news[-samples:]:
+                output.finish_reason = "stop" if ids[-1] == END else "length"
+                output.cumulative_logprob = -1.0 - output.index if samples > params.n else None
+            return list(news)
         tokens = TOKENIZER.encode(TEXT) * (limit + samples)
         if params.use_beam_search:
             news = [told(tokens[i : i + limit], "length", i, logprob=-i) for i in range(samples)]

@@ -111,7 +111,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Any, seconds: float = 10) -> None:
+def eventually(condition: Any, seconds: float = 60) -> None:
     """Wait for a condition, which must come true within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -16,45 +16,57 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     # faces
     "server": {
         "batch", "bodies", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config", "openapi",
-        "processes", "protocol", "replies", "responses", "serving", "startup", "telemetry", "terminal", "tokenizer"},
+        "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry", "terminal",
+        "tokenizer"},
     "batch": {
         "bodies", "client", "config", "engine_process", "executor", "flags", "hub", "logs", "model_config",
-        "processes", "protocol", "replies", "serving", "tokenizer"},
+        "processes", "protocol", "reading", "replies", "serving", "tokenizer"},
     "terminal": {
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "replies", "responses",
-        "sampling_params", "tokenizer", "viewers"},
-    "viewers": {"client", "config", "processes", "protocol", "replies"},
+        "checks", "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "reading",
+        "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
+    "viewers": {"checks", "client", "config", "processes", "protocol", "replies"},
     "exposition": {"metrics"},
     "embeddings": set(),
     "bodies": {"config", "protocol"},
-    "protocol": {"config", "messages", "sampling_params"},
+    "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
+    "checks": {"config", "messages", "sampling_params"},
+    "structure": {"checks", "config", "sampling_params"},
+    "reading": {
+        "checks", "config", "outputs", "protocol", "reasoning", "sampling_params", "scanning", "structure", "tokenizer",
+        "tools"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
-    "responses": {"config", "outputs", "protocol", "replies"},
+    "responses": {"checks", "config", "outputs", "protocol", "reading", "replies"},
     "replies": {
-        "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol", "sampling_params",
-        "tokenizer"},
+        "checks", "client", "data_parallel", "logprobs", "logs", "messages", "outputs", "plan", "protocol",
+        "reading", "sampling_params", "tokenizer"},
     "telemetry": {"logs", "replies"},
-    "logprobs": {"outputs", "plan", "protocol", "sampling_params", "tokenizer"},
+    "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
+    "tools": {"lark_rules", "reasoning", "scanning", "tool_formats"},
+    "tool_formats": {"lark_rules", "scanning"},
+    "lark_rules": {"schemas"},
+    "reasoning": {"scanning"},
+    "scanning": set(),
     "vocabularies": set(),
     "templates": set(),
     "prompts": {"outputs", "plan", "sampling_params", "tokenizer"},
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "client", "config", "core", "embeddings", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
         "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "journal", "live", "logs", "model_config", "plan", "pooling", "sampling_params",
-        "scheduler",
-        "sequence", "tracing"},
+        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling",
+        "sampling_params", "scheduler", "sequence", "tracing"},
+    "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
+    "schemas": {"sampling_params"},
     "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
@@ -136,7 +148,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_ops", "c
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 78, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 88, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

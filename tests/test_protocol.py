@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ from flask.testing import FlaskClient
 from config import DEMO, ServerConfig
 from processes import Board
 from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
-from sampling_params import SamplingParams
+from sampling_params import SamplingParams, StructuredOutputsParams
 from scripted import (
     BODIES,
     CHAT,
@@ -29,6 +30,7 @@ from scripted import (
 )
 from server import create_app
 from serving import Api
+from structure import FORMS
 from tokenizer import Tokenizer
 
 BAD = {  # field: values that are refused on both generating routes
@@ -77,12 +79,35 @@ BAD = {  # field: values that are refused on both generating routes
         {str(i): 1 for i in range(1025)},
     ],
     "min_tokens": [-1, 1.0, True, "1", 65, 2**31],
-    "response_format": [{"type": "json_object"}, "text"],
+    "response_format": [
+        "text",
+        {},
+        {"type": "json"},
+        {"type": "text", "x": 1},
+        {"type": "json_schema"},
+        {"type": "json_object", "x": 1},
+        {"type": "json_schema", "json_schema": {"name": "a"}},
+        {"type": "json_schema", "json_schema": {"schema": "{}"}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}},
+        {"type": "json_object", "schema": [1]},
+        {"type": "json_schema", "json_schema": {"schema": {}, "x": 1}},
+    ],
     "reasoning_effort": [1, "x" * 1025],
     "prediction": [{"type": "content", "content": "a"}],
-    "regex": ["a+"],
-    "grammar": ["root ::= a"],
-    "json_schema": [{}],
+    "regex": ["", 5, ["a+"]],
+    "ebnf": [5, {}],
+    "grammar": [{}, 5],
+    "json_schema": ["", 5, [{}]],
+    "format": ["jsn", 5, [{}]],
+    "structural_tag": ["", 5],
+    "guided_json": ["", 5],
+    "guided_regex": ["", {}],
+    "guided_choice": [[], "a", [5]],
+    "guided_grammar": [5],
+    "guided_whitespace_pattern": [5, " ?"],
+    "masked_logprobs": [True, 1],
+    "thinking_token_budget": [-2, 1.5, "5", True, 2**31],
     "lora_path": ["a"],
     "mirostat": [2, False],
     "max_new_tokens": [5],
@@ -93,8 +118,19 @@ BAD = {  # field: values that are refused on both generating routes
     "tools": [[{"type": "function"}]],
     "tool_choice": ["required", {"type": "function"}, 5],
     "functions": [[{}]],
-    "guided_json": [{}],
-    "structured_outputs": [{"regex": "a"}],
+    "structured_outputs": [
+        "a",
+        {},
+        {"regex": None},
+        {"regex": ""},
+        {"regex": "a", "grammar": "b"},
+        {"choice": []},
+        {"json": 5},
+        {"rgx": "a"},
+        {"regex": "a", "disable_any_whitespace": 1},
+        {"json_object": False},
+        {"json": {}, "whitespace_pattern": 5},
+    ],
     "priority": [1, -1],
     "chat_template": ["{{ messages }}", 5, "x" * 2**17],
     "documents": [{"title": "a"}, "a", ["a"]],
@@ -132,6 +168,9 @@ CASES = [
 ]
 
 
+KINDS = {COMPLETIONS: "completions", CHAT: "chat"}
+
+
 def test_bad_values_are_400_and_name_the_field(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for route, name, value in CASES:
         error = refusal(post(http_client, route, **{name: value}))
@@ -151,7 +190,8 @@ def test_null_is_the_default_and_what_changes_nothing_is_taken(
     engine.added.pop()  # best_of 1 is the same as none, but spelled otherwise
     nulls = {field.name: None for field in FIELDS if field.name not in BODIES[route]}
     assert post(http_client, route, **nulls, unknown=None).json["choices"] == plain
-    for body in (dict.fromkeys(HARMLESS, "any"), {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
+    harmless = {name: "any" for name in HARMLESS if KNOWN[KINDS[route]][name].type is Any}
+    for body in (harmless, {"store": True, "verbosity": "low"}, {"n": 1, "echo": False}):
         assert post(http_client, route, **body).json["choices"] == plain
     same = {name: values[0] for name, values in NOT_YET.items() if values}
     assert same["logits_processors"] == [] and same["function_call"] == "none"
@@ -184,8 +224,8 @@ def test_an_unknown_field_is_400_with_the_one_that_is_meant(
     [
         ("max_new_tokens", 5, "unknown_parameter", "calls it max_tokens"),
         ("repeat_penalty", 1.1, "unknown_parameter", "calls it repetition_penalty"),
-        ("regex", "a+", "unsupported_parameter", "cannot do that yet"),
-        ("tools", [{}], "unsupported_parameter", "cannot do that yet"),
+        ("lora_path", "a", "unsupported_parameter", "cannot do that yet"),
+        ("functions", [{}], "unsupported_parameter", "cannot do that yet"),
         ("temperature", -1, None, "from 0"),
     ],
 )
@@ -265,6 +305,58 @@ def test_what_bars_tokens_reaches_the_engine(http_client: FlaskClient, engine: S
         error = refusal(post(http_client, route, **fields))
         assert error["param"] == next(iter(fields)) and message in error["message"], error
     assert len(engine.added) == 1
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+JSON = json.dumps(SCHEMA, sort_keys=True)  # as the test client writes it
+STRUCTURED = [  # what a request may say, and what it comes to
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": JSON}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}},
+     {"json": JSON}),
+    ({"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+     {"structural_tag": '{"format": {"type": "any_text"}, "type": "structural_tag"}'}),
+    ({"structural_tag": '{"structures": []}'}, {"structural_tag": '{"structures": []}'}),
+    ({"structured_outputs": {"json": JSON, "disable_any_whitespace": True}},
+     {"json": JSON, "disable_any_whitespace": True}),
+    ({"structured_outputs": {"choice": ["a", "b"], "regex": None}}, {"choice": ("a", "b")}),
+    ({"guided_json": SCHEMA, "guided_decoding_backend": "auto"}, {"json": JSON}),
+    ({"guided_json": JSON}, {"json": JSON}),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": " ?"}, {"json": JSON, "whitespace_pattern": " ?"}),
+    ({"response_format": {"type": "json_object"}, "guided_whitespace_pattern": ""},
+     {"json_object": True, "whitespace_pattern": ""}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}), ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+    ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}), ({"regex": "a+"}, {"regex": "a+"}),
+    ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}), ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"json_schema": JSON}, {"json": JSON}), ({"json_schema": SCHEMA}, {"json": JSON}), ({"grammar": ""}, None),
+    ({"format": "json"}, {"json_object": True}), ({"format": SCHEMA}, {"json": JSON}), ({"format": ""}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_structured_outputs_reach_the_engine_whoever_asks(
+    http_client: FlaskClient, engine: ScriptedClient, route: str
+) -> None:
+    for fields, expected in STRUCTURED:
+        assert post(http_client, route, **fields).status_code == 200, fields
+        found = engine.added.pop()[1].structured_outputs
+        assert found == (None if expected is None else StructuredOutputsParams(**expected)), fields
+    assert {name for fields, _ in STRUCTURED for name in fields} >= FORMS.keys()
+    assert post(http_client, route, regex="a", masked_logprobs=True, logprobs=True if route == CHAT else 1).json
+    assert engine.added.pop()[1].masked_logprobs
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_only_one_field_may_say_what_the_answer_must_be(
+    http_client: FlaskClient, engine: ScriptedClient, route: str
+) -> None:
+    both = {"guided_json": SCHEMA, "regex": "a", "response_format": {"type": "text"}}
+    error = refusal(post(http_client, route, **both))
+    assert error["param"] == "guided_json" and "guided_json and regex are both given" in error["message"]
+    error = refusal(post(http_client, route, regex="a", guided_whitespace_pattern=" "))
+    assert error["param"] == "guided_whitespace_pattern" and "only for JSON" in error["message"]
+    assert not engine.added
 
 
 def test_min_tokens_must_fit_beside_each_prompt(http_client: FlaskClient, engine: ScriptedClient) -> None:

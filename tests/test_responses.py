@@ -334,10 +334,10 @@ def test_the_events_of_a_message_come_to_the_whole(http_client: FlaskClient, mor
     kinds = [event["type"] for event in found]
     deltas = [event["delta"] for event in found if event["type"] == "content_block_delta"]
     assert kinds == [
-        "message_start", "content_block_start", "ping", *["content_block_delta"] * len(deltas), "content_block_stop",
+        "message_start", "ping", "content_block_start", *["content_block_delta"] * len(deltas), "content_block_stop",
         "message_delta", "message_stop",
     ]  # fmt: skip
-    message, block = found[0]["message"], found[1]["content_block"]
+    message, block = found[0]["message"], found[2]["content_block"]
     assert message["content"] == [] and message["stop_reason"] is None and len(deltas) > 3
     assert {delta.pop("type") for delta in deltas} == {"text_delta"} and {e.get("index", 0) for e in found} == {0}
     block["text"] += "".join(delta["text"] for delta in deltas)
@@ -428,46 +428,65 @@ def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient)
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
+CALLED = {"type": "function_call", "call_id": "call_5", "name": "add", "arguments": '{"x": 1}'}
+USED = {"type": "tool_use", "id": "call_5", "name": "add", "input": {"x": 1}}
 BAD_INPUT = [
     5, [], {}, ["x"], [{}], [{"role": "user"}], [{"role": 1, "content": "x"}], [{"role": "tool", "content": "x"}],
     [{"role": [], "content": "x"}], [{"role": "user", "content": 5}], [{"role": "user", "content": ["x"]}],
     [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
     [{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": [PART | {"type": []}]}],
-    [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "call_id": "x", "output": "x"}],
+    [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "output": "x"}],
+    [{"type": "function_call_output", "call_id": "x"}], [{"type": "function_call_output", "call_id": "x", "output": 5}],
+    [CALLED | {"arguments": "{"}], [CALLED | {"arguments": "[]"}], [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
+    [CALLED | {"x": 1}], [{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": ["x"]}],
     [{"type": ["message"], "role": "user", "content": "x"}], [{"role": "user", "content": "x", "id": 5}],
     [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [PART | {"detail": "x"}]}],
 ]  # fmt: skip
 BAD_TURNS = [
     *BAD_MESSAGES, [{"role": "tool", "content": "x"}], [{"role": "assistant", "content": None}], [*HI, "x"],
     [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [BLOCK | {"x": 1}]}],
+    [{"role": "user", "content": [USED]}], [{"role": "assistant", "content": [USED | {"input": "{}"}]}],
+    [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}],
+    [{"role": "user", "content": [{"type": "tool_result"}]}],
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}],
+    [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}],
 ]  # fmt: skip
+TOOL_5: list[Any] = [5, "x", [5], [{}], [{"name": 5}], [{"name": "x" * 257}], [{"type": "function"}]]
 BAD_HERE: dict[str, dict[str, list[Any]]] = {
     ASK: {
         "input": [MISSING, None, *BAD_INPUT], "instructions": [5, ["x"]], "previous_response_id": [5, "x" * 1025, {}],
         "max_output_tokens": [0, -1, 1.5, "9", True, 2**31], "store": [1, "true"], "parallel_tool_calls": [0],
         "metadata": [5, "x", [], {"a": 1}, {"a" * 65: "x"}, {"a": "x" * 513}, {str(i): "x" for i in range(17)}],
         "user": [5], "prompt_cache_key": [5, "x" * 1025], "safety_identifier": [{}], "include": ["x", [5]],
-        "text": ["x", {"format": {"type": "json_object"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1}],
-        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "auto"}, {"x": 1}],
+        "text": ["x", {"format": {"type": "json"}}, {"format": "text"}, {"verbosity": 5}, {"x": 1},
+                 {"format": {"type": "json_schema"}}, {"format": {"type": "json_schema", "schema": {}, "x": 1}}],
+        "reasoning": ["low", {"effort": 5}, {"effort": True}, {"summary": "detailed"}, {"x": 1}],
+        "tools": [*TOOL_5, [{"type": "function", "name": "x", "parameters": 5}], [{"name": "x", "x": 1}]],
+        "tool_choice": [5, "any", {"type": "function"}, {"type": "allowed_tools", "mode": "auto", "tools": []}],
     },
     TALK: {
         "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 1.5, "9", True, 2**31],
         "stop_sequences": ["x", [""], [5], ["a"] * 65, ["a" * 513]],
         "system": [5, {}, ["x"], [IMAGE], [{"type": "text"}], [{"type": "text", "text": "a", "x": 1}]],
         "thinking": ["on", {}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
-                     {"type": "enabled", "budget_tokens": True}, {"type": "enabled", "display": "omitted"}],
-        "output_config": ["low", {"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}],
+                     {"type": "enabled", "budget_tokens": True}, {"type": "enabled", "display": "full"},
+                     {"type": "enabled", "budget_tokens": -1}],
+        "output_config": ["low", {"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}, {"format": "json"}],
+        "output_format": ["json", {}, {"type": "json_schema"}, {"type": "json_schema", "schema": "{}"}],
+        "tools": [*TOOL_5, [{"name": "x", "input_schema": 5}], [{"name": "x", "parameters": {}}]],
+        "tool_choice": ["auto", {}, {"type": "required"}, {"type": "tool"}, {"type": "any", "name": "x"},
+                        {"type": "auto", "disable_parallel_tool_use": 1}, {"type": "auto", "x": 1}],
     },
 }  # fmt: skip
 BOTH = {"chat_template_kwargs": [5, {"messages": 1}, {"a b": 1}]}
 NOT_YET_HERE = [
     (ASK, "background", True), (ASK, "conversation", "conv_5"), (ASK, "prompt", {"id": "x"}), (ASK, "n", 2),
-    (ASK, "truncation", "auto"), (ASK, "tools", [{"type": "web_search"}]), (ASK, "tool_choice", "required"),
+    (ASK, "truncation", "auto"), (ASK, "tools", [{"type": "web_search"}]), (ASK, "tools", [{"type": "mcp"}]),
     (ASK, "max_tool_calls", 5), (ASK, "top_logprobs", 1), (ASK, "include", ["message.output_text.logprobs"]),
     (ASK, "stream_options", {"include_obfuscation": True}), (ASK, "context_management", [{}]), (ASK, "best_of", 2),
-    (TALK, "tools", [{"name": "x"}]), (TALK, "tool_choice", {"type": "any"}), (TALK, "container", "x"),
+    (TALK, "tools", [{"type": "web_search_20250305", "name": "x"}]), (TALK, "container", "x"),
     (TALK, "mcp_servers", [{}]), (TALK, "context_management", {}), (TALK, "n", 2), (TALK, "use_beam_search", True),
-    (TALK, "speed", "fast"), (COUNT, "tools", [{"name": "x"}]), (COUNT, "tool_choice", {"type": "tool", "name": "x"}),
+    (TALK, "speed", "fast"), (COUNT, "tools", [{"type": "bash_20250124", "name": "x"}]),
 ]  # fmt: skip
 OTHERWISE = [  # a field, what it is called here, or a misspelling of
     (ASK, "messages", "it input"), (ASK, "max_tokens", "it max_output_tokens"), (ASK, "n_predict", "max_output_tokens"),

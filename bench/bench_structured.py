@@ -1,0 +1,139 @@
+"""What structured outputs cost: masks beside a step, and schemas to compile."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from engine import LLM, SamplingParams, StructuredOutputsParams
+from grammar import Grammars, open_vocabulary
+
+Figures = list[dict[str, Any]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2},
+        "size": {"type": "object", "properties": {"x": {"type": "number"}, "y": {"type": "number"}}},
+        "note": {"type": "string", "minLength": 2000},  # so that no answer ends before it is cut
+    },
+    "required": ["name", "tags", "size", "note"],
+    "additionalProperties": False,
+}
+
+
+def write_vocabulary(folder: Path, size: int) -> None:
+    """Write a byte-level `tokenizer.json` with `size` tokens of up to 12 characters, as they are in text and JSON."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    rng = random.Random(0)
+    letters = (
+        "eeettaoinshrdlu" + 'cmfwypvbgkqjxzETAOINSHRDLU0123456789"",::{}[].-_/\u0120\u0120\u010a'
+    )  # space, newline
+    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    merges, made = [], list(letters)
+    while len(tokens) < size - 1:
+        first, second = rng.choice(made), rng.choice(letters)
+        if len(first) < 12 and first + second not in tokens:
+            tokens[first + second] = None
+            merges.append((first, second))
+            made.append(first + second)
+    model = models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges)
+    made_up = tokenizers.Tokenizer(model)
+    made_up.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made_up.decoder = decoders.ByteLevel()
+    made_up.add_special_tokens([tokenizers.AddedToken("<|end|>", special=True)])
+    made_up.save(str(folder / "tokenizer.json"))
+
+
+def mask_figures(folder: Path, shape: dict[str, Any], rows: int, new_tokens: int, repeats: int) -> Figures:
+    """Milliseconds of a decode step of `rows` sequences, of free ones and of ones that write JSON, in turns.
+
+    The model has made-up weights and draws at temperature 1. It is one engine, with one more kind of answers in it:
+    free ones of which each may draw a listed half of the vocabulary, which a mask of their own says once.
+
+    Args:
+        folder: to write the model's config.json and tokenizer.json to.
+        shape: its config.
+        rows: sequences that run at once.
+        new_tokens: of each.
+        repeats: turns.
+    """
+    vocab_size = shape["vocab_size"]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(shape | {"eos_token_id": vocab_size - 1}))
+    write_vocabulary(folder, vocab_size)
+    half = tuple(range(0, vocab_size, 2))
+    kinds: dict[str, dict[str, Any]] = {
+        "free": {"ignore_eos": True}, "half of the tokens": {"ignore_eos": True, "allowed_token_ids": half},
+        "JSON": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+    }  # fmt: skip
+    steps: dict[str, list[float]] = {kind: [] for kind in kinds}
+    fields: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "max_model_len": 256,
+        "load_format": "dummy",
+        "enable_prefix_caching": False,
+    }
+    with LLM(str(folder), **fields) as llm:
+        for turn in range(repeats + 1):  # the first warms up
+            for kind, more in kinds.items():
+                params = [SamplingParams(max_tokens=new_tokens, seed=i, **more) for i in range(rows)]
+                done = llm.generate([[i + 1] * 16 for i in range(rows)], params, use_tqdm=False)
+                times = [out.metrics for out in done]
+                begun = max(each.first_token_time or 0.0 for each in times)
+                if turn:
+                    ended = max(each.finished_time or 0.0 for each in times)
+                    steps[kind].append(1e3 * (ended - begun) / (new_tokens - 1))
+                assert all(len(out.outputs[0].token_ids) == new_tokens for out in done)
+    free = steps["free"]
+    return [
+        {
+            "answers": kind, "ms a step": round(statistics.median(found), 2), "min": round(min(found), 2),
+            "max": round(max(found), 2),
+            "of free": round(statistics.median(a / b for a, b in zip(found, free, strict=True)), 3),
+        }
+        for kind, found in steps.items()
+    ]  # fmt: skip
+
+
+def schema_figures(model: str, path: Path) -> Figures:
+    """Compile the schemas of a file, and read with each the instances that are valid by it and those that are not.
+
+    Args:
+        model: folder, for its vocabulary.
+        path: JSON lines with `name`, `schema` and `tests`, each of which has `data` and `valid`, as MaskBench has them.
+    """
+    from model_config import ModelConfig
+
+    config = ModelConfig.from_folder(model)
+    grammars = Grammars(lambda: open_vocabulary(model, config.vocab_size, config.eos_token_ids), config.vocab_size)
+    grammars.compile(StructuredOutputsParams(choice=("warm",))).result()
+    lines, seconds, refused, wrong, count = path.read_text().splitlines(), [], 0, 0, 0
+    for line in map(json.loads, lines):
+        asked, begun = StructuredOutputsParams(json=json.dumps(line["schema"])), time.perf_counter()
+        error = (found := grammars.compile(asked)).exception()
+        seconds.append(time.perf_counter() - begun)
+        if error:
+            refused += 1
+            print(f"{line['name']}: {error}")
+            continue
+        for test in line["tests"]:
+            text, matcher = json.dumps(test["data"], ensure_ascii=False), found.result().matcher.deep_copy()
+            accepted = matcher.consume_tokens(grammars.tokenizer.tokenize_str(text)) and matcher.is_accepting()
+            count += 1
+            if accepted != test["valid"]:
+                wrong += 1
+                print(f"{line['name']}: {'valid' if test['valid'] else 'invalid'}, says MaskBench, is {text[:80]}")
+    grammars.close()
+    seconds.sort()
+    p50, p99 = (round(1e3 * seconds[int(len(seconds) * share)], 1) for share in (0.5, 0.99))
+    return [{
+        "schemas": len(lines), "refused": refused, "instances": count, "wrong": wrong, "compile ms p50": p50,
+        "p99": p99,
+    }]  # fmt: skip

@@ -1,0 +1,352 @@
+"""What the type of a request's field cannot say: a check for each of those that need one.
+
+A check takes a value of the field's type and returns the one to use. Its `ValueError` says what is allowed; the name
+and the value are told by who runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from config import ServerConfig
+from messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
+from sampling_params import MAX_BAD_WORDS
+
+MAX_TOOL_NAME = 256  # characters
+LIST_PART = 2**14  # items of a list between which others are served
+TEXT_PART = ("type", "text", "refusal", "cache_control", "prompt_cache_breakpoint")  # the last two: caches elsewhere
+CACHED_TOOL = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
+BLOCKS = {  # the keys of Anthropic's blocks; some are what an earlier answer had
+    "text": ("type", "text", "cache_control", "citations"),
+    "tool_use": ("type", "id", "name", "input", "cache_control", "caller", "toolset_name"),
+    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control", "toolset_name"),
+    "thinking": ("type", "thinking", "signature"), "redacted_thinking": ("type", "data"),
+}  # fmt: skip
+ITEMS = {  # and those of OpenAI's items
+    "message": ("id", "type", "role", "status", "content", "phase"),
+    "function_call": ("id", "type", "call_id", "name", "arguments", "status", "caller", "namespace"),
+    "function_call_output": ("id", "type", "call_id", "output", "status", "caller"),
+    "reasoning": ("id", "type", "summary", "content", "encrypted_content", "status"),
+}  # fmt: skip
+FLAT_TOOL = ("type", "name", "description", "parameters", "strict")
+ITEM_PART = ("type", "text", "annotations", "logprobs", "prompt_cache_breakpoint")
+# What `include` of a response may ask for although no answer has it: it is about tools, pictures and hidden thoughts.
+NEVER_THERE = (
+    "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+    "web_search_call.action.sources", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)  # fmt: skip
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+
+Check = Callable[[Any, ServerConfig], Any]
+
+
+class Refusal(ValueError):
+    """What a check raises where OpenAI has a code for the mistake."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+def only(*same: Any) -> Check:
+    """A check for what does not work yet: it takes only the values that change nothing."""
+
+    def check(value: Any, config: ServerConfig) -> Any:
+        if not any(value == ok and isinstance(value, bool) == isinstance(ok, bool) for ok in same):
+            message = f"this server cannot do that yet; it takes {json.dumps([None, *same])[1:-1]}"
+            raise Refusal(message, "unsupported_parameter")
+        return value
+
+    return check
+
+
+def called(here: str) -> Check:
+    """A check for what has another name here."""
+
+    def check(value: Any, config: ServerConfig) -> Any:
+        raise Refusal(f"this server calls it {here}", "unknown_parameter")
+
+    return check
+
+
+def stop_strings(value: Any, config: ServerConfig) -> list[str]:
+    stops = [value] if isinstance(value, str) else value
+    if len(stops) > config.max_stop_strings:
+        raise ValueError(f"it must be a string or a list of at most {config.max_stop_strings} (max_stop_strings)")
+    if not all(0 < len(stop) <= config.max_stop_length for stop in stops):
+        raise ValueError(f"each stop must be a string of 1 to {config.max_stop_length} characters (max_stop_length)")
+    return stops
+
+
+def bad_words(value: Any, config: ServerConfig) -> list[str]:
+    if len(value) > MAX_BAD_WORDS:  # before time goes into the tokens of them all
+        raise ValueError(f"it must be a list of at most {MAX_BAD_WORDS} strings")
+    if not all(len(word) <= config.max_stop_length for word in value):
+        raise ValueError(f"each must be a string of at most {config.max_stop_length} characters (max_stop_length)")
+    return value
+
+
+def in_parts(items: list[Any], size: int = LIST_PART) -> Iterator[list[Any]]:
+    """A list in parts of `size` items, between which an API process serves its other clients."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
+        if len(items) > size:
+            time.sleep(0)
+
+
+def token_ids(value: Any, config: ServerConfig) -> list[int]:
+    if not isinstance(value, list) or not all(
+        set(map(type, part)) == {int} and min(part) >= 0 and max(part) < 2**31 for part in in_parts(value)
+    ):
+        raise ValueError("it must be a list of token ids, which are whole numbers from 0")
+    return value
+
+
+def prompts(value: Any, config: ServerConfig) -> list[str | list[int]]:
+    """The four forms of `prompt` (str, [str], [int], [[int]]) as a list of str or a list of [int]."""
+    items = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(items) > config.max_prompts:
+        raise ValueError(f"it has {len(items)} prompts; at most {config.max_prompts} are allowed (max_prompts)")
+    if not all(isinstance(item, str) for item in items):
+        if not all(isinstance(item, list) and item for item in items):
+            raise ValueError("it must be a string, a list of strings, a list of token ids or a list of such lists")
+        for item in items:
+            token_ids(item, config)
+    return items
+
+
+def texts(value: Any, config: ServerConfig) -> list[str]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not found or not all(isinstance(text, str) and text for text in found):
+        raise ValueError("it must be a string or a list of strings, none of them empty")
+    if len(found) > config.max_prompts:
+        raise ValueError(f"it has {len(found)} texts; at most {config.max_prompts} are allowed (max_prompts)")
+    return found
+
+
+def documents(value: Any, config: ServerConfig) -> list[str]:
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of strings, or of objects with a text")
+    for document in value:
+        if isinstance(document, dict):
+            known_keys(document, ("text",), config)
+    return texts([document.get("text") if isinstance(document, dict) else document for document in value], config)
+
+
+def known_keys(value: dict[str, Any], known: Sequence[str], config: ServerConfig) -> None:
+    """Refuse an object with a key that is not `known`, unless unknown fields are allowed."""
+    unknown = [key for key in value if key not in known]
+    if unknown and not config.allow_unknown_fields:
+        raise Refusal(f"{reprlib.repr(unknown[0])} is unknown; known are {', '.join(known)}", "unknown_parameter")
+
+
+def messages(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = chat_messages(value)  # a template may know any key of a message, but of a part only the text is left
+    for message in value:
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
+            known_keys(part, TEXT_PART, config)
+    return found
+
+
+def turns(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = joined_turns(value)
+    for message in value:
+        known_keys(message, ("role", "content"), config)
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            known_keys(block, BLOCKS[block["type"]], config)
+    return found
+
+
+def system_text(value: Any, config: ServerConfig) -> str:
+    return turns([{"role": "system", "content": value}], config)[0]["content"]
+
+
+def input_items(value: Any, config: ServerConfig) -> list[dict[str, Any]]:
+    found = response_items(value)
+    for item in value if isinstance(value, list) else ():
+        known_keys(item, ITEMS[item.get("type") or "message"], config)
+        for key in ("content", "output", "summary"):
+            for part in parts if isinstance(parts := item.get(key), list) else ():
+                known_keys(part, ITEM_PART, config)
+    return found
+
+
+def settings(**known: Any) -> Check:
+    """A check for an object of these settings: each is null, a type, or one of a list of values."""
+
+    def check(value: Any, config: ServerConfig) -> dict[str, Any]:
+        known_keys(value, tuple(known), config)
+        for name, allowed in known.items():
+            if (given := value.get(name)) is None:
+                continue
+            if isinstance(allowed, type):
+                if not isinstance(given, allowed) or isinstance(given, bool):
+                    raise ValueError(f"{name} must be {TYPE_NAMES[allowed]}")
+            elif given not in allowed:
+                words = " or ".join(map(json.dumps, allowed)) or "null"
+                raise Refusal(f"this server cannot do that yet; {name} must be {words}", "unsupported_parameter")
+        return {name: value.get(name) for name in known}
+
+    return check
+
+
+# Of reasoning there is no summary; "auto" is what there is.
+reasoning = settings(effort=str, summary=["auto"], generate_summary=[], mode=[], context=[])
+THINKING = settings(
+    type=["enabled", "disabled", "adaptive"], budget_tokens=int, display=["summarized", "omitted"]
+)  # fmt: skip
+
+
+def thinking(value: Any, config: ServerConfig) -> dict[str, Any]:
+    found = THINKING(value, config)
+    if found["type"] is None:
+        raise ValueError("it must have a type")
+    if (budget := found["budget_tokens"]) is not None and not 0 <= budget < 2**31:
+        raise ValueError(f"budget_tokens is {budget}; it must be from 0 to {2**31 - 1}")
+    return found
+
+
+def labels(value: Any, config: ServerConfig) -> dict[str, str]:
+    fits = all(len(key) <= 64 and isinstance(text, str) and len(text) <= 512 for key, text in value.items())
+    if len(value) > 16 or not fits:
+        raise ValueError("it may have 16 keys of at most 64 characters, with strings of at most 512")
+    return value
+
+
+def included(value: Any, config: ServerConfig) -> list[str]:
+    if unknown := [part for part in value if part not in NEVER_THERE]:
+        message = f"this server cannot include {reprlib.repr(unknown[0])} yet; it takes {', '.join(NEVER_THERE)}"
+        raise Refusal(message, "unsupported_parameter")
+    return value
+
+
+class ToolChoice(NamedTuple):
+    """Whether an answer calls tools, and which.
+
+    Attributes:
+        mode: none, auto, or required.
+        names: of those that it may call; None is all.
+        single: at most one call.
+    """
+
+    mode: str
+    names: tuple[str, ...] | None = None
+    single: bool = False
+
+
+MODES = ("none", "auto", "required")
+
+
+def tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    for i, tool in enumerate(value):
+        function = tool.get("function")
+        if (kind := tool.get("type", "function")) != "function":
+            message = f"tool {i} is of the type {reprlib.repr(kind)}; this server takes functions alone"
+            raise Refusal(message, "unsupported_parameter")
+        if not isinstance(function, dict):
+            raise ValueError(f'tool {i} must be {{"type": "function", "function": {{"name": ...}}}}')
+        check_function(function, i)
+    return value
+
+
+def check_function(function: dict[str, Any], i: int) -> None:
+    """Check what is said of the i-th tool."""
+    name, parameters, strict = (function.get(key) for key in ("name", "parameters", "strict"))
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME:
+        raise ValueError(f"tool {i} has the name {reprlib.repr(name)}; it must have 1 to {MAX_TOOL_NAME} characters")
+    if not isinstance(parameters, dict | None):
+        raise ValueError(f"tool {i} has parameters {reprlib.repr(parameters)}; they must be a JSON schema, an object")
+    if not isinstance(strict, bool | None):
+        raise ValueError(f"tool {i} has strict {reprlib.repr(strict)}; it must be true or false")
+
+
+def flat_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as OpenAI's Responses API has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type", "function")) == "function":
+            known_keys(tool, FLAT_TOOL, config)
+        function = {key: tool[key] for key in FLAT_TOOL[1:] if tool.get(key) is not None}
+        found.append({"type": kind, "function": function})
+    return tools(found, config)
+
+
+def message_tools(value: list[dict[str, Any]], config: ServerConfig) -> list[dict[str, Any]]:
+    """Tools as Anthropic has them, in the shape of a chat's."""
+    found = []
+    for tool in value:
+        if (kind := tool.get("type") or "custom") == "custom":
+            known_keys(tool, CACHED_TOOL, config)
+        function = {key: tool[key] for key in ("name", "description", "strict") if tool.get(key) is not None}
+        function["parameters"] = tool.get("input_schema")
+        found.append({"type": "function" if kind == "custom" else kind, "function": function})
+    return tools(found, config)
+
+
+def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoice:
+    """Anthropic's."""
+    known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
+    kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
+    modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+    if kind not in modes or not isinstance(single, bool) or (kind == "tool") != isinstance(name, str):
+        form = "tool with a name"
+        raise ValueError(f"type must be auto, any, none, or {form}; disable_parallel_tool_use must be true or false")
+    return ToolChoice(modes[kind], (name,) if kind == "tool" else None, single)
+
+
+def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:
+    if value in MODES:
+        return ToolChoice(value)
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "function" and (name := named_function(value)):
+        return ToolChoice("required", (name,), single=True)
+    allowed = value.get("allowed_tools", value) if kind == "allowed_tools" else None
+    if isinstance(allowed, dict) and allowed.get("mode") in MODES[1:] and isinstance(allowed.get("tools"), list):
+        names = tuple(map(named_function, allowed["tools"]))
+        if names and all(names):
+            return ToolChoice(allowed["mode"], names)
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise ValueError(f"it must be none, auto, required, {form}, or allowed_tools with a mode and such tools")
+
+
+def named_function(value: Any) -> str:
+    """The name in a reference to a function, as a chat or a response has it; empty if it is none."""
+    function = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def chat_template(value: Any, config: ServerConfig) -> str:
+    if not config.trust_request_chat_template:
+        message = "this server runs a template that a request brings only with --trust-request-chat-template"
+        raise Refusal(message, "unsupported_parameter")
+    return value
+
+
+def template_kwargs(value: Any, config: ServerConfig) -> dict[str, Any]:
+    return template_variables(value)
+
+
+def kept(value: Any, config: ServerConfig) -> int:
+    if value == 0:
+        raise ValueError("it must be at least 1, or -1 for what the context holds")
+    return value
+
+
+def budget(value: Any, config: ServerConfig) -> int | None:
+    return None if value == -1 else value
+
+
+def stream_options(value: Any, config: ServerConfig) -> dict[str, bool]:
+    known_keys(value, STREAM_OPTIONS, config)
+    options = {key: value.get(key) or False for key in STREAM_OPTIONS}
+    if not all(isinstance(option, bool) for option in options.values()):
+        raise ValueError("each must be true or false")
+    if options["include_obfuscation"]:
+        raise Refusal("this server cannot do include_obfuscation yet", "unsupported_parameter")
+    return options

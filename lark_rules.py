@@ -1,0 +1,217 @@
+"""Grammars in llguidance's Lark, put together from a tool's JSON schemas and a format's own texts.
+
+See https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. What a request says is written as JSON, so it
+stays a text or a schema, whatever it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from schemas import closed, plain
+
+# JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
+JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
+JSON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+Schema = Mapping[str, Any]
+
+
+ALTERNATIVES = ("anyOf", "oneOf", "allOf")  # the last of them is mostly around one reference
+ALL_TYPES = frozenset((*JSON_TYPES.values(), "null"))
+
+
+# --- what a schema says ----------------------------------------------------------------------------------------------
+
+
+def property_schema(schema: Schema, key: str) -> Schema:
+    """The schema of one of an object's values, with the definitions that it may refer to."""
+    found = (schema.get("properties") or {}).get(key)
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    return shared | found if isinstance(found, dict) else {}
+
+
+def properties_of(schema: Schema) -> Iterator[tuple[str, Schema, bool]]:
+    """The keys of an object, the schema of each value, and whether it must be there."""
+    required = schema.get("required")
+    for key in schema.get("properties") or {}:
+        yield key, property_schema(schema, key), isinstance(required, list) and key in required
+
+
+def branches(schema: Schema) -> list[Schema]:
+    """The schemas of which a value must follow one, through references and alternatives; each of them once."""
+    seen: set[str] = set()
+    found: list[Schema] = []
+    rest: list[Any] = [schema]
+    while rest:
+        each = rest.pop()
+        each = each if isinstance(each, dict) else {}
+        if reference := str(each.get("$ref", "")):
+            place, _, name = reference.removeprefix("#/").partition("/")
+            definitions = schema.get(place)
+            if reference not in seen:
+                rest.append(definitions.get(name) if isinstance(definitions, dict) else {})
+            seen.add(reference)
+        elif alternatives := next((each[name] for name in ALTERNATIVES if isinstance(each.get(name), list)), None):
+            rest += alternatives
+        else:
+            found.append(each)
+    return found
+
+
+def choices(schema: Schema) -> list[Any]:
+    """The values that a schema lists; none if it lists none."""
+    listed = schema.get("enum")
+    return listed if isinstance(listed, list) else [schema["const"]] if "const" in schema else []
+
+
+def types_of(schema: Schema) -> set[str]:
+    """The JSON types of the values that a schema allows; all types where it does not say."""
+    types: set[str] = set()
+    for each in branches(schema):
+        said = each.get("type")
+        if not isinstance(said, list):
+            said = [said] if isinstance(said, str) else [type_of(value) for value in choices(each)] or ALL_TYPES
+        types |= {name for name in ALL_TYPES if name in said}
+    return types or {*ALL_TYPES}
+
+
+def type_of(value: Any) -> str:
+    """The JSON type of a value."""
+    return JSON_TYPES.get(type(value), "null")
+
+
+def is_text(schema: Schema) -> bool:
+    """Whether the values are strings, which may be null as well: they are written without quotes."""
+    return "string" in (types := types_of(schema)) and types <= {"string", "null"}
+
+
+# --- the grammar -----------------------------------------------------------------------------------------------------
+
+
+def brief(text: str, what: str, *barred: str) -> str:
+    """A name, a key or a value that a format can write.
+
+    Raises:
+        ValueError: it has a text that would end it.
+    """
+    if found := next((each for each in barred if each and each in text), None):
+        raise ValueError(f"{what} {text!r} has {found!r}, which this model's format of calls cannot write")
+    return text
+
+
+def in_slashes(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    written = re.sub(r"\\.|[/\n\r]", lambda found: escaped.get(found[0], found[0]), pattern, flags=re.DOTALL)
+    return f"/{written}/"
+
+
+def then(*expressions: str) -> str:
+    """Expressions after each other; empty ones are left out."""
+    return " ".join(filter(None, expressions))
+
+
+def repeated(item: str, separator: str, several: bool) -> str:
+    """An expression, and where there may be several, more of it after separators."""
+    return f"{item} ({separator} {item})*" if several else item
+
+
+class Lark:
+    """The rules of a grammar.
+
+    Args:
+        token_ids: the id of a text that is one special token of the model; None if it is none.
+    """
+
+    def __init__(self, token_ids: Callable[[str], int | None]):
+        self.token_ids = token_ids
+        self.rules = ["TEXT: /(?s:.+)/"]
+
+    def rule(self, body: str, options: str = "") -> str:
+        """Add a rule; returns its name."""
+        name = f"r{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """A text of the request; nothing if it is empty."""
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    def syntax(self, text: str) -> str:
+        """A text of the format, in which there may be special tokens."""
+        pieces = [piece for piece in MAY_BE_SPECIAL.split(text) if piece]
+        ids = [self.token_ids(piece) for piece in pieces]
+        return " ".join(self.text(piece) if id is None else f"<[{id}]>" for piece, id in zip(pieces, ids, strict=True))
+
+    def json(self, schema: Schema, strict: bool = False) -> str:
+        """A value that follows a schema; one that is not strict may have what no grammar can hold a model to."""
+        form = JSON_FORM | ({} if strict else {"lenient": True})
+        text = json.dumps(schema, ensure_ascii=False)
+        if '"allOf"' not in text:  # of which each part would have to know the properties of the others
+            schema = closed(schema)  # a model that may add properties of its own often does
+        return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
+
+    def until(self, end: str) -> str:
+        """Any text, and what ends it."""
+        if self.token_ids(end) is not None:
+            return self.rule(f"TEXT? {self.syntax(end)}")
+        return self.rule(f"TEXT? {self.text(end)}", "[lazy]")
+
+    def unquoted(self, schema: Schema, ends: Sequence[str], end: str) -> str:
+        """A string that stands without quotes, and what ends it; none of `ends` may be in it."""
+        barred = f"(?s:.*)(?:{'|'.join(map(re.escape, ends))})(?s:.*)"
+        written = []
+        for each in branches(schema):
+            if "null" in types_of(each):
+                written.append(then('"null"', self.syntax(end)))
+            texts = [json.dumps(brief(text, "the value", *ends)) for text in choices(each) if isinstance(text, str)]
+            if texts:
+                written.append(then(f"({' | '.join(texts)})", self.syntax(end)))
+            elif "string" in types_of(each):
+                allowed = " & ".join((*map(in_slashes, self._patterns(each)), f"~{in_slashes(barred)}"))
+                written.append(self._ended(allowed, end))
+        return self.one_of(written)
+
+    def _patterns(self, schema: Schema) -> list[str]:
+        """Regular expressions that a string must match as a whole."""
+        least, most = schema.get("minLength"), schema.get("maxLength")
+        sizes = [str(size) if isinstance(size, int) else "" for size in (least, most)]
+        patterns = [f"(?s:.{{{sizes[0] or 0},{sizes[1]}}})"]
+        if isinstance(pattern := schema.get("pattern"), str):
+            before = "" if pattern.startswith("^") else "(?s:.*)"
+            behind = "" if re.search(r"(?<!\\)(\\\\)*\$\Z", pattern) else "(?s:.*)"
+            inner = pattern.removeprefix("^")
+            patterns.append(f"{before}(?:{inner if behind else inner[:-1]}){behind}")
+        return patterns
+
+    def _ended(self, allowed: str, end: str) -> str:
+        """A text and what ends it. Where that is a special token, the text is all before it, else the shortest."""
+        name = f"V{len(self.rules)}"
+        self.rules.append(f"{name}: {allowed}")
+        before, *last = MAY_BE_SPECIAL.split(end, maxsplit=1)
+        if not last or self.token_ids(last[0]) is None:
+            return self.rule(then(name, self.text(end)), "[lazy]")
+        self.rules.append(f"L{name}: {then(name, self.text(before))}")
+        return then(f"L{name}", self.syntax("".join(last)))
+
+    def one_of(self, expressions: Iterable[str]) -> str:
+        """One of some expressions."""
+        return self.rule(" | ".join(expressions))
+
+    def listed(self, items: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Expressions in their order, with separators between them; those that are not required may be left out."""
+        after = first = '""'
+        for item, required in reversed(items):
+            first, after = (
+                f"({item} {after})" if required else f"({item} {after} | {first})",
+                self.rule(f"{separator} {item} {after}" if required else f"({separator} {item})? {after}"),
+            )
+        return first
+
+    def grammar(self, start: str) -> str:
+        """The whole, which begins at `start`."""
+        return "\n".join([f"start: {start}", *self.rules, ""])

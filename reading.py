@@ -1,0 +1,326 @@
+"""How answers are read that may hold hidden reasoning, or calls of functions.
+
+Parsers     those of the model, which say how the answers to a request are read
+Reading     of the answers to one request, and what the engine is told for it
+Answer      what one answer turns out to be, as it grows
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import reprlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from checks import ToolChoice
+from config import ServerConfig
+from outputs import Generation
+from protocol import ApiError
+from reasoning import REASONING_PARSERS, reasoning_parser_of
+from sampling_params import StructuredOutputsParams
+from scanning import Part
+from structure import structure_of
+from tokenizer import Tokenizer
+from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+
+PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
+SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
+SHORT_IDS = "mistral"
+HARMONY = "openai"  # the parser of answers whose grammar begins before the reasoning
+CONTENT, REASONING, CALL = "content", "reasoning", "call"  # kinds of a block
+Ids = tuple[int, ...]
+
+
+def check_parsers(config: ServerConfig) -> None:
+    """Check that the parsers of the options are there.
+
+    Raises:
+        ValueError: names one that is not, and those that are.
+    """
+    for option, table in (("tool_call_parser", TOOL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
+        if (name := getattr(config, option)) not in ("auto", "none", *table):
+            raise ValueError(f"{option} is {name!r}; it must be auto, none, {', '.join(sorted(table))}")
+
+
+def chosen(name: str, found: Callable[[str], str | None], chat_template: str) -> str | None:
+    """The parser that an option of this value means; `found` is what `auto` does."""
+    return found(chat_template) if name == "auto" else None if name == "none" else name
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the answers to one request are read.
+
+    Attributes:
+        tool_parser: of `TOOL_PARSERS`; None leaves calls in the content.
+        reasoning_parser: of `REASONING_PARSERS`; None leaves reasoning in the content.
+        tools: those that may be called, in OpenAI's shape.
+        prompt: as rendered.
+        special_tokens: texts that are no content.
+        shows_reasoning: whether the client gets the reasoning.
+        reasoning_start_ids: the tokens that begin reasoning, which are none where the prompt has begun it.
+        reasoning_ends: those of which some end it, the best first; none where there is no reasoning.
+        params: arguments of `SamplingParams`.
+    """
+
+    tool_parser: str | None
+    reasoning_parser: str | None
+    tools: Sequence[dict[str, Any]]
+    prompt: str
+    special_tokens: frozenset[str]
+    shows_reasoning: bool
+    reasoning_start_ids: Ids
+    reasoning_ends: tuple[Ids, ...]
+    params: Mapping[str, Any]
+
+    def call_id(self) -> str:
+        """A name for a call, which the model itself has not named."""
+        name = uuid.uuid4().hex
+        return name[:SHORT_ID] if self.tool_parser == SHORT_IDS else "call_" + name[:24]
+
+
+class Parsers:
+    """Those of a model.
+
+    Args:
+        config: the options that name them.
+        tokenizer: of the model, whose chat template tells what they are.
+    """
+
+    def __init__(self, config: ServerConfig, tokenizer: Tokenizer):
+        self.config, self.tokenizer = config, tokenizer
+        self.special_tokens = frozenset(map(tokenizer.token, tokenizer.special_ids))
+        self.tool_parser_of = functools.lru_cache(tool_parser_of)
+        self.reasoning_parser_of = functools.lru_cache(reasoning_parser_of)
+        self.ids_of = functools.cache(lambda text: tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+    def reading(self, fields: Mapping[str, Any], prompt: str) -> Reading | None:
+        """How the answers to a rendered conversation are read; None where they are nothing but content.
+
+        Args:
+            fields: of the request, with the names of a chat's.
+            prompt: the conversation.
+
+        Raises:
+            ApiError: what the request asks for has no parser here, or contradicts itself.
+        """
+        thinking = self.reasoning_parser(fields)
+        if fields["separate_reasoning"] is False or fields["reasoning_format"] == "none":
+            thinking = None
+        if (budget := fields["thinking_token_budget"]) is not None and not thinking:
+            message = "this model's chat template has no reasoning that is known; --reasoning-parser names a parser"
+            raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        choice: ToolChoice = fields["tool_choice"] or ToolChoice("auto")
+        tools = called_tools(fields["tools"] or (), choice)
+        calling = self._tool_parser(fields, choice) if tools else None
+        if not thinking and not calling:
+            return None
+        structure = structure_of(fields)
+        if calling:
+            structure = self._with_calls(structure, calling, tools, choice, fields["parallel_tool_calls"])
+        start, ends = self._reasoning_ids(thinking, calling, prompt)
+        params: dict[str, Any] = {"skip_special_tokens": False, "structured_outputs": structure}
+        if calling == HARMONY and structure is not None:
+            if budget is not None:
+                message = "of this model's answers, those that must follow a grammar cannot have it"
+                raise ApiError(400, f"thinking_token_budget is {budget}: {message}", "thinking_token_budget")
+        elif ends and (budget is not None or structure is not None):
+            params |= {"thinking_token_budget": budget, "reasoning_start_ids": start, "reasoning_end_ids": ends[0]}
+        special = self.special_tokens if fields["skip_special_tokens"] is not False else frozenset()
+        shown = fields["include_reasoning"] is not False
+        return Reading(calling, thinking, tools, prompt, special, shown, start, ends, params)
+
+    def reasoning_parser(self, fields: Mapping[str, Any]) -> str | None:
+        """The parser of hidden reasoning for a request like this; None if the model is not known to have any."""
+        return chosen(self.config.reasoning_parser, self.reasoning_parser_of, self._template(fields))
+
+    def _template(self, fields: Mapping[str, Any]) -> str:
+        return self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+
+    def _tool_parser(self, fields: Mapping[str, Any], choice: ToolChoice) -> str:
+        name = chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields))
+        if name is None and self.config.tool_call_parser == "auto" and choice.mode == "required":
+            return PLAIN
+        if name is None:
+            message = "tools are given, but this model's chat template calls for no known form of calls"
+            raise ApiError(400, f"{message}; --tool-call-parser names a parser", "tools", "unsupported_parameter")
+        return name
+
+    def _with_calls(
+        self,
+        structure: StructuredOutputsParams | None,
+        parser: str,
+        tools: Sequence[dict[str, Any]],
+        choice: ToolChoice,
+        parallel: bool,
+    ) -> StructuredOutputsParams | None:
+        """What the text of an answer with calls must be; None where nothing is asked of it."""
+        required, several = choice.mode == "required", parallel and not choice.single
+        strict = any(tool["function"].get("strict") for tool in tools)
+        if not (required or strict or structure) and several:
+            return None
+        either = structure is not None and not required  # calls, or what the structure says
+        try:
+            grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+        except ValueError as error:
+            raise ApiError(400, f"tools cannot be written as a grammar: {error}", "tools") from None
+        if either and structure is not None:
+            schema = '{"type": "object"}' if structure.json_object else structure.json
+            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace or parser == HARMONY:
+                message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+                message += ", and of this model not even that" if parser == HARMONY else ""
+                raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
+            grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {schema}\n"
+        return StructuredOutputsParams(grammar=grammar)
+
+    def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
+        """The tokens that begin reasoning, which are none where the prompt has; and those of which some end it."""
+        if parser is None:
+            return (), ()
+        thinking = REASONING_PARSERS[parser]
+        ends = thinking.ends
+        if not thinking.starts:
+            ends += TOOL_PARSERS[HARMONY].ends
+        elif calling and thinking.ended_by_calls:
+            ends += TOOL_PARSERS[calling].begins
+        start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
+        return start, tuple(map(self.ids_of, ends))
+
+
+def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
+    """Those of a request's tools that an answer may call.
+
+    Raises:
+        ApiError: the choice names another, or there is none to choose.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    for name in choice.names or ():
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise ApiError(400, f"tool_choice names {reprlib.repr(name)}; tools has {known[:500]}", "tool_choice")
+    if choice.mode == "required" and not tools:
+        raise ApiError(400, f"tool_choice is {choice.mode}; it needs tools", "tool_choice")
+    if choice.mode == "none":
+        return ()
+    return [tool for tool in tools if choice.names is None or tool["function"]["name"] in choice.names]
+
+
+@dataclass
+class Block:
+    """A part of an answer, as far as it has come: content, hidden reasoning, or a call of a function.
+
+    Attributes:
+        kind: CONTENT, REASONING or CALL.
+        text: of content and of reasoning; of a call its arguments, which are JSON.
+        id: of a call.
+        name: of the function.
+    """
+
+    kind: str
+    text: str = ""
+    id: str = ""
+    name: str = ""
+
+
+class Piece(NamedTuple):
+    """What is new of an answer.
+
+    Attributes:
+        at: which of its blocks has grown.
+        text: that is new.
+        begins: whether this begins the block.
+    """
+
+    at: int
+    text: str
+    begins: bool
+
+
+class Answer:
+    """What one answer turns out to be, as it grows.
+
+    Args:
+        generation: the answer's text and tokens.
+        reading: how it is read; None if all of it is content.
+
+    Attributes:
+        blocks: its parts in their order, but for reasoning that the client does not get. `read` adds to them.
+    """
+
+    def __init__(self, generation: Generation, reading: Reading | None):
+        self.generation, self.reading = generation, reading
+        self.blocks: list[Block] = []
+        self._reader = reading and new_reader(
+            reading.tool_parser, reading.reasoning_parser, reading.tools, reading.prompt, reading.special_tokens
+        )
+        self._read = 0  # characters of the text
+        self._searched = 0  # tokens before which reasoning does not end
+        self._calls: list[int] = []  # which of the blocks they are
+
+    def read(self) -> list[Piece]:
+        """What is new since the last time; of an answer that is complete all that is left."""
+        text, reader = self.generation.text[self._read :], self._reader
+        self._read += len(text)
+        if reader is None:
+            return [self._add(CONTENT, text)] if text else []
+        parts = reader.feed(text)
+        if self.generation.finished:
+            parts += reader.end()
+        return list(itertools.chain.from_iterable(map(self._pieces, parts)))
+
+    def _pieces(self, part: Part) -> Iterator[Piece]:
+        assert self.reading is not None
+        if part.content:
+            yield self._add(CONTENT, part.content)
+        if part.reasoning and self.reading.shows_reasoning:
+            yield self._add(REASONING, part.reasoning)
+        if part.name:
+            self._calls.append(len(self.blocks))
+            self.blocks.append(Block(CALL, "", part.id or self.reading.call_id(), part.name))
+            yield Piece(self._calls[-1], "", True)
+        if part.arguments:
+            assert part.call is not None
+            at = self._calls[part.call]
+            self.blocks[at].text += part.arguments
+            yield Piece(at, part.arguments, False)
+
+    def _add(self, kind: str, text: str) -> Piece:
+        begins = not self.blocks or self.blocks[-1].kind != kind
+        if begins:
+            self.blocks.append(Block(kind))
+        self.blocks[-1].text += text
+        return Piece(len(self.blocks) - 1, text, begins)
+
+    def text(self, kind: str) -> str:
+        """All its content, or all its reasoning."""
+        return "".join(block.text for block in self.blocks if block.kind == kind)
+
+    @property
+    def calls(self) -> list[Block]:
+        """Those of functions."""
+        return [self.blocks[at] for at in self._calls]
+
+    def number(self, at: int) -> int:
+        """Which of the calls the block at this place is."""
+        return self._calls.index(at)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None before that."""
+        reason = self.generation.finish_reason
+        return "tool_calls" if reason == "stop" and self._calls else reason
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of its tokens are hidden reasoning, without those that mark it."""
+        ids, asked = self.generation.token_ids, self.reading
+        start, ends = (asked.reasoning_start_ids, asked.reasoning_ends) if asked else ((), ())
+        if not ends or tuple(ids[: len(start)]) != start:
+            return 0
+        places = range(self._searched, len(ids))
+        end = next((at for at in places if any(tuple(ids[at : at + len(each)]) == each for each in ends)), len(ids))
+        self._searched = min(end, max(self._searched, len(ids) - max(map(len, ends))))
+        return end - len(start)

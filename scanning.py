@@ -1,0 +1,423 @@
+"""Reading the text of an answer while it arrives.
+
+A format is read by a generator that takes text from a `Source` and yields the `Part`s that it makes of it. Where the
+text so far does not decide what comes next, it yields None, and goes on when there is more. So a format is written down
+as if its whole text were there, and where the text is cut changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)  # of JSON, up to its quote or a lone backslash
+BETWEEN_BRACKETS = re.compile(r'[^"{}\[\]]*')
+WORD_END = re.compile(r"[\s,:=\[\](){}<>\"']")
+ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)  # of Python and of JSON
+ESCAPE_SIZES = {"x": 4, "u": 6, "U": 10}  # characters; of all others 2
+ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "'": "'", '"': '"', "\\": "\\", "/": "/", "\n": ""}
+WORDS = {"True": "true", "False": "false", "None": "null"}
+DEEPEST = 64  # lists and objects within each other
+LONGEST_NAME = 1024  # characters of a name, a key, or another short text of a call
+
+
+@dataclass(slots=True)
+class Part:
+    """What a piece of an answer's text turned out to be: content, hidden reasoning, or some of a call.
+
+    Attributes:
+        content: text for the user.
+        reasoning: text that the model wrote for itself.
+        call: which of the answer's calls, from 0, `name`, `arguments` and `id` are about.
+        name: of the function: here the call begins.
+        arguments: more of the call's arguments, which are JSON.
+        id: of the call, where the model itself names its calls.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    call: int | None = None
+    name: str = ""
+    arguments: str = ""
+    id: str = ""
+
+
+Waiting = Generator[None, None, T]  # yields None where it needs more text
+Steps = Generator[Part | None, None, T]
+Make = Callable[[str], Part]  # what a piece of text is
+
+
+def content(text: str) -> Part:
+    """Text for the user."""
+    return Part(content=text)
+
+
+def reasoning(text: str) -> Part:
+    """Text that the model wrote for itself."""
+    return Part(reasoning=text)
+
+
+def nothing(text: str) -> Part:
+    """Text that is only syntax."""
+    return Part()
+
+
+def in_string(text: str) -> str:
+    """A text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def as_json(text: str) -> str:
+    """A JSON value, or a word or number of Python's, as JSON; empty if it is none of these."""
+    text = WORDS.get(text, text)
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        for read in (lambda text: int(text, 0), float):
+            try:
+                number = read(text)
+            except ValueError:
+                continue
+            return json.dumps(number) if math.isfinite(number) else ""
+        return ""
+    return text
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not in JSON")
+
+
+class NoCall(Exception):
+    """What looked like a call is none, or goes on as none can."""
+
+
+class Markers:
+    """Texts that mean something wherever they stand."""
+
+    def __init__(self, texts: Collection[str]):
+        self.texts = sorted(texts, key=len, reverse=True)
+        self.longest = len(self.texts[0]) if self.texts else 0
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Finds the first of them, the longest where several begin; finds nothing if there are none."""
+        return re.compile("|".join(map(re.escape, self.texts)) or "(?!)")
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        """What one of them begins with, short of its whole."""
+        return frozenset(text[:size] for text in self.texts for size in range(1, len(text)))
+
+    def split(self, text: str, start: int = 0) -> tuple[int, int]:
+        """Where the first of them begins and ends in `text` from `start`; where none is, both are the place from which
+        the text may be the beginning of one."""
+        if found := self.pattern.search(text, start):
+            return found.span()
+        for at in range(max(start, len(text) - self.longest + 1), len(text)):
+            if text[at:] in self.beginnings:
+                return at, at
+        return len(text), len(text)
+
+
+@lru_cache(maxsize=64)
+def markers(texts: frozenset[str]) -> Markers:
+    """The markers of a table's row, or of a tokenizer: they are made once."""
+    return Markers(texts)
+
+
+class Source:
+    """The text of an answer as far as it is not read.
+
+    Attributes:
+        text: the unread text begins in it at `at`. No place in it may be remembered over a `yield`, but `mark`.
+        mark: a place to which the reading may go back; None if there is none.
+        ended: whether no more text will come.
+        in_reasoning: whether the text at `at` is hidden reasoning.
+        depth: how many lists and objects, as Python writes them, are open at `at`.
+    """
+
+    def __init__(self) -> None:
+        self.text, self.at, self.ended, self.in_reasoning = "", 0, False, False
+        self.mark: int | None = None
+        self.depth = 0
+
+    def feed(self, text: str) -> None:
+        """Add text, and let go of what is read."""
+        read = self.at if self.mark is None else self.mark
+        self.text, self.at = self.text[read:] + text, self.at - read
+        self.mark = None if self.mark is None else 0
+
+    def back(self) -> None:
+        """Go back to the mark, and remove it."""
+        assert self.mark is not None
+        self.at, self.mark = self.mark, None
+
+    def take(self, end: int) -> str:
+        """The text up to the place `end`, which is read now."""
+        text, self.at = self.text[self.at : end], end
+        return text
+
+    def char(self) -> Waiting[str]:
+        """The next character, which stays unread; none at the end."""
+        while self.at == len(self.text) and not self.ended:
+            yield
+        return self.text[self.at : self.at + 1]
+
+    def space(self) -> Waiting[str]:
+        """Read white space; returns the character after it, which stays unread."""
+        while (char := (yield from self.char())).isspace():
+            rest = self.text[self.at :]
+            self.at += len(rest) - len(rest.lstrip())
+        return char
+
+    def follows(self, *texts: str) -> Waiting[str]:
+        """Read the first of the texts that comes next; returns it, or nothing. Empty ones are left out."""
+        while True:
+            rest = self.text[self.at : self.at + max(map(len, texts), default=0)]
+            if not self.ended and any(len(rest) < len(text) and text.startswith(rest) for text in texts):
+                yield
+                continue
+            found = next((text for text in texts if text and rest.startswith(text)), "")
+            self.at += len(found)
+            return found
+
+    def until(self, stops: Markers, make: Make, is_cut: bool = False) -> Steps[str]:
+        """Read up to one of the markers, which is returned but stays unread, as does the white space before it.
+
+        At the end of the text, the rest is read, and nothing returned.
+
+        Args:
+            stops: the markers.
+            make: makes parts of what is read.
+            is_cut: that there is a marker at the end, so that its beginning is no text.
+        """
+        searched = 0  # characters, from `at`, in which there is no marker
+        while True:
+            start, end = stops.split(self.text, self.at + searched)
+            if self.ended and start == end and not is_cut:
+                start = end = stop = len(self.text)
+            else:
+                stop = self.at + len(self.text[self.at : start].rstrip())
+            searched = start - stop
+            if stop > self.at:
+                yield make(self.take(stop))
+            if end > start:
+                return self.text[self.at + searched : self.at + searched + end - start]
+            if self.ended:
+                self.at = len(self.text)
+                return ""
+            yield None
+
+    def closes(self, *texts: str) -> Waiting[str]:
+        """Read one of the texts after white space, if it comes next. At the end, a part of one is read as well."""
+        yield from self.space()
+        found = yield from self.follows(*texts)
+        if self.ended and any(text.startswith(self.text[self.at :]) for text in texts):
+            self.at = len(self.text)
+        return found
+
+    def short(self, *stops: str) -> Waiting[str]:
+        """Read a short text up to one of the stops, which stays unread, as a name or a key is.
+
+        Raises:
+            NoCall: there is no stop, or it is far away.
+        """
+        pattern = markers(frozenset(stops)).pattern
+        while True:
+            if found := pattern.search(self.text, self.at, self.at + LONGEST_NAME):
+                return self.take(found.start())
+            if self.ended or len(self.text) - self.at > LONGEST_NAME:
+                self.at = len(self.text) if self.ended else self.at
+                raise NoCall
+            yield
+
+    def collect(self, read: Callable[[Make], Steps[Any]]) -> Waiting[str]:
+        """Read something whole; returns its text."""
+        pieces: list[str] = []
+
+        def keep(text: str) -> Part:
+            pieces.append(text)
+            return Part()
+
+        for part in read(keep):
+            if part is None:
+                yield
+        return "".join(pieces)
+
+    def string(self) -> Waiting[str]:
+        """Read a JSON string and return what it says.
+
+        Raises:
+            NoCall: none comes next.
+        """
+        if (yield from self.char()) != '"':
+            raise NoCall
+        text = yield from self.collect(self.value)
+        try:
+            return json.loads(text, strict=False)
+        except ValueError:
+            raise NoCall from None
+
+    def value(self, make: Make) -> Steps[None]:
+        """Read a JSON value, whatever is in it: an object or a list ends with its bracket, and a string with its quote.
+
+        Half a value is made at the end.
+        """
+        depth, quoted = 0, False
+        if (yield from self.char()) not in '"{[':
+            yield from self.scalar(make)
+            return
+        while True:
+            text, at = self.text, self.at
+            while at < len(text):
+                if not quoted:
+                    at = BETWEEN_BRACKETS.match(text, at).end()  # type: ignore[union-attr]  # it can be empty
+                    if at == len(text):
+                        break
+                    quoted = text[at] == '"'
+                    depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(text[at], 0)
+                    at += 1
+                else:
+                    at = IN_STRING.match(text, at).end()  # type: ignore[union-attr]
+                    if at == len(text) or text[at] == "\\":
+                        break
+                    quoted = False
+                    at += 1
+                if depth <= 0 and not quoted:
+                    yield make(self.take(at))
+                    return
+            at = len(text) if self.ended else at
+            if at > self.at:
+                yield make(self.take(at))
+            if self.ended:
+                return
+            yield None
+
+    def scalar(self, make: Make) -> Steps[None]:
+        """Read a number, or a word as `true` is."""
+        while not (found := WORD_END.search(self.text, self.at)) and not self.ended:
+            yield None
+        yield make(self.take(found.start() if found else len(self.text)))
+
+    def literal(self, make: Make, raw: str) -> Steps[None]:
+        """Read a value as Python writes it, or JSON whose keys need no quotes, and make JSON of it.
+
+        Args:
+            make: makes parts of the JSON.
+            raw: stands around strings in which no character has a meaning; empty if there are none.
+
+        Raises:
+            NoCall: no value comes next.
+        """
+        char = yield from self.space()
+        if char == "{":
+            yield from self.follows("{")
+            yield from self.mapping(make, ":", "}", raw)
+        elif char and char in "[(":
+            yield from self.follows(char)
+            yield make("[")
+            yield from self._items(make, {"[": "]", "(": ")"}[char], lambda: self.literal(make, raw))
+            yield make("]")
+        elif quote := (yield from self._quote(raw)):
+            yield from self._quoted(make, quote, raw)
+        else:
+            word = as_json((yield from self.collect(self.scalar)))
+            if not word or not (yield from self.char()):
+                raise NoCall
+            yield make(word)
+
+    def mapping(self, make: Make, between: str, end: str, raw: str) -> Steps[None]:
+        """Read keys and values, after their opening bracket, and make a JSON object of them.
+
+        Args:
+            make: makes parts of the JSON.
+            between: stands between a key and its value.
+            end: the closing bracket.
+            raw: see `literal`.
+
+        Raises:
+            NoCall: something else comes, or the text ends.
+        """
+
+        def item() -> Steps[None]:
+            if quote := (yield from self._quote(raw)):
+                yield from self._quoted(make, quote, raw)
+            else:
+                yield make(json.dumps((yield from self.short(between)).strip(), ensure_ascii=False))
+            yield from self.space()
+            if not (yield from self.follows(between)):
+                raise NoCall
+            yield make(": ")
+            yield from self.literal(make, raw)
+
+        yield make("{")
+        yield from self._items(make, end, item)
+        yield make("}")
+
+    def _items(self, make: Make, end: str, item: Callable[[], Steps[None]]) -> Steps[None]:
+        """Read what commas divide, up to a closing bracket; a comma may stand before that, too."""
+        self.depth += 1
+        if self.depth > DEEPEST:
+            raise NoCall
+        yield from self.space()
+        first = True
+        while not (yield from self.follows(end)):
+            if not first:
+                yield make(", ")
+            yield from item()
+            first = False
+            if (yield from self.space()) != end and not (yield from self.follows(",")):
+                raise NoCall
+            yield from self.space()
+        self.depth -= 1
+
+    def _quote(self, raw: str) -> Waiting[str]:
+        """Read the beginning of a string, if one comes next."""
+        return (yield from self.follows(raw, '"""', "'''", '"', "'"))
+
+    def _quoted(self, make: Make, quote: str, raw: str) -> Steps[None]:
+        """Read a string from after its quote on, and make a JSON string of it."""
+        stops = markers(frozenset({quote} if quote == raw else {quote, "\\"}))
+        yield make('"')
+        while True:
+            start, end = stops.split(self.text, self.at)
+            if start > self.at:
+                yield make(in_string(self.take(start)))
+            if start == end:
+                if self.ended:
+                    self.at = len(self.text)
+                    raise NoCall
+                yield None
+            elif (yield from self.follows(quote)):
+                yield make('"')
+                return
+            else:
+                yield make((yield from self._escape()))
+
+    def _escape(self) -> Waiting[str]:
+        """Read what a backslash begins; returns it as a JSON string has it.
+
+        Raises:
+            NoCall: the text ends in it.
+        """
+        while not (kind := self.text[self.at + 1 : self.at + 2]) or (
+            len(self.text) - self.at < ESCAPE_SIZES.get(kind, 2)
+        ):
+            if self.ended:
+                self.at = len(self.text)
+                raise NoCall
+            yield
+        found = ESCAPE.match(self.text, self.at)
+        assert found  # a backslash and any character do
+        escape = self.take(found.end())[1:]
+        if len(escape) > 1:
+            number = int(escape[1:], 16)
+            return f"\\u{number:04x}" if number < 2**16 else in_string(chr(min(number, sys.maxunicode)))
+        return in_string(ESCAPED.get(escape, "\\" + escape))

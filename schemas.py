@@ -1,0 +1,188 @@
+"""What a request's structured outputs ask for, as a grammar of llguidance.
+
+JSON schemas come from all kinds of programs. Where llguidance does not know a keyword, a schema is said otherwise if
+that is possible: `plain` takes out formats that nobody checks, and pushes `not` inwards until it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sampling_params import StructuredOutputsParams
+
+# What may stand between the parts of JSON: enough to write it in lines, but no model fills its answer with it. The rule
+# is llama.cpp's.
+WHITESPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
+# The values of `format` that llguidance checks. By JSON Schema's rules others are notes for people.
+FORMATS = (
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
+)  # fmt: skip
+DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
+NAMED = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)  # that hold schemas by name
+TYPES = ("null", "boolean", "number", "string", "array", "object")
+NOTES = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$comment",
+    "deprecated",
+}  # keywords that allow and forbid nothing
+# The bound that holds where another one does not.
+OPPOSITES = {
+    "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
+    "maximum": "exclusiveMinimum", "exclusiveMaximum": "minimum",
+}  # fmt: skip
+
+
+def grammar_text(wanted: StructuredOutputsParams) -> str:
+    """The grammar for llguidance of what is asked for.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    from llguidance import LLMatcher, StructTag
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice is not None:
+        return LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice)))
+    if wanted.grammar is not None:
+        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+    if wanted.structural_tag is not None:
+        tags, triggers = read_tags(wanted.structural_tag)
+        made = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
+                for begin, schema, end in tags]  # fmt: skip
+        return StructTag.to_grammar(made, assume_special=False)
+    schema = plain(read_json(wanted.json)) if wanted.json is not None else {"type": "object"}
+    if wanted.disable_additional_properties:
+        schema = closed(schema)
+    overrides: Any = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
+    if wanted.disable_any_whitespace:
+        overrides = {"whitespace_flexible": False}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+
+
+def read_json(text: str | dict[str, Any] | None) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is no JSON, or its lists and objects lie too deep in each other.
+    """
+    assert isinstance(text, str), "`StructuredOutputsParams` has made a text of it"
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists and objects lie too deep in each other") from None
+
+
+def read_tags(text: str | dict[str, Any]) -> tuple[list[tuple[str, Any, str]], list[str]]:
+    """(begin, schema, end) of each of vLLM's structural tags, and what triggers them.
+
+    Raises:
+        ValueError: it has another form.
+    """
+    tags = read_json(text)
+    try:
+        found = [(tag["begin"], tag.get("schema", {}), tag["end"]) for tag in tags["structures"]]
+        triggers = list(tags["triggers"])
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError("structural_tag must have structures, each with begin, schema and end, and triggers") from None
+    if not found or not all(isinstance(part, str) for begin, _, end in found for part in (begin, end, *triggers)):
+        raise ValueError("structural_tag must have at least one structure; begin, end and triggers must be texts")
+    return found, triggers
+
+
+def trigger_of(begin: str, triggers: list[str]) -> str:
+    """The trigger that a structure begins with.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for trigger in triggers:
+        if trigger and begin.startswith(trigger):
+            return trigger
+    raise ValueError(f"structural_tag has a structure that begins with {begin[:64]!r}, as none of its triggers does")
+
+
+def parts_of(schema: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same schema with every schema right within it changed."""
+    changed = {}
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            value = {name: change(each) for name, each in value.items()}
+        elif key not in DATA and key != "not":
+            value = [change(each) for each in value] if isinstance(value, list) else change(value)
+        changed[key] = value
+    return changed
+
+
+def closed(schema: Any) -> Any:
+    """The same schema, but its objects have no properties that they do not name."""
+    if not isinstance(schema, dict):
+        return schema
+    changed = parts_of(schema, closed)
+    return {"additionalProperties": False} | changed if "properties" in changed else changed
+
+
+def plain(schema: Any) -> Any:
+    """The same schema without formats that nobody checks, and without `not` where it can be said otherwise.
+
+    Where only a part of what `not` leaves can be said otherwise, this part is what is allowed.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    changed = parts_of(schema, plain)
+    if "format" in changed and changed["format"] not in FORMATS:
+        del changed["format"]
+    if "not" not in changed or (other := negated(changed["not"])) is None:
+        return changed
+    del changed["not"]
+    if other is True or other is False:
+        return other and changed
+    return {**changed, "allOf": [*changed.get("allOf", []), other]} if changed else other
+
+
+def negated(schema: Any) -> Any:
+    """A schema of what the given one does not allow, or of a part of that; None if it cannot be said without `not`."""
+    if not isinstance(schema, dict):
+        return not schema
+    if not schema.keys() - NOTES:
+        return False
+    ways = [against(key, value) for key, value in schema.items() if key not in NOTES]  # each breaks one of its rules
+    possible = [way for way in ways if way is not None and way is not False]
+    if not possible:
+        return None if None in ways else False
+    return possible[0] if len(possible) == 1 else {"anyOf": possible}
+
+
+def against(key: str, value: Any) -> Any:
+    """What breaks one rule of a schema, or a part of that; None if it cannot be said without `not`."""
+    if key == "not":
+        return plain(value)
+    if key in OPPOSITES:
+        return {"type": "number", OPPOSITES[key]: value}
+    if key == "type":
+        given = {value} if isinstance(value, str) else set(value)
+        left = [name for name in TYPES if name not in given and not (name == "number" and "integer" in given)]
+        return {"type": left} if left else False
+    if key == "required":
+        return {"type": "object", "anyOf": [{"properties": {name: False}} for name in value]} if value else False
+    if key == "allOf":
+        others = [other for each in value if (other := negated(each)) is not None]
+        return {"anyOf": others} if others else None
+    if key == "anyOf":
+        others = [negated(each) for each in value]
+        return None if None in others else {"allOf": others}
+    return None

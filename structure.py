@@ -1,0 +1,125 @@
+"""Structured outputs, as the clients of several servers ask for them, brought into the one form that the engine takes.
+
+FORMS           the fields that ask for them; the check of each makes `StructuredOutputsParams`
+structure_of    what those of a request come to
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from checks import Check, known_keys, settings
+from config import ServerConfig
+from sampling_params import StructuredOutputsParams
+
+TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of a response_format
+KEYS = tuple(field.name for field in dataclasses.fields(StructuredOutputsParams))
+SCHEMA_KEYS = ("name", "description", "schema", "strict")  # of a json_schema, which always holds strictly
+
+
+def response_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+    """OpenAI's form; beside `json_object` there may be a schema, as in llama.cpp."""
+    kind = value.get("type")
+    if kind not in TYPES:
+        raise ValueError(f"type must be one of {', '.join(TYPES)}")
+    if kind == "structural_tag":
+        return StructuredOutputsParams(structural_tag=value)
+    if kind == "json_schema":
+        known_keys(value, ("type", "json_schema"), config)
+        return named_schema(value.get("json_schema"), config)
+    known_keys(value, ("type", "schema") if kind == "json_object" else ("type",), config)
+    if (schema := value.get("schema")) is not None:
+        return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
+
+
+def named_schema(value: Any, config: ServerConfig) -> StructuredOutputsParams:
+    """What OpenAI has as `json_schema`: a schema, and what is said of it."""
+    if not isinstance(value, dict) or not isinstance(value.get("schema"), dict):
+        raise ValueError("json_schema must be an object with a schema, which is an object")
+    known_keys(value, SCHEMA_KEYS, config)
+    for key, kind, words in (("name", str, "a string"), ("description", str, "a string"), ("strict", bool, "a bool")):
+        if not isinstance(value.get(key), kind | None):
+            raise ValueError(f"{key} is {reprlib.repr(value[key])}; it must be {words}")
+    return StructuredOutputsParams(json=value["schema"])
+
+
+def flat_format(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+    """The form of OpenAI's Responses API and of Anthropic, in which what is said of a schema is not apart from it."""
+    if value.get("type") != "json_schema":
+        return response_format(value, config)
+    return named_schema({key: value[key] for key in value if key != "type"}, config)
+
+
+def response_text(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """What OpenAI's Responses API has as `text`, and as its `structure` what that comes to."""
+    found: dict[str, Any] = settings(format=dict, verbosity=str)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+
+
+def output_config(value: dict[str, Any], config: ServerConfig) -> dict[str, Any]:
+    """Anthropic's, and as its `structure` what its format comes to."""
+    found: dict[str, Any] = settings(effort=str, format=dict)(value, config)
+    return found | {"structure": found["format"] and flat_format(found["format"], config)}
+
+
+def structured_outputs(value: dict[str, Any], config: ServerConfig) -> StructuredOutputsParams:
+    """vLLM's form."""
+    known_keys(value, KEYS, config)
+    return StructuredOutputsParams(**{key: value[key] for key in KEYS if value.get(key) is not None})
+
+
+def output_format(value: str | dict[str, Any], config: ServerConfig) -> StructuredOutputsParams | None:
+    """Ollama's form."""
+    if isinstance(value, str) and value not in ("", "json"):
+        raise ValueError('it must be "json" or a schema')
+    if value == "":
+        return None
+    return StructuredOutputsParams(json_object=True) if value == "json" else StructuredOutputsParams(json=value)
+
+
+def of_kind(kind: str) -> Check:
+    """A check for the value of one field of `StructuredOutputsParams`. A grammar without text is none (llama.cpp)."""
+
+    def check(value: Any, config: ServerConfig) -> StructuredOutputsParams | None:
+        return None if (kind, value) == ("grammar", "") else StructuredOutputsParams(**{kind: value})
+
+    return check
+
+
+JSON_SCHEMA = str | dict[str, Any]
+FORMS: dict[str, tuple[Any, Check, str]] = {  # by field: its type, its check, and whose it is
+    "response_format": (dict[str, Any], response_format, "OpenAI's: text, json_object, json_schema or structural_tag."),
+    "structured_outputs": (dict[str, Any], structured_outputs, f"vLLM's: an object with one of {', '.join(KEYS)}."),
+    "structural_tag": (JSON_SCHEMA, of_kind("structural_tag"), "vLLM's."),
+    "guided_json": (JSON_SCHEMA, of_kind("json"), "vLLM's older name of structured_outputs.json."),
+    "guided_regex": (str, of_kind("regex"), "vLLM's older name of structured_outputs.regex."),
+    "guided_choice": (list[str], of_kind("choice"), "vLLM's older name of structured_outputs.choice."),
+    "guided_grammar": (str, of_kind("grammar"), "vLLM's older name of structured_outputs.grammar."),
+    "regex": (str, of_kind("regex"), "SGLang's."),
+    "ebnf": (str, of_kind("grammar"), "SGLang's name of a grammar."),
+    "json_schema": (JSON_SCHEMA, of_kind("json"), "SGLang's and llama.cpp's."),
+    "grammar": (str, of_kind("grammar"), "llama.cpp's: GBNF, or Lark as llguidance has it."),
+    "format": (JSON_SCHEMA, output_format, 'Ollama\'s: "json", or a schema.'),
+}
+
+
+def structure_of(fields: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    """What the answer to a request must be, whichever of its fields says so.
+
+    Raises:
+        ValueError: two of them do, or one that needs another is alone.
+    """
+    given = [name for name in FORMS if fields[name] is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} are both given; only one may say what the answer must be")
+    found: StructuredOutputsParams | None = fields[given[0]] if given else None
+    if (pattern := fields["guided_whitespace_pattern"]) is not None:
+        if found is None or (found.json is None and found.json_object is None):
+            raise ValueError(f"guided_whitespace_pattern is {json.dumps(pattern)[:100]}; it is only for JSON")
+        found = dataclasses.replace(found, whitespace_pattern=pattern)
+    return found

@@ -1,0 +1,429 @@
+"""Structured outputs: schemas as llguidance takes them, the masks of a sequence, answers that are what was asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+from itertools import cycle
+
+import numpy as np
+import pytest
+
+from conftest import DEMO
+from engine import SamplingParams, StructuredOutputsParams
+from grammar import MAX_CHARS, Constraint, Grammars, open_vocabulary
+from plan import bit_words
+from schemas import FORMATS, NAMED, grammar_text, negated, plain
+from tokenizer import Tokenizer
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def grammars():
+    made = Grammars(lambda: open_vocabulary(DEMO, 1024, [EOS]), 1024)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def constraint(grammars):
+    """Makes the constraint of a sequence whose answer is asked for."""
+
+    def make(asked=None, **params) -> Constraint:
+        wanted = None if asked is None else StructuredOutputsParams(**asked)
+        found = SamplingParams(structured_outputs=wanted, **{"max_tokens": None} | params)
+        compiled = None if wanted is None else grammars.compile(wanted).result()
+        return Constraint(found, compiled, bit_words([EOS]), grammars.words)
+
+    return make
+
+
+def allowed(constraint: Constraint) -> set[int]:
+    return set(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little").nonzero()[0].tolist())
+
+
+def accepts(grammars, tokenizer, text: str, **asked) -> bool:
+    matcher = grammars.compile(StructuredOutputsParams(**asked)).result().matcher.deep_copy()
+    return matcher.consume_tokens(tokenizer.encode(text, False)) and matcher.is_accepting()
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "good", "bad"),
+    [
+        ({"choice": ["yes", "no (never)", "a|b", "ü?"]}, ["yes", "no (never)", "a|b", "ü?"], ["a", "ye", "no"]),
+        ({"regex": r"\d{3}-[a-c]+"}, ["123-abc"], ["12-abc", "123-abcd"]),
+        ({"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}, ["x12"], ["x", "12"]),
+        ({"grammar": 'root ::= "x" number\nnumber ::= [0-9]+'}, ["x12"], ["x", "12"]),
+        ({"json_object": True}, ["{}", '{"a": [1, {"b": null}]}'], ["[]", "1", '{"a"}']),
+        ({"json": PERSON}, ['{"name": "A", "age": 7}', '{\n  "name": "A",\n  "age": 7\n}', '{"name":"A","age":7}'],
+         ['{"name": "Ann"}', '{"name": "Ann", "age": -7}', '{"name": "Ann", "age": 7, "x": 1}', '{  "name": "A"}']),
+        ({"json": json.dumps(PERSON)}, ['{"name": "Ann", "age": 7}'], ["{}"]),
+        ({"json": {"type": "object", "properties": {"a": {"type": "null"}}}}, ['{"a": null, "b": 1}'], ['{"a": 1}']),
+        ({"json": {"type": "object", "properties": {"a": {"type": "null"}}}, "disable_additional_properties": True},
+         ['{"a": null}', "{}"], ['{"a": null, "b": 1}']),
+        ({"json": PERSON, "disable_any_whitespace": True}, ['{"name":"Ann","age":7}'], ['{"name": "Ann", "age": 7}']),
+        ({"json": PERSON, "whitespace_pattern": " {2}"}, ['{"name":  "Ann","age":7}'], ['{"name": "Ann","age":7}']),
+        ({"structural_tag": {"structures": [{"begin": "<f>", "schema": PERSON, "end": "</f>"}], "triggers": ["<"]}},
+         ["no call", 'see <f>{"name": "Ann", "age": 7}</f> there'], ['<f>{"name": 1}</f>', "<f>"]),
+    ],
+)  # fmt: skip
+def test_each_kind_allows_what_it_says(grammars, tokenizer, asked, good, bad):
+    assert [text for text in good if not accepts(grammars, tokenizer, text, **asked)] == []
+    assert [text for text in bad if accepts(grammars, tokenizer, text, **asked)] == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"json": "{"}, "cannot be read: Expecting"),
+        ({"json": "[" * 100_000}, "too deep"),
+        ({"json": {"contains": {"type": "null"}, "type": "array"}}, r'Unimplemented keys: \["contains"\]'),
+        ({"json": {"type": "string", "minLength": 3, "maxLength": 2}}, "nsatisfiable"),
+        ({"json": {"$ref": "http://example.com/a.json"}}, "cannot be compiled"),
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(" * 50_000}, "cannot be compiled"),
+        ({"grammar": "start: nothing"}, "unknown name"),
+        ({"grammar": "root ::= ("}, "cannot be read"),
+        ({"grammar": "start: " + "(" * 100_000}, "too deeply nested"),
+        ({"regex": "a" * (MAX_CHARS + 1)}, f"has {MAX_CHARS + 1} characters; at most {MAX_CHARS}"),
+        ({"structural_tag": {"structures": [], "triggers": []}}, "at least one structure"),
+        ({"structural_tag": {"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}}, "none of its triggers"),
+        ({"structural_tag": {"type": "structural_tag", "format": {}}}, "must have structures"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_done_is_refused(grammars, asked, said):
+    with pytest.raises(ValueError, match=said) as error:
+        grammars.compile(StructuredOutputsParams(**asked)).result()
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"json": {}, "regex": "a"}, {"choice": []}, {"choice": "yes"}, {"choice": [1]}, {"regex": ""}, {"regex": 1},
+     {"json": 1}, {"json": {}, "disable_any_whitespace": 1}, {"json": {}, "whitespace_pattern": 1}],
+)  # fmt: skip
+def test_parameters_are_checked(asked):
+    with pytest.raises(ValueError, match=["none", *asked][-1]):
+        SamplingParams(structured_outputs=asked)
+
+
+def test_other_parameters_are_checked():
+    with pytest.raises(ValueError, match="'grammer'"):
+        SamplingParams(structured_outputs={"grammer": "x"})
+    with pytest.raises(ValueError, match="masked_logprobs"):
+        SamplingParams(masked_logprobs=True)
+    with pytest.raises(ValueError, match="structured_outputs is 'json'"):
+        SamplingParams(structured_outputs="json")
+    given = SamplingParams(structured_outputs={"choice": ["a"]})
+    assert SamplingParams(**dataclasses.asdict(given)) == given
+
+
+def test_formats_that_are_kept_are_those_that_are_checked(grammars):
+    others = ("binary", "path", "int32", "color", "regex", "iri", "date time")
+    for name in (*FORMATS, *others):
+        schema = {
+            "type": "object",
+            "properties": {"format": {"type": "string", "format": name}},
+            "required": ["format"],
+        }
+        assert (plain(schema) == schema) == (name in FORMATS)
+        assert grammars.compile(StructuredOutputsParams(json=schema)).result()
+        text = grammar_text(StructuredOutputsParams(json={"type": "string", "format": name}))
+        assert (name in text) == (name in FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("schema", "other"),
+    [
+        ({}, False),
+        (True, False),
+        (False, True),
+        ({"title": "all"}, False),
+        ({"type": ["string", "number", "array", "object", "boolean"]}, {"type": ["null"]}),
+        ({"type": "integer"}, {"type": ["null", "boolean", "string", "array", "object"]}),
+        ({"minimum": 3}, {"type": "number", "exclusiveMaximum": 3}),
+        ({"exclusiveMaximum": 3}, {"type": "number", "minimum": 3}),
+        ({"not": {"type": "null"}}, {"type": "null"}),
+        ({"required": ["a"]}, {"type": "object", "anyOf": [{"properties": {"a": False}}]}),
+        ({"anyOf": [{"type": "null"}, {"minimum": 1}]},
+         {"allOf": [{"type": ["boolean", "number", "string", "array", "object"]},
+                    {"type": "number", "exclusiveMaximum": 1}]}),
+        ({"allOf": [{"minimum": 1}, {"multipleOf": 2}]}, {"anyOf": [{"type": "number", "exclusiveMaximum": 1}]}),
+        ({"multipleOf": 2}, None),
+        ({"anyOf": [{"multipleOf": 2}, {"minimum": 1}]}, None),
+    ],
+)  # fmt: skip
+def test_not_is_said_otherwise(schema, other):
+    assert negated(schema) == other
+
+
+def test_not_is_taken_away_wherever_a_schema_lies():
+    inner = {"not": {"type": ["null", "boolean", "number", "string", "array"]}}
+    for schema in (
+        inner, {"items": inner}, {"prefixItems": [inner]}, {"anyOf": [inner, inner]}, {"x": {"y": inner}},
+        *({name: {"x": inner}} for name in NAMED),
+    ):  # fmt: skip
+        assert '"not": {"type"' not in json.dumps(plain(schema))
+    for schema in ({"const": inner}, {"enum": [inner]}, {"properties": {"not": {"type": "null"}}}):
+        assert plain(schema) == schema
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_follows_the_output(constraint, tokenizer):
+    c = constraint({"choice": ["yes", "no"]})
+    assert {tokenizer.token(id)[0] for id in allowed(c)} == {"y", "n"}
+    c.advance(ids := tokenizer.encode("yes", False))
+    assert allowed(c) == {EOS} and not c.error
+    other = constraint({"choice": ["yes", "no"]})
+    for end in range(1, len(ids) + 1):
+        other.advance(ids[:end])
+    assert allowed(other) == {EOS}
+
+
+def test_reasoning_comes_first(constraint, tokenizer):
+    end = tuple(tokenizer.encode("</t>", False))
+    c = constraint({"choice": ["yes"]}, reasoning_end_ids=end)
+    everything = set(range(1024))
+    assert allowed(c) == everything - {EOS}
+    thoughts = tokenizer.encode("no no no", False)
+    c.advance(thoughts)
+    assert allowed(c) == everything - {EOS}
+    c.advance([*thoughts, *end])
+    assert {tokenizer.token(id)[0] for id in allowed(c)} == {"y"}
+    c.advance([*thoughts, *end, *tokenizer.encode("yes", False)])
+    assert allowed(c) == {EOS}
+
+
+def test_reasoning_may_be_left_out(constraint, tokenizer):
+    start, end = (700,), tuple(tokenizer.encode("</t>", False))
+    c = constraint({"choice": ["yes"]}, reasoning_start_ids=start, reasoning_end_ids=end)
+    assert {tokenizer.token(id)[0] for id in allowed(c) - {700}} == {"y"} and 700 in allowed(c)
+    c.advance(tokenizer.encode("yes", False))
+    assert allowed(c) == {EOS}
+    c = constraint({"choice": ["yes"]}, reasoning_start_ids=start, reasoning_end_ids=end)
+    c.advance([700])
+    assert len(allowed(c)) == 1023
+
+
+@pytest.mark.parametrize("budget", [0, 1, 5])
+@pytest.mark.parametrize("asked", [None, {"choice": ["yes"]}])
+def test_a_budget_ends_reasoning(constraint, tokenizer, budget, asked):
+    end = tuple(tokenizer.encode("</t>", False))
+    assert len(end) > 2
+    c, output = constraint(asked, reasoning_end_ids=end, thinking_token_budget=budget), []
+    for _ in range(budget):
+        output.append(90)
+        c.advance(output)
+    for token in end:
+        assert allowed(c) == {token}
+        output.append(token)
+        c.advance(output)
+    assert len(allowed(c)) == 1024 if asked is None else {tokenizer.token(id)[0] for id in allowed(c)} == {"y"}
+
+
+def test_the_end_of_reasoning_that_was_begun_is_not_written_twice(constraint, tokenizer):
+    end = tuple(tokenizer.encode("</t>", False))
+    c = constraint(None, reasoning_end_ids=end, thinking_token_budget=3)
+    c.advance([90, 90, end[0]])
+    assert allowed(c) == {end[1]}
+
+
+def test_own_lists_hold_beside_the_grammar(constraint, tokenizer):
+    digits = [tokenizer.encode(str(n), False)[0] for n in range(10)]
+    c = constraint(
+        {"regex": r"\d{1,4}"}, allowed_token_ids=digits[:5], min_tokens=2, bad_word_ids=((digits[1], digits[2]),)
+    )
+    assert allowed(c) == set(digits[:5])
+    c.advance([digits[1]])
+    assert allowed(c) == set(digits[:5]) - {digits[2]}
+    c.advance([digits[1]] * 2)
+    assert allowed(c) == set(digits[:5]) - {digits[2]}  # EOS is none of the allowed tokens
+    c = constraint({"choice": ["1"]}, min_tokens=9)
+    c.advance([digits[1]])
+    assert allowed(c) == {EOS}  # what is complete ends
+    assert "leave no token" in constraint({"choice": ["1"]}, allowed_token_ids=digits[2:5]).error
+
+
+def test_what_a_grammar_forbids_is_an_error(constraint, tokenizer):
+    c = constraint({"choice": ["yes"]})
+    c.advance(tokenizer.encode("no", False))
+    assert c.error.startswith("the structured output cannot go on") and not allowed(c)
+
+
+class Stub:
+    """Has the attributes that it is given."""
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
+    def group(c):
+        seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], group=None)
+        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seqs=[seq])
+        return seq.group
+
+    slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))
+    waits.seqs[0].num_computed = 2  # a step in flight brings its next token
+    go_on = threading.Event()
+    slow.seqs[0].constraint.advance = lambda output: go_on.wait()
+    monkeypatch.setattr("grammar.PATIENCE", 0.2)
+    late, failed = grammars.look([slow, quick, waits])
+    assert late == {slow, waits} and not failed
+    assert quick.seqs[0].constraint.num_read == 1
+    monkeypatch.setattr("grammar.MASK_TIMEOUT", 0.0)
+    _, failed = grammars.look([slow])
+    assert "more than 0 s" in failed[slow.request]
+    go_on.set()
+
+
+def test_grammars_are_compiled_once(grammars):
+    wanted = StructuredOutputsParams(regex="abc+")
+    assert grammars.compile(wanted) is grammars.compile(StructuredOutputsParams(regex="abc+"))
+
+
+def test_the_cache_is_bounded(grammars, monkeypatch):
+    monkeypatch.setattr("grammar.MAX_CACHED", 10)
+    grammars.compile(StructuredOutputsParams(regex="a" * 8))
+    grammars.compile(StructuredOutputsParams(regex="b" * 8))
+    assert [wanted.regex for wanted in grammars.cache] == ["b" * 8]
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+ASKED = (
+    {"regex": "[a-c]{12}"},
+    {"json": PERSON, "disable_any_whitespace": True},
+    {"choice": ["yes it is", "no"]},
+    None,
+)
+
+
+def requests(count: int) -> tuple[list[str], list[SamplingParams]]:
+    prompts = [f"To be, or not {i}" for i in range(count)]
+    return prompts, [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=40, structured_outputs=asked)
+        for i, asked in zip(range(count), cycle(ASKED), strict=False)
+    ]
+
+
+def holds(asked: dict | None, text: str) -> bool:
+    if asked is None:
+        return True
+    if "regex" in asked:
+        return re.fullmatch(asked["regex"], text) is not None
+    if "choice" in asked:
+        return text in asked["choice"]
+    found = json.loads(text)
+    return list(found) == ["name", "age"] and len(found["name"]) <= 8 and found["age"] >= 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(llm):
+    prompts, params = requests(16)
+    return [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_answers_are_what_was_asked(undisturbed):
+    for text, asked in zip(undisturbed, cycle(ASKED), strict=False):
+        assert holds(asked, text), text
+
+
+STARVED = {"num_gpu_blocks_override": 14, "block_size": 8, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {**STARVED, "preemption_mode": "recompute"},
+        {**STARVED, "preemption_mode": "swap", "swap_space": 0.05},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 8},
+        {"enable_chunked_prefill": False},
+        {"distributed_executor_backend": "mp", "async_scheduling": True},
+    ],
+    ids=["recompute", "swap", "chunks", "classic", "ahead"],
+)
+def test_answers_are_the_same_whatever_happens(make_llm, undisturbed, fields):
+    prompts, params = requests(16)
+    with make_llm(**fields) as llm:
+        assert [out.outputs[0].text for out in llm.generate(prompts, params, use_tqdm=False)] == undisturbed
+        counters = llm.core.scheduler.counters
+        assert "preemption_mode" not in fields or counters["num_preemptions_total"] > 0
+
+
+def test_samples_and_beams(llm):
+    asked = StructuredOutputsParams(regex="(yes|no|maybe), [ab]{3}")
+    drawn = llm.generate("To be", SamplingParams(n=8, seed=1, max_tokens=30, structured_outputs=asked), use_tqdm=False)
+    found = llm.generate(
+        "To be",
+        SamplingParams(n=4, use_beam_search=True, temperature=0, max_tokens=30, structured_outputs=asked),
+        use_tqdm=False,
+    )
+    texts = [answer.text for out in (*drawn, *found) for answer in out.outputs]
+    assert len(texts) == 12 and all(re.fullmatch(asked.regex, text) for text in texts)
+    assert len({answer.text for answer in drawn[0].outputs}) > 1
+    scores = [answer.cumulative_logprob for answer in found[0].outputs]
+    assert scores == sorted(scores, reverse=True) and scores[0] > -10  # among the allowed tokens
+
+
+def test_logprobs_are_the_models_own_unless_asked(llm):
+    params = SamplingParams(
+        temperature=0, max_tokens=20, logprobs=3, structured_outputs=StructuredOutputsParams(choice=["maybe", "yes"])
+    )
+    own, masked = (
+        llm.generate("To be", dataclasses.replace(params, masked_logprobs=asked), use_tqdm=False)[0].outputs[0]
+        for asked in (False, True)
+    )
+    assert own.token_ids == masked.token_ids
+    pairs = [
+        (a[token].logprob, b[token].logprob)
+        for token, a, b in zip(own.token_ids, own.logprobs, masked.logprobs, strict=True)
+    ]
+    assert all(a < b <= 0 for a, b in pairs[:1]) and pairs[-1][1] == pytest.approx(0, abs=1e-4)
+
+
+def test_an_end_comes_even_where_it_is_ignored(llm):
+    params = SamplingParams(ignore_eos=True, min_tokens=30, max_tokens=40, structured_outputs={"choice": ["yes"]})
+    (out,) = llm.generate("To be", params, use_tqdm=False)
+    assert out.outputs[0].text == "yes" and out.outputs[0].finish_reason == "stop"
+
+
+def test_a_bad_grammar_is_refused_before_anything_runs(llm):
+    with pytest.raises(ValueError, match="unclosed group"):
+        llm.generate("To be", SamplingParams(structured_outputs={"regex": "("}), use_tqdm=False)
+    with pytest.raises(ValueError, match="leave no token"):
+        llm.generate(
+            "a", SamplingParams(allowed_token_ids=(900,), structured_outputs={"choice": ["yes"]}), use_tqdm=False
+        )
+    assert not llm.core.has_work()
+
+
+def test_a_journal_replays_them(make_llm, tmp_path):
+    from journal import replay
+
+    path = tmp_path / "journal"
+    prompts, params = requests(8)
+    with make_llm(log_scheduler=str(path), num_gpu_blocks_override=20, block_size=8, max_model_len=64) as llm:
+        llm.generate(prompts, params, use_tqdm=False)
+    lines = path.read_text().splitlines()
+    assert any('"late"' in line for line in lines)
+    replay(lines)

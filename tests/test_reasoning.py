@@ -1,0 +1,125 @@
+"""Hidden reasoning: told from content, however an answer is cut, with what its prompt has begun."""
+
+from __future__ import annotations
+
+import pytest
+
+from reasoning import REASONING_PARSERS, reasoning_parser_of
+from test_tools import TOOLS, cuts, read
+from tools import new_reader
+
+# parser, the prompt's end, answer, reasoning, content
+ANSWERS = [
+    # vllm-project/vllm tests/reasoning/test_qwen3_reasoning_parser.py and test_deepseekr1_reasoning_parser.py
+    ("qwen3", "<think>\n", "This is a reasoning section</think>This is the rest", "This is a reasoning section",
+     "This is the rest"),
+    ("qwen3", "", "<think>This is a reasoning\nsection</think>This is the rest\nThat", "This is a reasoning\nsection",
+     "This is the rest\nThat"),
+    ("qwen3", "<think>\n", "<think>This is a reasoning section</think>", "This is a reasoning section", ""),
+    ("qwen3", "<think>", "This is the rest", "This is the rest", ""),
+    ("qwen3", "", "<think>This is a reasoning section", "This is a reasoning section", ""),
+    ("qwen3", "<think>\n\n</think>\n\n", "This is plain content", "", "This is plain content"),
+    ("qwen3", "", "Some output without think tokens\n", "", "Some output without think tokens\n"),
+    ("qwen3", "", "\n Only <think> and </think> in it", "", "\n Only <think> and </think> in it"),
+    ("qwen3", "What does <think> mean?", "A tag. <thi", "", "A tag. <thi"),
+    ("qwen3", "", "<think>\nA \n\n</think>\n\nB\n", "A", "B\n"),
+    ("deepseek_r1", "<think>\n", "a < b </thin </think>\n\nYes", "a < b </thin", "Yes"),
+    # .../test_mistral_reasoning_parser.py
+    ("mistral", "", "[THINK]This is a reasoning section[/THINK]This is the rest", "This is a reasoning section",
+     "This is the rest"),
+    ("mistral", "", "This is a reasoning section[/THINK]This is the rest", "",
+     "This is a reasoning section[/THINK]This is the rest"),
+    # .../test_granite_reasoning_parser.py
+    ("granite", "", "Here is my thought process:This is a reasoning section. Here's my response:This is the rest",
+     "This is a reasoning section.", "This is the rest"),
+    ("granite", "", "Here is my th", "", "Here is my th"),
+    # .../test_gemma4_reasoning_parser.py
+    ("gemma4", "<|turn>model\n", "<|channel>thought\nThis is reasoning<channel|>This is the rest", "This is reasoning",
+     "This is the rest"),
+    ("gemma4", "<|channel>thought\n<channel|>", "This is content", "", "This is content"),
+    # .../test_seedoss_reasoning_parser.py, test_kimi_k2_reasoning_parser.py, test_glm4_moe_reasoning_parser.py
+    ("seed_oss", "", "<seed:think>Some reasoning</seed:think>The answer", "Some reasoning", "The answer"),
+    ("kimi_k2", "", "<think>step 1</think>Hello", "step 1", "Hello"),
+    ("glm45", "", "\n<think>This is a reasoning section</think>\nThis is the rest", "This is a reasoning section",
+     "This is the rest"),
+    # .../test_gptoss_reasoning_parser.py
+    ("openai_gptoss", "<|start|>assistant",
+     "<|channel|>analysis<|message|>Reasons<|end|><|start|>assistant<|channel|>final<|message|>This is the rest",
+     "Reasons", "This is the rest"),
+    ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", "This is the rest<|return|>", "",
+     "This is the rest"),
+    ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>Well,", "so<|end|>", "so", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parser", "prompt", "answer", "reasoning", "content"), ANSWERS)
+def test_reasoning_is_told_from_content(parser, prompt, answer, reasoning, content):
+    for pieces in cuts(answer):
+        assert read(pieces, None, parser, [], prompt) == (content, reasoning, [])
+
+
+def test_every_parser_reads_what_it_says():
+    for name, parser in REASONING_PARSERS.items():
+        if name == "openai_gptoss":
+            continue
+        for start in parser.starts:
+            for end in parser.ends:
+                assert read([f"{start}\nA\n{end}\n\nB"], None, name, []) == ("B", "A", [])
+                assert read([f"A\n{end}\n\nB"], None, name, [], f"user\nx\nassistant\n{start}\n") == ("B", "A", [])
+
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "x"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("parser", "answer", "reasoning", "content", "called"),
+    [
+        ("qwen3", f"<think>\nI look.\n</think>\n\n{CALL}", "I look.", "", True),
+        ("qwen3", f"<think>\nI look.\n\n{CALL}", "I look.", "", True),  # reasoning that nothing else ends
+        ("qwen3", "<think>\nA <tool_call> is it.</think>No.", "A <tool_call> is it.", "No.", False),
+        ("deepseek_r1", f"<think>{CALL}</think>No.", CALL, "No.", False),
+    ],
+)
+def test_calls_come_after_reasoning_or_end_it(parser, answer, reasoning, content, called):
+    for pieces in cuts(answer):
+        found = read(pieces, "hermes", parser)
+        assert found == (content, reasoning, [["search", '{"q": "x"}', ""]] if called else [])
+
+
+def test_the_reader_knows_when_it_is_in_reasoning():
+    reader = new_reader(None, "qwen3", TOOLS, "<think>\n", ())
+    assert reader.in_reasoning
+    reader.feed("a</thi")
+    assert reader.in_reasoning
+    reader.feed("nk>")
+    assert not reader.in_reasoning
+    reader = new_reader(None, "qwen3", TOOLS, "", ())
+    states = []
+    for piece in ("<thi", "nk>", "a", "</think>", "b"):
+        reader.feed(piece)
+        states.append(reader.in_reasoning)
+    assert states == [False, True, True, False, False]
+    reader = new_reader("openai", "openai_gptoss", TOOLS, "<|start|>assistant", ())
+    reader.feed("<|channel|>analysis<|message|>a")
+    assert reader.in_reasoning
+    reader.feed("<|end|><|start|>assistant<|channel|>final<|message|>b")
+    assert not reader.in_reasoning
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ("{%- set content = content.split('</think>')[-1].lstrip('\\n') %}", "qwen3"),
+        ("{{'<｜Assistant｜><think>\\n'}} content.split('</think>')[-1]", "deepseek_r1"),
+        ("'<think></think>' <tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
+        ("<think></think> <|tool_calls_section_begin|>", "kimi_k2"),
+        ("[THINK]Your thoughts[/THINK]", "mistral"),
+        ('"<|channel|>analysis<|message|>"', "openai_gptoss"),
+        ("{{- '<|channel>thought\\n<channel|>' -}}", "gemma4"),
+        ("<seed:think>\n</seed:think>", "seed_oss"),
+        ("Respond with 'Here is my thought process:' and 'Here is my response:'", "granite"),
+        ("<|im_start|>assistant", None),
+    ],
+)
+def test_a_template_says_how_its_model_reasons(template, parser):
+    assert reasoning_parser_of(template) == parser

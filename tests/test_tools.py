@@ -1,0 +1,448 @@
+"""Answers of models, as their templates write them, read whole and in pieces, and the grammars that make them."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+
+DATA = json.loads((Path(__file__).parent / "data" / "tool_answers.json").read_text())
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in DATA["tools"].items()]
+OTHER_TOOLS = [{"type": "function", "function": {"name": "ж"}}]
+SPECIAL = frozenset({"</s>", "<|im_end|>", "<tool_call>", "<escape>"}) | {
+    text
+    for answer in DATA["answers"]
+    for text in re.findall(r"<[|｜][^<>\s]+>|<[^<>\s]+[|｜]>|\[[A-Z_]+\]", answer["text"])
+}
+
+
+def read(pieces, tool_parser=None, reasoning_parser=None, tools=TOOLS, prompt="", special=SPECIAL):
+    """What an answer turns out to be: content, reasoning, and calls with names, arguments and ids."""
+    reader = new_reader(tool_parser, reasoning_parser, tools, prompt, special)
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.end()
+    calls = []
+    for part in parts:
+        if part.name:
+            assert part.call == len(calls) and not part.arguments
+            calls.append([part.name, "", part.id])
+        elif part.call is not None:
+            calls[part.call][1] += part.arguments
+    return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), calls
+
+
+def cuts(text):
+    """The ways in which a text is cut: not at all, everywhere, once at many places, and in threes."""
+    yield [text]
+    yield list(text)
+    yield from ([text[:i], text[i:]] for i in range(1, len(text), 1 + len(text) // 50))
+    yield [text[i : i + 3] for i in range(0, len(text), 3)]
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", DATA["answers"], ids=lambda answer: answer["parser"])
+def test_answers_are_read(answer):
+    whole = read([answer["text"]], answer["parser"])
+    content, reasoning, calls = whole
+    assert content == answer["content"] and reasoning == answer.get("reasoning", "")
+    assert [[name, json.loads(arguments)] for name, arguments, _ in calls] == answer["calls"]
+    assert [id for _, _, id in calls] == answer.get("ids", [""] * len(calls))
+    for pieces in cuts(answer["text"]):
+        assert read(pieces, answer["parser"]) == whole
+
+
+def test_every_format_has_an_answer():
+    assert {answer["parser"] for answer in DATA["answers"] if answer["calls"]} == set(TOOL_PARSERS)
+
+
+@pytest.mark.parametrize("answer", [a for a in DATA["answers"] if a["calls"]], ids=lambda answer: answer["parser"])
+def test_an_answer_that_is_cut_gives_a_beginning_of_its_calls(answer):
+    text, whole = answer["text"], read([answer["text"]], answer["parser"])
+    for end in range(len(text)):
+        _, _, calls = read([text[:end]], answer["parser"])
+        for (name, arguments, id), (all_name, all_arguments, all_id) in zip(calls, whole[2], strict=False):
+            assert (name, id) == (all_name, all_id) and all_arguments.startswith(arguments)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "parts"),
+    [
+        ("hermes", '<tool_call>\n{"name": "search", "arguments": {"q": "a', [("search", ""), ("", '{"q": "a')]),
+        ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\na b", [("search", ""), ("", '{"q": "a b')]),
+        ("pythonic", "[search(q='a b", [("search", ""), ("", '{"q": "a b')]),
+        ("kimi_k2", '<|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a"', [("add", ""), ("", '{"a"')]),
+        ("openai", '<|channel|>commentary to=functions.add<|message|>{"a"', [("add", ""), ("", '{"a"')]),
+    ],
+)
+def test_a_name_comes_first_and_arguments_as_they_are_written(parser, text, parts):
+    reader = new_reader(parser, None, TOOLS, "", SPECIAL)
+    assert [(part.name, part.arguments) for part in reader.feed(text)] == parts
+    assert [part.arguments for piece in "xyz" for part in reader.feed(piece)] == list("xyz")
+
+
+def test_special_tokens_are_left_out_where_they_are_no_syntax():
+    text = 'a<|im_end|>b<tool_call>{"name": "search", "arguments": {"q": "x<|im_end|>"}}</tool_call></s>'
+    for pieces in cuts(text):
+        assert read(pieces, "hermes") == ("ab", "", [["search", '{"q": "x"}', ""]])
+
+
+def test_without_tools_there_are_no_calls():
+    for answer in DATA["answers"]:
+        if answer["parser"] != "openai":
+            assert read([answer["text"]], answer["parser"], tools=[], special=()) == (answer["text"], "", [])
+
+
+def pieces_of(parser):
+    """Texts that mean something in a format, and some that do not."""
+    format = TOOL_PARSERS[parser]
+    texts = [text for text in format.syntax if text]
+    texts += [text[: len(text) // 2] for text in texts]
+    texts += [*"{}[]()<>:;,='\"\\ \n", "search", "add", "name", '"name": "search"', '"arguments": {"q": "x"}']
+    texts += [
+        "call:",
+        "q",
+        "a=1",
+        "1",
+        "True",
+        "functions.add:0",
+        "```json\n",
+        "functools",
+        " to=functions.add",
+        "é",
+        "\\u",
+    ]
+    texts += [answer["text"] for answer in DATA["answers"] if answer["parser"] == parser][:4]
+    return st.lists(st.sampled_from(texts), max_size=12)
+
+
+@pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_any_text_is_read_alike_however_it_is_cut(parser, data):
+    text = "".join(data.draw(pieces_of(parser)))
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = read([text], parser, "qwen3" if parser != "openai" else None)
+    assert read(pieces, parser, "qwen3" if parser != "openai" else None) == whole
+    assert read(list(text), parser, "qwen3" if parser != "openai" else None) == whole
+
+
+@pytest.mark.parametrize("parser", sorted(set(TOOL_PARSERS) - {"openai"}))
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_what_is_no_call_is_content_to_the_last_character(parser, data):
+    text = "".join(data.draw(pieces_of(parser)))
+    assert read(list(text), parser, tools=OTHER_TOOLS, special=()) == (text, "", [])
+
+
+@pytest.mark.parametrize("answer", [a for a in DATA["answers"] if a["calls"]][::3], ids=lambda answer: answer["parser"])
+@settings(max_examples=10, deadline=None)
+@given(before=st.text("ab жé.\n"), after=st.text("ab жé.\n"))
+def test_text_around_calls_is_content(answer, before, after):
+    if answer["parser"] == "openai" or answer["content"]:
+        return
+    content, _, calls = read([before + answer["text"] + after], answer["parser"])
+    assert content == before.rstrip() + after.lstrip()
+    assert [[name, json.loads(arguments)] for name, arguments, _ in calls] == answer["calls"]
+
+
+def test_the_reader_is_quick_with_long_texts():
+    """The work for each piece does not grow with the text: 40,000 pieces take no 40,000 readings of it."""
+    code = json.dumps("line\n" * 20_000)
+    text = f'<tool_call>\n{{"name": "write_file", "arguments": {{"content": {code}}}}}\n</tool_call>'
+    assert read([text[i : i + 3] for i in range(0, len(text), 3)], "hermes") == read([text], "hermes")
+
+
+# --- which format a template wants -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [
+        ('<tool_call>\\n{"name": \' + tool_call.name', "hermes"),
+        ("<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", "qwen3_coder"),
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", "glm45"),
+        ("{{- '<|tool_call>call:' + function['name'] + '{' -}}", "gemma4"),
+        ("'<start_function_call>call:' + tool_call.name", "functiongemma"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>", "kimi_k2"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '\\n' + '```json'", "deepseek_v3"),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'", "deepseek_v31"),
+        ('{{- "[TOOL_CALLS] [" }}', "mistral"),
+        ("<|channel|>commentary json<|message|> <|call|>", "openai"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
+        ("<|start_of_role|>assistant<|end_of_role|><|tool_call|>", "granite"),
+        ("<|tool|>{{ message['tools'] }}<|/tool|>", "phi4_mini_json"),
+        ("<|im_start|>assistant", None),
+    ],
+)
+def test_a_template_says_its_format(template, parser):
+    assert tool_parser_of(template) == parser
+
+
+# --- grammars --------------------------------------------------------------------------------------------------------
+
+PLACE = {
+    "type": "object",
+    "properties": {"lat": {"type": "number"}},
+    "required": ["lat"],
+    "additionalProperties": False,
+}
+WRITTEN = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "description": '"%json" </parameter> <|call|>'},
+            "days": {"type": "integer", "minimum": 1, "maximum": 14},
+            "unit": {"type": "string", "enum": ["c", 'f"\n']},
+            "exact": {"type": "boolean"},
+            "note": {"anyOf": [{"$ref": "#/$defs/note"}, {"type": "null"}]},
+            "kind": {"allOf": [{"$ref": "#/$defs/kind"}]},
+            "where": {"$ref": "#/$defs/place"},
+            "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "maxItems": 2},
+            "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]+$"},
+            "short": {"type": "string", "minLength": 1, "maxLength": 4},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+        "$defs": {
+            "place": PLACE,
+            "note": {"type": "string", "maxLength": 9},
+            "kind": {"type": "string", "enum": ["a", "b"]},
+        },
+    },
+    "now": {"type": "object", "properties": {}, "additionalProperties": False},
+    "get": {
+        "type": "object",
+        "properties": {"a-b": {"type": ["integer", "null"]}, "c.d": {"type": "string"}},
+        "additionalProperties": False,
+    },
+}
+WRITTEN_TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in WRITTEN.items()]
+
+
+class Bytes:
+    """A tokenizer of bytes and of special tokens."""
+
+    def __init__(self, special):
+        self.tokens = [bytes([byte]) for byte in range(256)] + [text.encode() for text in special] + [b"</s>"]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+        self.bos_token_id = self.eos_token_id = len(self.tokens) - 1
+        self.ids = {text: 256 + i for i, text in enumerate(special)}
+
+    def __call__(self, text):
+        return list(text)
+
+    def encode(self, text):
+        """The tokens of a text, special ones where they are written."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self.ids)) or '(?!)'})", text)
+        return [id for piece in pieces for id in ([self.ids[piece]] if piece in self.ids else piece.encode())]
+
+
+def random_walk(parser, required, parallel, special, rng):
+    """A text that a grammar allows; None if it did not come to its end.
+
+    At times the walk writes a text of the format's own, because nobody writes one by chance.
+    """
+    tokenizer = Bytes(special)
+    matcher = LLMatcher(
+        LLTokenizer(TokenizerWrapper(tokenizer)),
+        call_grammar(parser, WRITTEN_TOOLS, required, parallel, tokenizer.ids.get),
+    )
+    assert not matcher.get_error()
+    syntax = [tokenizer.encode(before + text) for text in TOOL_PARSERS[parser].syntax for before in ("", "\n") if text]
+    walked = []
+    if rng.random() < 0.7 and matcher.try_consume_tokens(syntax[0]) == len(syntax[0]):
+        walked += syntax[0]
+    else:
+        matcher.reset()
+    for _ in range(600):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = np.flatnonzero(mask).tolist()
+        if matcher.is_stopped() or (matcher.is_accepting() and (rng.random() < 0.3 or len(walked) > 80)):
+            return b"".join(tokenizer.tokens[id] for id in walked).decode()
+        if rng.random() < 0.3:
+            text = rng.choice(syntax)
+            consumed = matcher.try_consume_tokens(text)
+            if consumed == len(text):
+                walked += text
+                continue
+            matcher.rollback(consumed)
+        likely = [id for id in allowed if id != tokenizer.eos_token_id and (id > 255 or chr(id) in '"}],0123456789\n')]
+        id = rng.choice(likely if likely and rng.random() < (0.5 if len(walked) < 200 else 0.9) else allowed)
+        if id == tokenizer.eos_token_id:
+            return b"".join(tokenizer.tokens[id] for id in walked).decode()
+        assert matcher.consume_token(id)
+        walked.append(id)
+    return None
+
+
+def special_of(parser):
+    """The markers of a format, which its models have as special tokens."""
+    return sorted(set(re.findall(r"<[^<>\s]*>|\[[A-Z_]+\]", " ".join(TOOL_PARSERS[parser].syntax))))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("parser", sorted(TOOL_PARSERS))
+def test_what_a_grammar_allows_is_read_as_calls_that_follow_the_schemas(parser, special):
+    if parser == "openai" and not special:
+        pytest.skip("harmony's markers are special tokens")
+    rng, called = random.Random(1), 0
+    tokens = special_of(parser) if special else []
+    for required, parallel in ((True, True), (True, False), (False, True), (False, False)) * 4:
+        text = random_walk(parser, required, parallel, tokens, rng)
+        if text is None:
+            continue
+        content, _, calls = read([text], parser, tools=WRITTEN_TOOLS, special=frozenset(tokens))
+        assert calls or not required, text
+        assert not (required and content), text
+        assert parallel or len(calls) <= 1, text
+        for name, arguments, _ in calls:
+            jsonschema.validate(json.loads(arguments), WRITTEN[name])
+        called += len(calls)
+    assert called >= 5
+
+
+def allows(grammar, text, special=()):
+    tokenizer = Bytes(special)
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(tokenizer)), grammar)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = tokenizer.encode(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("answer", [a for a in DATA["answers"] if "template" in a["source"] and not a["content"]],
+                         ids=lambda answer: answer["parser"])  # fmt: skip
+def test_a_grammar_allows_what_the_models_template_writes(answer):
+    used = {name for name, _ in answer["calls"]}
+    tools = [tool for tool in TOOLS if tool["function"]["name"] in used]
+    special = [text for text in special_of(answer["parser"]) if text in answer["text"]]
+    for tokens in ([], special) if "[ARGS]" not in special else (special,):
+        ids = Bytes(tokens).ids
+        assert allows(call_grammar(answer["parser"], tools, True, True, ids.get), answer["text"].strip(), tokens)
+
+
+def test_a_model_may_write_text_or_is_held_to_a_call():
+    auto = call_grammar("hermes", WRITTEN_TOOLS, False, True, lambda text: None)
+    required = call_grammar("hermes", WRITTEN_TOOLS, True, True, lambda text: None)
+    single = call_grammar("hermes", WRITTEN_TOOLS, True, False, lambda text: None)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for grammar in (auto, required, single):
+        assert allows(grammar, call)
+        assert not allows(grammar, call.replace("now", "later"))
+        assert not allows(grammar, call.replace("{}", '{"a": 1}'))
+    assert allows(auto, "Hello") and allows(auto, "Hello\n" + call) and allows(auto, "")
+    assert not allows(required, "Hello") and not allows(required, "Hello\n" + call)
+    assert allows(required, call + "\n" + call) and not allows(single, call + "\n" + call)
+
+
+def test_names_stay_names_whatever_they_hold():
+    odd = 'a"b\\ <tool_call> %json {} /x/'
+    tools = [{"type": "function", "function": {"name": odd, "parameters": {"properties": {odd: {"const": 'é"'}}}}}]
+    text = "<tool_call>\n" + json.dumps({"name": odd, "arguments": {odd: 'é"'}}, ensure_ascii=False) + "\n</tool_call>"
+    assert allows(call_grammar("hermes", tools, True, False, lambda text: None), text)
+    assert read([text], "hermes", tools=tools)[2] == [[odd, json.dumps({odd: 'é"'}, ensure_ascii=False), ""]]
+    with pytest.raises(ValueError, match="cannot write"):
+        call_grammar("qwen3_coder", tools, True, False, lambda text: None)
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen3_coder", "gemma4", "pythonic"])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "properties": {"a": {"$ref": "#/$defs/a"}},
+            "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/b"}]}},
+        },
+        {"properties": {"a": {"type": [{}, 1]}, "b": {"enum": 3}, "c": 5, "d": {"anyOf": [True, {}]}}, "required": 7},
+        {"properties": {"a": {"type": "string", "maxLength": "1}/ x", "pattern": 'a\\/b/c\n"'}}},
+        {"properties": None, "$defs": 3},
+    ],
+)
+def test_odd_schemas_do_no_harm(parser, schema):
+    """A request can hold any JSON; what llguidance cannot compile is refused there."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = call_grammar(parser, tools, True, False, lambda text: None)
+    assert all(re.match(r"(start|TEXT|r\d+|L?V\d+)(\[lazy\])?: ", line) for line in grammar.splitlines())
+    for text in ("<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>", "[f(a=1)]"):
+        calls = read([text], parser, tools=tools)[2]
+        assert all(json.loads(arguments)["a"] in (1, "1") for _, arguments, _ in calls)
+
+
+@pytest.mark.parametrize("schema", [[], "object", {"properties": [1]}])
+def test_what_is_no_schema_is_refused(schema):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema or 1}}]
+    with pytest.raises(ValueError, match="must be a JSON schema"):
+        call_grammar("hermes", tools, True, False, lambda text: None)
+    with pytest.raises(ValueError, match="must be a JSON schema"):
+        new_reader("hermes", None, tools, "", ())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        ("^a/b$", ["a/b"], ["xa/b", "a/bx", "ab"]),
+        (r"^a\/b$", ["a/b"], ["ab"]),
+        (r"\\/", ["x\\/y"], ["/"]),
+        ("b", ["abc", "b"], ["a"]),
+        (r"^\$$", ["$"], [""]),
+        ("^(?:a|b)$", ["a", "b"], ["ab"]),
+    ],
+)
+def test_the_pattern_of_a_text_is_kept(pattern, right, wrong):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = call_grammar("qwen3_coder", tools, True, False, lambda text: None)
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
+    assert all(allows(grammar, text.format(value)) for value in right)
+    assert not any(allows(grammar, text.format(value)) for value in wrong)
+
+
+def test_calls_after_a_broken_one_are_content():
+    for text, parser in (
+        ('{"name": "search", "parameters": {}}; {"name": "unknown", "parameters": {}}', "llama3_json"),
+        ("[search(), unknown(a=1)]", "pythonic"),
+        ("<tool_call>\n<function=search>\n</function>\n<function=unknown>\n</function></tool_call>", "qwen3_coder"),
+        ('[TOOL_CALLS]search{}[TOOL_CALLS]unknown{"a": 1}', "mistral"),
+    ):
+        for pieces in cuts(text):
+            content, _, calls = read(pieces, parser)
+            assert calls == [["search", "{}", ""]]
+            assert content == text[text.index(content) :] and "unknown" in content
+
+
+def test_deep_lists_end_a_call():
+    for pieces in cuts("[do_something_cool(steps=" + "[" * 300):
+        assert read(pieces, "pythonic")[2] == [["do_something_cool", '{"steps": ' + "[" * 64, ""]]
+
+
+def test_calls_have_no_arguments_that_the_tool_does_not_name():
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"type": "object", "properties": {"a": inner, "any": {"type": "object"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    grammar = call_grammar("hermes", tools, True, False, lambda text: None)
+    for arguments, fine in (
+        ('{"a": {"b": 1}, "any": {"x": 1}}', True), ('{"x": 1}', False), ('{"a": {"b": 1, "c": 2}}', False),
+    ):  # fmt: skip
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar, log_level=0)
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert (matcher.try_consume_tokens([*text.encode()]) == len(text)) == fine
+
+
+def test_a_strict_schema_is_kept_whole_or_refused():
+    schema = {"type": "object", "properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
+    for strict in (False, True):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+        grammar = call_grammar("hermes", tools, True, False, lambda text: None)
+        matcher = LLMatcher(LLTokenizer(TokenizerWrapper(Bytes([]))), grammar)
+        assert ("contains" in matcher.get_error()) == strict

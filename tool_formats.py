@@ -1,0 +1,625 @@
+"""The formats in which models write calls of functions: how each is read, and how a model is held to it.
+
+    JsonFormat      {"name": ..., "arguments": {...}}, by itself, in a list, or between tags
+    HeaderFormat    the name in a line of its own, then its arguments as JSON
+    TagFormat       a tag for each argument, whose text is its value
+    PythonFormat    name(key=value), and what resembles it
+    HarmonyFormat   messages with channels and recipients
+
+A format has the texts that calls begin with (`begins`), those that they end with (`ends`), and all that is `syntax`.
+`read` takes calls from the text. `write` gives the grammar of calls, in the way that the models' templates write them,
+without the text that they begin with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from lark_rules import (
+    Lark,
+    Schema,
+    brief,
+    is_text,
+    properties_of,
+    property_schema,
+    repeated,
+    then,
+    type_of,
+    types_of,
+)
+from scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
+
+
+class Tool(NamedTuple):
+    """A function that a model may call.
+
+    Attributes:
+        name: the model's name for it.
+        schema: of its arguments, which are an object.
+        strict: whether a grammar must hold the arguments to all of the schema.
+    """
+
+    name: str
+    schema: Schema
+    strict: bool = False
+
+
+class Calls:
+    """The calls of an answer.
+
+    Args:
+        source: of the answer's text.
+        tools: the request's, of which a call must name one.
+    """
+
+    def __init__(self, source: Source, tools: Sequence[Tool]):
+        self.source, self.count, self.name = source, 0, ""
+        self.schemas = {tool.name: tool.schema for tool in tools}
+        self.names = sorted(self.schemas, key=len, reverse=True)
+
+    def begin(self, name: str, id: str = "") -> Part:
+        """A call begins, and what has been read is no content any more.
+
+        Raises:
+            NoCall: no tool has this name.
+        """
+        if name not in self.schemas:
+            raise NoCall
+        self.source.mark = None
+        self.name = name
+        self.count += 1
+        return Part(call=self.count - 1, name=name, id=id)
+
+    def arguments(self, text: str) -> Part:
+        """More of the arguments of the call that began last."""
+        return Part(call=self.count - 1, arguments=text)
+
+
+class ToolParser(Protocol):
+    """A format; see above."""
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts that one or more calls begin with. Brackets are a part of the calls."""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts that end them."""
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """All texts in which special tokens may stand."""
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        """Read calls from `begin` on.
+
+        Raises:
+            NoCall: there are none, or one breaks.
+        """
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        """The grammar of one or several calls, after the first of `begins`."""
+
+
+@dataclass(frozen=True)
+class JsonFormat:
+    """Calls that are JSON objects, or lists of them, which hold the function's name and its arguments.
+
+    Attributes:
+        begins: see `ToolParser`.
+        end: comes after them, mostly.
+        around: stands between the tags and the JSON.
+        listed: the model writes a list of objects; both ways are read.
+        arguments: keys for the arguments, of which the model writes the first.
+        beside: keys that an object of a call may have, too.
+        separator: stands between two calls where they are not listed.
+    """
+
+    begins: tuple[str, ...]
+    end: str = ""
+    around: str = ""
+    listed: bool = False
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    beside: tuple[str, ...] = ("id", "type")
+    separator: str = ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.end,) if self.end else ()
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (*self.begins, *self.ends)
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        """See `ToolParser`."""
+        source = calls.source
+        if begin not in "{[":
+            yield from source.follows(begin)
+        yield from source.space()
+        listed = yield from source.follows("[")
+        yield from source.space()
+        before = calls.count
+        while (yield from source.follows("{")):
+            yield from self._object(calls)
+            source.mark = source.at
+            yield from source.space()
+            yield from source.follows("," if listed else self.separator)
+            yield from source.space()
+        if calls.count == before:
+            raise NoCall
+        source.back()
+        if listed:
+            yield from source.closes("]")
+        yield from source.closes(*self.ends)
+
+    def _object(self, calls: Calls) -> Steps[None]:
+        """Read an object, after its brace."""
+        source, named, held = calls.source, False, ""
+        yield from source.space()
+        while not (yield from source.follows("}")):
+            key = yield from source.string()
+            yield from source.space()
+            if not (yield from source.follows(":")):
+                raise NoCall
+            first = yield from source.space()
+            if key == "name" and not named:
+                yield calls.begin((yield from source.string()))
+                named = True
+                if held:
+                    yield calls.arguments(held)
+            elif key in self.arguments and first == "{" and named:
+                yield from source.value(calls.arguments)
+                held = "{}"
+            elif key in self.arguments and first in ("{", '"'):
+                held = yield from self._arguments(source, first)
+                if named:
+                    yield calls.arguments(held)
+            elif key in self.arguments + self.beside or named:
+                yield from source.value(nothing)
+            else:
+                raise NoCall
+            if (yield from source.space()) != "}" and not (yield from source.follows(",")):
+                raise NoCall
+            yield from source.space()
+        if not named:
+            raise NoCall
+        if not held:
+            yield calls.arguments("{}")
+
+    def _arguments(self, source: Source, first: str) -> Waiting[str]:
+        """Read arguments as a whole, which some models write as JSON in a string."""
+        if first == "{":
+            return (yield from source.collect(source.value))
+        text = yield from source.string()
+        return text if as_json(text).startswith("{") else json.dumps(text, ensure_ascii=False)
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        """See `ToolParser`."""
+        around, begin, end = lark.text(self.around), lark.syntax(self.begins[0]), lark.syntax(self.end)
+        call = lark.one_of(
+            then(
+                lark.text(f'{{"name": {json.dumps(tool.name, ensure_ascii=False)}, "{self.arguments[0]}": '),
+                lark.json(tool.schema, tool.strict),
+                lark.text("}"),
+            )
+            for tool in tools
+        )
+        if self.listed:
+            return then(around, lark.text("["), repeated(call, lark.text(", "), several), lark.text("]"), around, end)
+        if self.separator:
+            return repeated(call, lark.text(self.separator), several)
+        return repeated(then(around, call, around, end), then(lark.text("\n"), begin), several)
+
+
+@dataclass(frozen=True)
+class HeaderFormat:
+    r"""Calls that name their function in a header, after which their arguments follow as JSON.
+
+    Attributes:
+        begins: see `ToolParser`; they begin a section of calls, or are the same as `call`.
+        call: each call begins with it.
+        header: finds `name`, and perhaps `id`, in all that stands between `call` and the arguments.
+        written: the header as the model writes it: `{}` stands for the name, and `{#}` for a number.
+        after: stands between the arguments and `call_end`.
+        call_end: each call ends with it.
+        end: of the section.
+        others: further texts that may be in a header.
+        older: is read where a bracket follows `begins`, and written where the model has no token `[ARGS]`.
+    """
+
+    begins: tuple[str, ...]
+    call: str
+    header: str
+    written: str
+    after: str = ""
+    call_end: str = ""
+    end: str = ""
+    others: tuple[str, ...] = ()
+    older: JsonFormat | None = None
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return tuple(filter(None, (self.end, self.call_end)))
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (*self.begins, self.call, self.written, *self.others, *self.ends)
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        """See `ToolParser`."""
+        source = calls.source
+        yield from source.follows(begin)
+        char = yield from source.space()
+        if self.older and char and char in "[{":
+            yield from self.older.read(calls, char)
+            return
+        if begin != self.call and not (yield from source.follows(self.call)):
+            raise NoCall
+        while True:
+            header = yield from source.short("{", *self.ends)
+            if not (found := re.fullmatch(self.header, header, re.DOTALL)):
+                raise NoCall
+            yield calls.begin(found["name"], found.groupdict().get("id") or "")
+            if (yield from source.char()) == "{":
+                yield from source.value(calls.arguments)
+            else:
+                yield calls.arguments("{}")
+            for text in (self.after.strip(), self.call_end):
+                yield from source.closes(text)
+            source.mark = source.at
+            yield from source.space()
+            if not (yield from source.follows(self.call)):
+                break
+        source.back()
+        yield from source.closes(self.end)
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        """See `ToolParser`."""
+        if self.older and lark.token_ids("[ARGS]") is None:
+            return self.older.write(lark, tools, several)
+        before, _, behind = self.written.partition("{}")
+        behind, numbered, last = behind.partition("{#}")
+        begin = lark.syntax(self.call)
+        call = lark.one_of(
+            then(
+                lark.syntax(before),
+                lark.text(brief(tool.name, "the tool", *"{[:\n", *self.ends)),
+                lark.syntax(behind),
+                "/[0-9]{1,3}/" if numbered else "",
+                lark.syntax(last),
+                lark.json(tool.schema, tool.strict),
+                lark.syntax(self.after + self.call_end),
+            )
+            for tool in tools
+        )
+        return then(begin if self.begins[0] != self.call else "", repeated(call, begin, several), lark.syntax(self.end))
+
+
+def schema_value(text: str, schema: Schema) -> str:
+    """JSON of the text of an argument: what it says, if the schema allows that type, and else the text itself."""
+    if is_text(schema):
+        return "null" if text == "null" else json.dumps(text, ensure_ascii=False)
+    if value := as_json(text.strip()):
+        allowed, found = types_of(schema), type_of(json.loads(value))
+        if found in allowed or (found == "integer" and "number" in allowed):
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class TagFormat:
+    """Calls with a tag for each argument. What it holds is text or JSON, as the tool's schema says.
+
+    Attributes:
+        begins: see `ToolParser`; one may be the same as `name`, where models leave out what is around it.
+        name: stands before the function's name.
+        name_end: stands behind it.
+        key: stands before an argument's name.
+        key_end: stands behind it, up to the value.
+        value_end: stands behind the value.
+        call_end: stands behind the last argument.
+        end: ends what `begins` has begun.
+        padding: stands on both sides of a value.
+    """
+
+    begins: tuple[str, ...]
+    name: str
+    name_end: str
+    key: str
+    key_end: str
+    value_end: str
+    call_end: str
+    end: str
+    padding: str = ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return tuple(filter(None, (self.end, self.call_end)))
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (*self.begins, self.name, self.key, self.key_end, self.value_end, *self.ends)
+
+    @property
+    def value_ends(self) -> tuple[str, ...]:
+        """What ends a value; models leave out the right one at times."""
+        return (self.value_end, self.key, *self.ends)
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        """See `ToolParser`."""
+        source, before = calls.source, calls.count
+        if begin != self.name:
+            yield from source.follows(begin)
+            yield from source.space()
+        while (yield from source.follows(self.name)) == self.name:
+            name = yield from source.short(*{self.name_end, "\n", self.key, *self.ends})
+            yield calls.begin(name.strip())
+            yield from source.follows(self.name_end)
+            yield from self._arguments(calls)
+            yield from source.closes(self.call_end)
+            source.mark = source.at
+            if not self.name:
+                break
+            yield from source.space()
+        if calls.count == before:
+            raise NoCall
+        source.back()
+        if begin != self.name:
+            yield from source.closes(self.end)
+
+    def _arguments(self, calls: Calls) -> Steps[None]:
+        source, opening, (first, *rest) = calls.source, "{", self.key_end.split()
+        while (yield from source.closes(self.key)):
+            key = yield from source.short(first)
+            for text in (first, *rest):
+                yield from source.closes(text)
+            yield calls.arguments(f"{opening}{json.dumps(key, ensure_ascii=False)}: ")
+            opening = ", "
+            yield from self._value(calls, property_schema(calls.schemas[calls.name], key))
+        if (yield from source.char()):
+            yield calls.arguments("{}" if opening == "{" else "}")
+
+    def _value(self, calls: Calls, schema: Schema) -> Steps[None]:
+        """Read a value up to its end. Strings become arguments as they come, other values when they are whole."""
+        source, stops, text = calls.source, markers(frozenset(self.value_ends)), ""
+        streams = types_of(schema) == {"string"}
+        yield from source.follows(self.padding)
+        if streams:
+            yield calls.arguments('"')
+            yield from source.until(stops, lambda piece: calls.arguments(in_string(piece)), is_cut=True)
+        else:
+            text = yield from source.collect(lambda make: source.until(stops, make, is_cut=True))
+        rest = source.text[source.at :]
+        if rest:
+            text += source.take(source.at + len(rest) - len(rest.lstrip())).removesuffix(self.padding)
+            yield calls.arguments(in_string(text) + '"' if streams else schema_value(text, schema))
+            yield from source.follows(self.value_end)
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        """See `ToolParser`."""
+        before, after = ("\n", "\n" + self.end) if self.name else ("", self.end)
+        call = then(lark.text(before), lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(after))
+        return repeated(call, then(lark.text("\n"), lark.syntax(self.begins[0])), several)
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        name = brief(tool.name, "the tool", "\n", self.name_end, self.key, *self.ends)
+        fields = []
+        end = self.padding + self.value_end
+        for key, schema, required in properties_of(tool.schema):
+            field = then(
+                lark.syntax(self.key),
+                lark.text(brief(key, "the parameter", self.key_end.split()[0])),
+                lark.syntax(self.key_end + self.padding),
+                lark.unquoted(schema, self.value_ends, end)
+                if is_text(schema)
+                else then(lark.json(schema, tool.strict), lark.syntax(end)),
+                lark.text("\n"),
+            )
+            fields.append(field if required else f"({field})?")
+        begin = then(lark.syntax(self.name), lark.text(name), lark.syntax(self.name_end.strip()), lark.text("\n"))
+        return then(begin, *fields, lark.syntax(self.call_end))
+
+
+@dataclass(frozen=True)
+class PythonFormat:
+    """Calls like those of Python, with named arguments.
+
+    Attributes:
+        begins: see `ToolParser`.
+        end: comes after them; empty if a bracket does.
+        listed: the calls stand in brackets, with commas between them.
+        prefix: stands before the function's name.
+        brackets: stand around the arguments.
+        between: stands between an argument's name and its value.
+        raw: stands around strings in which no character has a meaning; empty if strings are Python's.
+        around: stands between the tags and the calls.
+    """
+
+    begins: tuple[str, ...]
+    end: str = ""
+    listed: bool = True
+    prefix: str = ""
+    brackets: tuple[str, str] = ("(", ")")
+    between: str = "="
+    raw: str = ""
+    around: str = ""
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (self.end,) if self.end else ()
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (*self.begins, self.raw, *self.ends)
+
+    def read(self, calls: Calls, begin: str) -> Steps[None]:
+        """See `ToolParser`."""
+        source, (opening, closing) = calls.source, self.brackets
+        if begin != "[":
+            yield from source.follows(begin)
+            yield from source.space()
+        listed = self.listed and (yield from source.follows("["))
+        if self.listed and not listed and begin == "[":
+            raise NoCall
+        while True:
+            yield from source.space()
+            if self.prefix and not (yield from source.follows(self.prefix)):
+                raise NoCall
+            name = yield from source.follows(*calls.names)
+            if not name or not (yield from source.follows(opening)):
+                raise NoCall
+            if (yield from source.space()) != closing:
+                key = yield from source.short(self.between)
+                if not key.strip().isidentifier() and key not in (calls.schemas[name].get("properties") or {}):
+                    raise NoCall
+                source.at -= len(key)
+            yield calls.begin(name)
+            yield from source.mapping(calls.arguments, self.between, closing, self.raw)
+            source.mark = source.at
+            char = yield from source.space()
+            if not (yield from source.follows(",")) and (not char.isalpha() or listed):
+                break
+        source.back()
+        if listed:
+            yield from source.closes("]")
+        yield from source.closes(*self.ends)
+
+    def write(self, lark: Lark, tools: Sequence[Tool], several: bool) -> str:
+        """See `ToolParser`."""
+        call, end = lark.one_of(self._call(lark, tool) for tool in tools), lark.syntax(self.end)
+        if self.prefix:
+            return repeated(then(call, end), lark.syntax(self.begins[0]), several)
+        brackets, separator = (("[", "]"), ", ") if self.listed else ((self.around, self.around), "\n")
+        calls = repeated(call, lark.text(separator), several)
+        return then(lark.text(brackets[0]), calls, lark.text(brackets[1]), end)
+
+    def _call(self, lark: Lark, tool: Tool) -> str:
+        opening, closing = self.brackets
+        fields = []
+        for key, schema, required in properties_of(tool.schema):
+            name = lark.text(brief(key, "the parameter", *"=:\n\"'(){}[], ") + self.between)
+            fields.append((then(name, self._value(lark, schema, tool.strict)), required))
+        listed = lark.listed(fields, lark.text("," if self.raw else ", "))
+        return then(lark.syntax(self.prefix), lark.text(tool.name + opening), listed, lark.text(closing))
+
+    def _value(self, lark: Lark, schema: Schema, strict: bool) -> str:
+        """A value as the model writes it, where it is a string or a word; all others, and what is in lists, is JSON."""
+        types = types_of(schema)
+        if types == {"string"} and self.raw:
+            return then(lark.syntax(self.raw), lark.unquoted(schema, (self.raw,), self.raw))
+        if types == {"boolean"} and not self.raw and not {"enum", "const"} & set(schema):
+            return lark.rule('"True" | "False"')
+        return lark.json(schema, strict)
+
+
+@dataclass(frozen=True)
+class HarmonyFormat:
+    """OpenAI's harmony: messages with a channel and perhaps a recipient, one of which is the answer's first.
+
+    A call is a message to `functions.NAME`, and its text is the arguments. The channel `analysis` is hidden reasoning;
+    all other text is content.
+    """
+
+    begins: tuple[str, ...] = ("<|start|>", "<|channel|>", "<|message|>")
+    ends: tuple[str, ...] = ("<|end|>", "<|call|>", "<|return|>")
+    others: tuple[str, ...] = ("<|constrain|>",)
+
+    @property
+    def syntax(self) -> tuple[str, ...]:
+        """See `ToolParser`."""
+        return (*self.begins, *self.ends, *self.others)
+
+    def read_answer(self, calls: Calls, prompt: str) -> Steps[None]:
+        """Read an answer to its end.
+
+        Args:
+            calls: of the answer.
+            prompt: which begins the answer's first message, and may even have begun its text.
+        """
+        source, begun = calls.source, prompt.rpartition("<|start|>")[2]
+        header = begun.partition("<|message|>")[0] if "<|message|>" in begun else ""
+        while (yield from source.char()):
+            header = header or (yield from self._header(source))
+            found = "" if header else (yield from source.follows(*self.begins))
+            if found:
+                yield content(found)
+            yield from self._message(calls, header)
+            header = ""
+
+    def _header(self, source: Source) -> Waiting[str]:
+        """Read a message's header and what ends it, if one comes next. One that is cut is dropped."""
+        source.mark = source.at
+        header = ""
+        yield from source.space()
+        yield from source.follows("<|start|>")
+        yield from source.follows("assistant")
+        yield from source.space()
+        if found := (yield from source.follows("<|channel|>", "to=", "<|constrain|>", "<|message|>")):
+            try:
+                header = found + ("" if found == "<|message|>" else (yield from source.short("<|message|>")))
+                yield from source.follows("<|message|>")
+            except NoCall:
+                header = ""
+        if not header and not (source.ended and found.startswith("<")):
+            source.back()
+        source.mark = None
+        return header
+
+    def _message(self, calls: Calls, header: str) -> Steps[None]:
+        """Read a message's text, and what ends it."""
+        source, arguments = calls.source, False
+
+        def make(text: str) -> Part:
+            nonlocal arguments
+            arguments = True
+            return calls.arguments(text)
+
+        recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
+        name = recipient[1] if recipient and recipient[1] in calls.schemas else ""
+        if name:
+            yield calls.begin(name)
+        source.in_reasoning = not name and "<|channel|>analysis" in header
+        if header:
+            yield from source.space()
+        if name and (yield from source.char()) == "{":  # in JSON, markers are text
+            yield from source.value(make)
+        stops = markers(frozenset((*self.begins, *self.ends)))
+        kind = make if name else reasoning if source.in_reasoning else content
+        found = yield from source.until(stops, kind, is_cut=bool(name))
+        source.in_reasoning = False
+        if found:
+            yield from source.space()
+        yield from source.follows(*self.ends)
+        if name and found and not arguments:
+            yield calls.arguments("{}")
+
+    def write_answer(self, lark: Lark, tools: Sequence[Tool], required: bool) -> str:
+        """The grammar of an answer: after messages of reasoning, and where no call is required others, one call."""
+        call = lark.one_of(
+            then(
+                lark.text(f"commentary to=functions.{brief(tool.name, 'the tool', '<', ' ')} "),
+                lark.syntax("<|constrain|>json<|message|>"),
+                lark.json(tool.schema, tool.strict),
+                lark.syntax("<|call|>"),
+            )
+            for tool in tools
+        )
+        channel, message = lark.syntax("<|channel|>"), lark.syntax("<|message|>")
+        rest = then(message, lark.until("<|end|>"), lark.syntax("<|start|>assistant"))
+        if required:
+            return then("(", channel, '"analysis"', rest, ")*", channel, call)
+        final = then('"final"', message, "TEXT?")
+        return then("(", channel, '("analysis" | "commentary")', rest, ")*", channel, f"({call} | {final})")

@@ -1,0 +1,311 @@
+"""Calls of functions in an answer's text: which format a model writes them in, and the reader of its answers."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from lark_rules import Lark, then
+from reasoning import REASONING_PARSERS, ReasoningParser
+from scanning import Make, NoCall, Part, Source, Steps, content, markers, reasoning
+from tool_formats import (
+    Calls,
+    HarmonyFormat,
+    HeaderFormat,
+    JsonFormat,
+    PythonFormat,
+    TagFormat,
+    Tool,
+    ToolParser,
+)
+
+HERMES = JsonFormat(("<tool_call>",), "</tool_call>", around="\n")
+QWEN3 = TagFormat(
+    begins=("<tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
+    value_end="</parameter>", call_end="</function>", end="</tool_call>", padding="\n",
+)  # fmt: skip
+KIMI = r"(?P<id>(?:functions\.)?(?P<name>.+?):\d+)\s*<\|tool_call_argument_begin\|>\s*"
+MISTRAL = r"(?P<name>[^\[\]{]+?)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?(?:\[ARGS\])?\s*"
+# By vLLM's names, where it has one.
+TOOL_PARSERS: dict[str, ToolParser | HarmonyFormat] = {
+    "deepseek_v3": HeaderFormat(
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
+        r"function<｜tool▁sep｜>(?P<name>[^\n]+?)\s*\n```json\s*", "function<｜tool▁sep｜>{}\n```json\n",
+        "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ),
+    "deepseek_v31": HeaderFormat(
+        ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"), "<｜tool▁call▁begin｜>",
+        r"(?P<name>.+?)\s*<｜tool▁sep｜>\s*", "{}<｜tool▁sep｜>", "", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    ),
+    "functiongemma": PythonFormat(
+        ("<start_function_call>",), "<end_function_call>", False, "call:", ("{", "}"), ":", "<escape>"
+    ),
+    "gemma3": PythonFormat(("```tool_code",), "```", listed=False, around="\n"),
+    "gemma4": PythonFormat(("<|tool_call>",), "<tool_call|>", False, "call:", ("{", "}"), ":", '<|"|>'),
+    "glm45": TagFormat(
+        begins=("<tool_call>",), name="", name_end="\n", key="<arg_key>", key_end="</arg_key>\n<arg_value>",
+        value_end="</arg_value>", call_end="", end="</tool_call>",
+    ),
+    "granite": JsonFormat(("<|tool_call|>", "<tool_call>"), listed=True),
+    "granite-20b-fc": JsonFormat(("<function_call>",), around=" "),
+    "granite4": HERMES,
+    "hermes": HERMES,
+    "internlm": JsonFormat(
+        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"), "<|action_end|>", "\n",
+        arguments=("parameters", "arguments"),
+    ),
+    "jamba": JsonFormat(("<tool_calls>",), "</tool_calls>", listed=True),
+    "json": JsonFormat(("[", "{"), listed=True),
+    "kimi_k2": HeaderFormat(
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"), "<|tool_call_begin|>",
+        KIMI, "functions.{}:{#}<|tool_call_argument_begin|>", "", "<|tool_call_end|>", "<|tool_calls_section_end|>",
+    ),
+    "lfm2": PythonFormat(("<|tool_call_start|>",), "<|tool_call_end|>"),
+    "llama3_json": JsonFormat(("{", "<|python_tag|>"), arguments=("parameters", "arguments"), separator=";"),
+    "llama4_pythonic": PythonFormat(("<|python_start|>", "["), "<|python_end|>"),
+    "minimax_m2": TagFormat(
+        begins=("<minimax:tool_call>",), name='<invoke name="', name_end='">', key='<parameter name="', key_end='">',
+        value_end="</parameter>", call_end="</invoke>", end="</minimax:tool_call>",
+    ),
+    "mistral": HeaderFormat(
+        ("[TOOL_CALLS]",), "[TOOL_CALLS]", MISTRAL, "{}[ARGS]", others=("[CALL_ID]",),
+        older=JsonFormat(("[TOOL_CALLS]",), listed=True),
+    ),
+    "olmo3": PythonFormat(("<function_calls>",), "</function_calls>", listed=False),
+    "openai": HarmonyFormat(),
+    "phi4_mini_json": JsonFormat(("<|tool_call|>", "functools"), "<|/tool_call|>", listed=True),
+    "pythonic": PythonFormat(("[",)),
+    "qwen3_coder": QWEN3,
+    "qwen3_xml": QWEN3,
+    "seed_oss": TagFormat(
+        begins=("<seed:tool_call>", "<function="), name="<function=", name_end=">", key="<parameter=", key_end=">",
+        value_end="</parameter>", call_end="</function>", end="</seed:tool_call>",
+    ),
+}  # fmt: skip
+SPACE = r"/\n{0,2}/"  # may come before a call, as it does after reasoning
+PLAIN = r"/[^\s\[{](?s:.*)/"  # text that no bracket begins
+# What a chat template has of a format, and which that is; the first that fits.
+SIGNS = (
+    (("<|channel|>", "<|call|>"), "openai"),
+    (("<seed:tool_call>",), "seed_oss"),
+    (("<minimax:tool_call>",), "minimax_m2"),
+    (("<function=", "<parameter="), "qwen3_coder"),
+    (("<arg_key>",), "glm45"),
+    (("<|tool_call>call:",), "gemma4"),
+    (("<start_function_call>",), "functiongemma"),
+    (("<|tool_calls_section_begin|>",), "kimi_k2"),
+    (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
+    (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
+    (("[TOOL_CALLS]",), "mistral"),
+    (("<|action_start|>",), "internlm"),
+    (("<|tool_call_start|>",), "lfm2"),
+    (("<function_calls>",), "olmo3"),
+    (("<tool_calls>",), "jamba"),
+    (("<tool_call>",), "hermes"),
+    (("<function_call>",), "granite-20b-fc"),
+    (("<|tool|>",), "phi4_mini_json"),
+    (("<|tool_call|>",), "granite"),
+    (("```tool_code",), "gemma3"),
+    (("<|python_start|>", "[func_name1("), "llama4_pythonic"),
+    (("[func_name1(",), "pythonic"),
+    (('{"name": function name, "parameters": ',), "llama3_json"),
+)
+
+
+def tool_parser_of(chat_template: str) -> str | None:
+    """The parser that a chat template calls for; None if it writes no calls, or in a format that is not known."""
+    return next((name for texts, name in SIGNS if all(text in chat_template for text in texts)), None)
+
+
+class Reader:
+    """Reads one answer; see `new_reader`."""
+
+    def __init__(self, source: Source, steps: Steps[None], dropped: frozenset[str]):
+        self._source, self._steps, self._dropped, self._held = source, steps, markers(dropped), ""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is hidden reasoning."""
+        return self._source.in_reasoning
+
+    def feed(self, text: str) -> list[Part]:
+        """Take more of the answer's text, which may be cut anywhere; returns what is known of it now."""
+        text, kept = self._held + text, ""
+        while True:
+            start, end = self._dropped.split(text)
+            kept, text = kept + text[:start], text[end:]
+            if start == end:
+                break
+        self._held = text
+        self._source.feed(kept)
+        return self._read()
+
+    def end(self) -> list[Part]:
+        """The answer is complete; returns what was held back."""
+        self._source.feed(self._held)
+        self._source.ended = True
+        return self._read()
+
+    def _read(self) -> list[Part]:
+        """The parts up to where more text is needed, of which none goes on with the one before."""
+        parts: list[Part] = []
+        for part in self._steps:
+            if part is None:
+                break
+            last = parts[-1] if parts else Part()
+            if part.content and last.content:
+                last.content += part.content
+            elif part.reasoning and last.reasoning:
+                last.reasoning += part.reasoning
+            elif part.arguments and last.arguments and last.call == part.call:
+                last.arguments += part.arguments
+            elif part != Part():
+                parts.append(part)
+        return parts
+
+
+def read_answer(calls: Calls, format: ToolParser | None, thinking: ReasoningParser | None, opened: bool) -> Steps[None]:
+    """Read an answer to its end.
+
+    Args:
+        calls: of the answer.
+        format: of its calls; None if it has none.
+        thinking: how its reasoning is marked; None if it has none.
+        opened: whether the prompt has begun the reasoning.
+    """
+    source = calls.source
+    begins = frozenset(format.begins if format else ())
+    stops: frozenset[str] = begins
+    make: Make = content
+    if thinking and (yield from thinking.begins(source, opened)):
+        stops = frozenset(thinking.ends) | (begins if thinking.ended_by_calls else frozenset())
+        make = reasoning
+    while found := (yield from source.until(markers(stops), make)):
+        if found in begins:
+            assert format
+            if not (yield from read_calls(calls, format, found, make)):
+                continue
+        else:
+            yield from source.space()
+            yield from source.follows(found)
+        stops, make, source.in_reasoning = begins, content, False
+        yield from source.space()
+
+
+def read_calls(calls: Calls, format: ToolParser, begin: str, make: Make) -> Steps[bool]:
+    """Read calls that `begin` seems to begin, after white space; returns whether there were any.
+
+    If there were none, the beginning of that text is read, which `make` makes parts of.
+    """
+    source, before = calls.source, calls.count
+    source.mark = source.at
+    yield from source.space()
+    try:
+        yield from format.read(calls, begin)
+    except NoCall:
+        source.depth = 0
+        if source.mark is None:
+            yield from source.closes(*format.ends)
+        else:
+            source.back()
+    if calls.count > before:
+        return True
+    rest = source.text[source.at :]
+    yield make(source.take(source.at + len(rest) - len(rest.lstrip()) + 1))
+    return False
+
+
+def functions(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """The functions of a request's tools; one without a schema takes any object.
+
+    Raises:
+        ValueError: what should be a schema is none.
+    """
+    found = []
+    for function in (tool["function"] for tool in tools):
+        name, schema = function["name"], function.get("parameters") or {"type": "object"}
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
+            raise ValueError(
+                f"the parameters of the tool {name!r} are {reprlib.repr(schema)}; they must be a JSON schema"
+            )
+        found.append(Tool(name, schema, bool(function.get("strict"))))
+    return found
+
+
+@lru_cache(maxsize=64)
+def other_tokens(special_tokens: frozenset[str], syntax: frozenset[str]) -> frozenset[str]:
+    """The special tokens that are in none of the texts."""
+    return frozenset(token for token in special_tokens if not any(token in text for text in syntax))
+
+
+def new_reader(
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    tools: Sequence[Mapping[str, Any]],
+    prompt: str,
+    special_tokens: Collection[str],
+) -> Reader:
+    """A reader of one answer.
+
+    Args:
+        tool_parser: the format of calls, one of `TOOL_PARSERS`; None leaves them in the content.
+        reasoning_parser: one of `REASONING_PARSERS`; None leaves reasoning in the content.
+        tools: the request's, in OpenAI's shape. What names none of them is no call.
+        prompt: as rendered; its end tells whether the answer begins within reasoning.
+        special_tokens: texts that are left out where they are not a part of the syntax.
+
+    Raises:
+        ValueError: what should be a tool's schema is none.
+    """
+    format = TOOL_PARSERS[tool_parser] if tool_parser else None
+    thinking = REASONING_PARSERS[reasoning_parser] if reasoning_parser else None
+    source = Source()
+    calls = Calls(source, functions(tools))
+    if thinking and not thinking.starts and format is None:
+        format = HarmonyFormat()
+    syntax = (format.syntax if format else ()) + (thinking.starts + thinking.ends if thinking else ())
+    if isinstance(format, HarmonyFormat):
+        steps = format.read_answer(calls, prompt)
+    else:
+        opened = thinking is not None and thinking.opened_by(prompt)
+        source.in_reasoning = opened
+        steps = read_answer(calls, format if tools else None, thinking, opened)
+    return Reader(source, steps, other_tokens(frozenset(special_tokens), frozenset(syntax)))
+
+
+def call_grammar(
+    tool_parser: str,
+    tools: Sequence[Mapping[str, Any]],
+    required: bool,
+    parallel: bool,
+    token_ids: Callable[[str], int | None],
+) -> str:
+    """A grammar in llguidance's Lark by which the model writes calls in a parser's own format, and can write no others.
+
+    That of `openai` begins before the hidden reasoning, all others after it.
+
+    Args:
+        tool_parser: one of `TOOL_PARSERS`.
+        tools: that may be called, at least one, in OpenAI's shape. The arguments follow each one's schema; where it is
+            not `strict`, what no grammar can hold a model to is left out of it.
+        required: there is at least one call, and nothing beside; otherwise text, or calls, or calls after text. In a
+            format whose calls begin with a bracket, text does not begin with it, and no calls come after it.
+        parallel: there may be several calls. Models of `openai` write one at a time.
+        token_ids: the id of a text that is one special token of the model; None if it is none.
+
+    Raises:
+        ValueError: a name of a tool, or of one of its parameters, has a text that the format gives another meaning; or
+            what should be a tool's schema is none.
+    """
+    lark, format = Lark(token_ids), TOOL_PARSERS[tool_parser]
+    if isinstance(format, HarmonyFormat):
+        return lark.grammar(format.write_answer(lark, functions(tools), required))
+    written, begin = format.write(lark, functions(tools), parallel), format.begins[0]
+    bracket = begin in ("[", "{")
+    if required:
+        return lark.grammar(then(SPACE, "" if bracket else lark.syntax(begin), written))
+    if bracket:
+        return lark.grammar(then(SPACE, f"({PLAIN} | {written})?"))
+    return lark.grammar(f"TEXT? | {lark.until(begin)} {written}")
