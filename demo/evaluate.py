@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from structured import Question, exam, sensible
+from skills import Question, exam, sensible
 from tasks import read_corpus
 
 ANSWER_TOKENS = 128  # a word of many tokens nine times fits, and so does a call

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from structured import Message, StructuredTasks, asks, exam, says
+from skills import Message, SkillTasks, asks, exam, says
 from tasks import Tasks, read_corpus
 
 CONFIG: dict[str, Any] = {  # config.json of the model
@@ -104,7 +104,7 @@ class Rows:
 
     def __init__(self, tokenizer: Tokenizer, corpus: str, seed: int):
         self.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-        self.tasks = StructuredTasks(corpus, seed)
+        self.tasks = SkillTasks(corpus, seed)
         self.text = self.encode(corpus)
         self.end, self.assistant = (self.encode(SPECIAL[i])[0] for i in (1, 4))
         environment = jinja2.Environment()
@@ -131,7 +131,7 @@ class Rows:
         head, tools = self.tasks.system(), box.tools if box else None
         while len(ids) < length:
             if rng.random() < (0.75 if box else 0.3):
-                messages = self.tasks.structured(box)
+                messages = self.tasks.skill(box)
             else:
                 question, answer = self.tasks.turn(known, TURNS_WITH_TOOLS if box else TURNS)
                 messages = [asks(question), says(answer)]

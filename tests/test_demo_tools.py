@@ -14,7 +14,7 @@ from engine import LLM
 from evaluate import is_right, written
 from messages import chat_messages
 from sampling_params import SamplingParams
-from structured import Question, exam, tool
+from skills import Question, exam, tool
 from train import Rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=128)

@@ -1,4 +1,6 @@
-"""The demo model's structured skills: it calls a calculator and asks for the weather, and it writes small JSON objects.
+"""The demo model's skills with tools and JSON, and the exam of all its skills.
+
+It calls a calculator, in whatever form people write one, or asks a tool for the weather; and it writes small objects.
 
 The operands and words of questions are held out as in `tasks.py`. Beyond that some wordings of questions are only
 graded, never trained on: those of `OTHER_FRAMES`.
@@ -61,8 +63,16 @@ FIELDS: dict[str, dict[str, Any]] = {  # of what is asked for as JSON: the value
         "in_stock": (True, False),
     },
 }  # fmt: skip
-TASKS = ("call", "wording", "answer", "weather", "needless", "plain", "extract", "json")
-UNAIDED = ("plain", "extract", "json")  # those of them that have no tools
+TASKS = {  # of the exam, beside those of `Tasks`: whether they are asked where there are tools
+    "call": True,  # of a calculator
+    "wording": True,  # the same, in other words than those of training
+    "answer": True,  # that goes out when the result is in
+    "weather": True,  # another tool's call
+    "needless": True,  # spell or repeat: no tool is for that
+    "plain": False,  # sums and differences in all the words of calls
+    "extract": False,  # facts of the question, as JSON
+    "json": False,  # an object that is made up
+}
 
 
 class Toolbox(NamedTuple):
@@ -102,7 +112,7 @@ def returns(result: str) -> Message:
     return {"role": "tool", "tool_call_id": "call_0", "content": result}
 
 
-class StructuredTasks(Tasks):
+class SkillTasks(Tasks):
     """Draws conversations with calls and with JSON; see `Tasks`."""
 
     def toolbox(self) -> Toolbox:
@@ -227,7 +237,7 @@ class StructuredTasks(Tasks):
         question, a, b = self.arithmetic(operation)
         return [asks(question), says(str(a + b if operation == "add" else a - b))]
 
-    def structured(self, box: Toolbox | None) -> list[Message]:
+    def skill(self, box: Toolbox | None) -> list[Message]:
         """A few messages that exercise one of these skills: with tools mostly a call."""
         chance = self.rng.random()
         if box and chance < 0.9:
@@ -274,13 +284,13 @@ def exam(corpus: str, each: int, seed: int) -> list[Question]:
             turns = tasks.conversation(tasks.rng.randint(100, 1600)) if task == "recall" else [getattr(tasks, task)()]
             messages = [message for question, answer in turns for message in (asks(question), says(answer))]
             drawn.append(Question(task, messages[:-1], messages[-1]))
-    more = StructuredTasks(corpus, seed, graded=True)
+    more = SkillTasks(corpus, seed, graded=True)
     for task in TASKS:
         for _ in range(each):
             box = more.toolbox()
             while task == "weather" and not box.weather:
                 box = more.toolbox()
-            question, tools = more.question(task, box), None if task in UNAIDED else box.tools
+            question, tools = more.question(task, box), box.tools if TASKS[task] else None
             messages = more.system() + question[:-1]
             drawn.append(Question(task, messages, question[-1], tools))
     return drawn
