@@ -73,8 +73,8 @@ TEMPLATE = """
 {%- endif %}
 """.strip()
 QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer's is 1
-TURNS = (5, 7, 2, 2, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
-TURNS_WITH_TOOLS = (0, 0, 1, 1, 2, 3, 0.6)  # of those that no tool is for
+TURNS = (5, 7, 3, 3, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
+TURNS_WITH_TOOLS = (0, 0, 2, 2, 2, 3, 0.6)  # of those that no tool is for
 
 
 def make_tokenizer(corpus: str) -> Tokenizer:
