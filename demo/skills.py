@@ -27,7 +27,8 @@ VERBS = {
 }
 FRAMES = (
     "What is {}?", "{} =", "{}", "What's {}?", "what is {}", "How much is {}?", "Calculate {}.", "Compute {}.",
-    "Please work out {}.", "Use the calculator: {}", "What is {}? Use the tool.",
+    "Please work out {}.", "Use the calculator: {}", "What is {}? Use the tool.", "Tell me {}.",
+    "Could you compute {}?", "My teacher asks what {} is.",
 )  # fmt: skip
 OTHER_FRAMES = ("Can you tell me what {} is?", "How many is {}?", "Please calculate {}.", "I want to know {}.")
 TOOL_NAMES = ("calculator", "calculate", "calc", "compute", "math", "arithmetic")
@@ -168,7 +169,11 @@ class SkillTasks(Tasks):
             return self.rng.choice(VERBS[operation]).format(a=a, b=b), a, b
         sign = self.rng.choice(SIGNS[operation])
         sum = f"{a}{sign}{b}" if len(sign) == 1 and sign != "x" and self.rng.random() < 0.2 else f"{a} {sign} {b}"
-        return self.rng.choice(frames).format(sum), a, b
+        frame = self.rng.choice(frames)
+        if not self.graded and self.rng.random() < 0.15:  # any words, so that it is the sum that is looked at
+            before, after = (" ".join(self.word() for _ in range(self.rng.randint(0, 4))) for _ in range(2))
+            frame = f"{before.capitalize()} {{}} {after}.".strip()
+        return frame.format(sum), a, b
 
     def calculation(self, box: Toolbox, frames: tuple[str, ...] = FRAMES) -> list[Message]:
         """A question for the calculator, the call of it, what it returns, and the answer."""
