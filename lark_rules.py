@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from schemas import closed, plain
+
 # JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 MAY_BE_SPECIAL = re.compile(r"(<[^<>\s]+>|\[[A-Z_/]+\])")
@@ -148,7 +150,10 @@ class Lark:
     def json(self, schema: Schema, strict: bool = False) -> str:
         """A value that follows a schema; one that is not strict may have what no grammar can hold a model to."""
         form = JSON_FORM | ({} if strict else {"lenient": True})
-        return self.rule("%json " + json.dumps(dict(schema) | {"x-guidance": form}, ensure_ascii=False))
+        text = json.dumps(schema, ensure_ascii=False)
+        if '"allOf"' not in text:  # of which each part would have to know the properties of the others
+            schema = closed(schema)  # a model that may add properties of its own often does
+        return self.rule("%json " + json.dumps(plain(schema) | {"x-guidance": form}, ensure_ascii=False))
 
     def until(self, end: str) -> str:
         """Any text, and what ends it."""

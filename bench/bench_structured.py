@@ -74,7 +74,12 @@ def mask_figures(folder: Path, shape: dict[str, Any], rows: int, new_tokens: int
         "JSON": {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
     }  # fmt: skip
     steps: dict[str, list[float]] = {kind: [] for kind in kinds}
-    fields = {"max_num_seqs": rows, "max_model_len": 256, "load_format": "dummy", "enable_prefix_caching": False}
+    fields: dict[str, Any] = {
+        "max_num_seqs": rows,
+        "max_model_len": 256,
+        "load_format": "dummy",
+        "enable_prefix_caching": False,
+    }
     with LLM(str(folder), **fields) as llm:
         for turn in range(repeats + 1):  # the first warms up
             for kind, more in kinds.items():

@@ -208,6 +208,36 @@ def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, g
     assert met > 8 and (not graphs or graph.replays == 7)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.interpreted)])
+def test_a_worker_takes_masks_with_its_steps(make, few_programs, monkeypatch, backend):  # noqa: F811
+    """Each step has other masks for the same rows; log-probabilities are among the tokens that are left, if asked."""
+    rng, worker, seen = random.Random(5), make(backend=backend, max_num_seqs=3), []
+    logits = worker.model.logits
+    monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden).clone()) or logits(hidden))
+    monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits
+    new = [row(i, [1, 2]) for i in range(3)]
+    for each in new[1:]:
+        each.constrained, each.num_logprobs = True, 2
+    new[2].masked_logprobs = True
+    for step in range(5):
+        sets = [rng.sample(range(97), rng.choice([1, 2, 40])) for _ in range(2)]
+        masks = [np.zeros(4, dtype=np.uint32), np.zeros(4, dtype=np.uint32)]
+        for mask, tokens in zip(masks, sets, strict=True):
+            words = bit_words(tokens)
+            mask[list(words)] = list(words.values())
+        rows = [(i, 1 if step else 2) for i in range(3)]
+        plan = StepPlan(step, rows=rows, new=[] if step else new)
+        plan.masks = [(slot, mask.tobytes()) for slot, mask in enumerate(masks, 1)]
+        result = worker.step(plan)
+        for i, tokens in enumerate([range(97), *sets]):
+            x = seen[-1][i].float()
+            assert result.token_ids[i] == max(tokens, key=lambda token: float(x[token])), (step, i)
+            if i:
+                among = x if i == 1 else x[list(tokens)]
+                wanted = float(x[result.token_ids[i]] - among.logsumexp(0))
+                assert result.logprobs[i].sampled == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 @pytest.mark.parametrize("allowed", [None, (5, 9, 31, 32, 96)])
 def test_a_worker_counts_down_and_then_bars_nothing(make, backend, allowed):  # noqa: F811

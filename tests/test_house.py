@@ -48,7 +48,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "tokenizer": {"messages", "templates", "vocabularies"},
     "tools": {"lark_rules", "reasoning", "scanning", "tool_formats"},
     "tool_formats": {"lark_rules", "scanning"},
-    "lark_rules": set(),
+    "lark_rules": {"schemas"},
     "reasoning": {"scanning"},
     "scanning": set(),
     "vocabularies": set(),
