@@ -24,7 +24,7 @@ from sampling_params import StructuredOutputsParams
 from scanning import Part
 from structure import structure_of
 from tokenizer import Tokenizer
-from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+from tools import TOOL_PARSERS, Reader, call_grammar, new_reader, tool_parser_of
 
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
@@ -75,6 +75,10 @@ class Reading:
     reasoning_start_ids: Ids
     reasoning_ends: tuple[Ids, ...]
     params: Mapping[str, Any]
+
+    def reader(self) -> Reader:
+        """A reader of one answer."""
+        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens)
 
     def call_id(self) -> str:
         """A name for a call, which the model itself has not named."""
@@ -253,9 +257,7 @@ class Answer:
     def __init__(self, generation: Generation, reading: Reading | None):
         self.generation, self.reading = generation, reading
         self.blocks: list[Block] = []
-        self._reader = reading and new_reader(
-            reading.tool_parser, reading.reasoning_parser, reading.tools, reading.prompt, reading.special_tokens
-        )
+        self._reader = reading.reader() if reading else None
         self._read = 0  # characters of the text
         self._searched = 0  # tokens before which reasoning does not end
         self._calls: list[int] = []  # which of the blocks they are

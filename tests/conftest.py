@@ -33,7 +33,8 @@ SERVED = [
     "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
     "test_bodies.py", "test_async_llm.py", "test_batch.py", "test_responses.py", "test_server_logprobs.py",
     "test_hostile.py", "test_vllm_openai.py", "test_hub.py", "test_flags.py", "test_terminal.py", "test_logs.py",
-    "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py",
+    "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py", "test_chat_tools.py",
+    "test_responses_tools.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
