@@ -237,7 +237,8 @@ def test_a_schema_beside_tools_holds_for_what_is_no_call(http_client: FlaskClien
     calls = call_grammar("hermes", TOOLS, True, True, TOKENIZER.special_id)
     talk(http_client, response_format=form)
     grammar = asked(engine).structured_outputs.grammar
-    assert grammar.startswith("start: content | ") and grammar.endswith('content: %json {"type": "object"}\n')
+    assert grammar.startswith("start: content | ")
+    assert json.loads(grammar.rpartition("content: %json ")[2])["type"] == "object"
     assert grammar.removeprefix("start: content | ").startswith(calls.removeprefix("start: "))
     talk(http_client, response_format=form, tool_choice="required")
     assert asked(engine).structured_outputs.grammar == calls

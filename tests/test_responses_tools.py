@@ -299,6 +299,10 @@ def test_thinking_has_a_budget_and_may_be_left_out(served: Any, engine: Scripted
     engine.added.clear()
     assert post(served(HERMES), TALK, thinking=thinking).status_code == 200  # it does not think, which is within it
     assert engine.added.pop()[1].thinking_token_budget is None
+    http_client = served(HERMES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TOKENIZER, "_templates", {})
+        assert "no chat template" in error_of(post(http_client, TALK, thinking=thinking), 400, "invalid_request_error")
     assert "thinking_token_budget is 5" in error_of(
         post(served(HERMES), TALK, thinking_token_budget=5), 400, "invalid_request_error"
     )
