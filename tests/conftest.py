@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
+@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
 def kernel_device(request: pytest.FixtureRequest) -> str:
     """The device for kernels: the GPU, or without one the CPU, where they are interpreted."""
     return request.param
@@ -154,9 +154,11 @@ def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", by_rows)
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def few_programs() -> Iterator[None]:
     """Lets attention_decode have 6 programs, because the interpreter runs them one after the other."""
     kernels = pytest.importorskip("kernels")
-    if not GPU:
-        monkeypatch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)
+    with pytest.MonkeyPatch.context() as patch:
+        if not GPU:
+            patch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)
+        yield

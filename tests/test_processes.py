@@ -94,10 +94,10 @@ def broken(folder: Path, change: str) -> list[str]:
     ("change", "says"),
     [
         ("missing folder", "there is no folder"),
-        ("broken config", "is not JSON"),
-        ("no config.json", "has no config.json"),
-        ("no tokenizer.json", "has no tokenizer.json"),
-        ("unknown architecture", "Nonesuch"),
+        pytest.param("broken config", "is not JSON", marks=pytest.mark.long),
+        pytest.param("no config.json", "has no config.json", marks=pytest.mark.long),
+        pytest.param("no tokenizer.json", "has no tokenizer.json", marks=pytest.mark.long),
+        pytest.param("unknown architecture", "Nonesuch", marks=pytest.mark.long),
         ("truncated weights", "model.safetensors"),
         ("layers without end", "num_hidden_layers is inf; it must be a whole number from 1 to 1024"),
         ("weights beyond memory", "GiB of weights"),
@@ -191,7 +191,7 @@ def belongings(log: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("size", ["1", "2"])
+@pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.long), "2"])
 def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str) -> None:
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
     environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"

@@ -101,7 +101,7 @@ def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
         assert "lost" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("killed", ["follower", "engine"])
+@pytest.mark.parametrize("killed", ["follower", pytest.param("engine", marks=pytest.mark.long)])
 def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=900)
