@@ -198,7 +198,7 @@ def test_streams_are_read_to_their_ends():
 
 
 def test_viewers_watch_while_streams_are_read():
-    (figures,) = viewers_figures(DEMO, 2, 2, 500, 1)
+    (figures,) = viewers_figures(DEMO, 2, 2, 300, 1)
     assert figures["viewers"] == 2 and figures["fewest events"] > 0 and figures["tok/s watched"] > 0
 
 

@@ -21,10 +21,11 @@ import memory
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig
 from engine import EngineCore
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
 from startup import Startup, pick_ops
-from test_worker import HYBRID, SHAPE, row
+from test_worker import HYBRID, ONE_LAYER, SHAPE, row
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -36,25 +37,25 @@ WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_atte
 
 
 @pytest.fixture(scope="module")
-def make(tmp_path_factory: pytest.TempPathFactory, kernel_device: str, few_programs: None):
-    """Makes an engine with Triton's kernels on a tiny model of random weights."""
+def configure(tmp_path_factory: pytest.TempPathFactory, kernel_device: str, few_programs: None):
+    """Makes the options of an engine with Triton's kernels on a tiny model of random weights."""
 
-    def make_core(shape: dict, **fields) -> EngineCore:
+    def make_config(shape: dict, **fields) -> EngineConfig:
         folder = tmp_path_factory.mktemp("model")
-        (folder / "config.json").write_text(json.dumps(SHAPE | shape))
+        (folder / "config.json").write_text(json.dumps(SHAPE | (shape or ONE_LAYER)))
         options = {"model": str(folder), "load_format": "dummy", "dtype": "float32", "device": kernel_device}
         options |= {"block_size": 16, "max_num_seqs": 5, "max_model_len": 120, "max_num_batched_tokens": 128}
         options |= {"num_gpu_blocks_override": 10, "swap_space": 0.001, "distributed_executor_backend": "uni"}
         options |= {"backend": "triton"}
-        return EngineCore(EngineConfig(**options | fields))
+        return EngineConfig(**options | fields)
 
-    return make_core
+    return make_config
 
 
 @pytest.fixture(scope="module")
-def plain(make) -> EngineCore:
+def plain(configure) -> EngineCore:
     """An engine that several tests use, because its warm-up takes long where kernels are interpreted."""
-    return make({})
+    return EngineCore(configure({}))
 
 
 @pytest.mark.parametrize(
@@ -72,11 +73,11 @@ def plain(make) -> EngineCore:
     ],
     ids=["swap", "windows", "batch invariant", "latents", "states"],
 )
-def test_warm_up_covers_random_traffic(make, shape, fields):
+def test_warm_up_covers_random_traffic(configure, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
-    core, rng, errors = make(shape, **fields), random.Random(3), []
+    core, rng, errors = EngineCore(configure(shape, **fields)), random.Random(3), []
     longest = core.facts["max_model_len"] - 20
-    for i in range(8):
+    for i in range(6):
         kind = i % 4
         params = {"temperature": rng.choice((0, 0.8)), "max_tokens": rng.randint(1, 6), "seed": i, "ignore_eos": True}
         if kind == 1:
@@ -143,9 +144,9 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
         "states, batch invariant",
     ],
 )
-def test_a_rehearsal_launches_what_warm_up_does(make, plain, shape, fields):
-    core = make(shape, **fields) if shape or fields else plain
-    made = Startup(core.config, core.model_config, 0, "")
+def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
+    config = configure(shape, **fields)
+    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
     worker, launched, made.guard.seen, made.guard.armed = made.worker, made.guard.seen, set(), False
     made.rehearse()
     assert launched <= made.guard.seen, launched - made.guard.seen
@@ -257,7 +258,7 @@ def test_triton_is_asked_where_it_compiles(monkeypatch):
     assert guard.runtime.jit_cache_hook == "another's"
 
 
-def test_plain_torch_has_no_guard(make, kernel_device):
+def test_plain_torch_has_no_guard(configure, kernel_device):
     for backend in ("auto", "reference"):
-        worker = make({}, backend=backend, device="cpu").executor.worker
+        worker = EngineCore(configure({}, backend=backend, device="cpu")).executor.worker
         assert worker.watch is contextlib.nullcontext and worker.ops is not pick_ops("triton", kernel_device)
