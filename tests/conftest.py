@@ -35,11 +35,18 @@ SERVED = [
     "test_hostile.py", "test_vllm_openai.py", "test_hub.py", "test_flags.py", "test_terminal.py", "test_logs.py",
     "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py",
 ]  # fmt: skip
+# The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
+LONGEST = [
+    "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py", "test_processes.py",
+    "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py", "test_kernels_sampling.py",
+    "test_families.py", "test_worker.py",
+]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+    config.option.loadscopereorder = False  # else pytest-xdist begins with the files of the most tests
     # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,7 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the interpreted kernels to a process that sees no GPU: test_gpu.py starts one for them."""
+    """Begin with the longest files, and leave the interpreted kernels to a process without a GPU.
+
+    test_gpu.py starts one for them.
+    """
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if GPU:
         left = [item for item in items if item.get_closest_marker("interpreted")]
         items[:] = [item for item in items if item not in left]
