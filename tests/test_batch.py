@@ -394,7 +394,7 @@ def running(files: Files, log: Path, answers: int) -> Iterator[Process]:
         batch.process.wait()
 
 
-LINES = 60
+LINES = 40
 
 
 def test_a_batch_survives_whatever_ends(files, tmp_path):

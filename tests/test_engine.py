@@ -61,7 +61,7 @@ def test_same_answers_however_they_are_computed(make_llm, work, answers, fields)
     llm.core.check_integrity()
     if "num_gpu_blocks_override" in fields:
         metrics = llm.core.metrics()
-        assert metrics["num_preemptions_total"] > 20
+        assert metrics["num_preemptions_total"] > 5
         assert (metrics["num_swapped_blocks_total"] > 0) == (llm.config.preemption_mode != "recompute")
 
 

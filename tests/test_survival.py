@@ -262,6 +262,7 @@ def test_draining_has_an_end(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))

@@ -128,6 +128,7 @@ def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> Non
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--max-model-len", "100000", *FLAGS]
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "log")]
