@@ -305,14 +305,14 @@ def test_config_defaults_are_valid():
 INTERPRETED = """
 import json, sys
 from engine import LLM, SamplingParams
-fields = {"max_num_seqs": 4, "block_size": 16, "max_model_len": 128, "max_num_batched_tokens": 64}
-llm = LLM(dtype="float32", device="cpu", backend="triton", **fields)
+llm = LLM(dtype="float32", device="cpu", backend="triton", max_num_seqs=4, block_size=16)
 prompts, params = json.loads(sys.argv[1])
 outputs = llm.generate(prompts, [SamplingParams(**p) for p in params], use_tqdm=False)
 print(json.dumps([output.outputs[0].token_ids for output in outputs]))
 """
 
 
+@pytest.mark.long  # test_families.py has small engines over them
 def test_the_interpreted_kernels_give_the_same_tokens(llm, conversations):
     """The whole engine over the Triton kernels, on a CPU: what a reader with a breakpoint sees."""
     prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:3]]
