@@ -166,6 +166,7 @@ def test_whoever_is_stopped_is_named_and_may_go_on(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_an_engine_process_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
     with serving(tmp_path, "--step-timeout", "5", "--threads", "1") as server:
         reader, engine = Reader(server, prompt="Once", max_tokens=900), engine_of(server)

@@ -121,6 +121,7 @@ def test_streams_go_on_when_the_worker_is_gone(
     assert two.log.read_text().count("new workers after ") >= 2
 
 
+@pytest.mark.long
 def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
     """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
     engine = engine_of(two)
