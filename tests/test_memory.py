@@ -222,7 +222,7 @@ STEPS = {
     "states of decodes": (STATES, [1] * 8, 1, "float32"),
     "gated": (GATED, [40], 1, "float32"),
 }  # fmt: skip
-# Those that are tested each time: one of each kind of layer (latents come with experts), of prompts and of decodes, and two of two ranks.
+# Those that are tested each time: one of each kind of layer (latents come with experts), of prompts and of decodes.
 BRIEF = ("latents", "windows", "vocabulary of two", "mlp of two", "inputs of layers", "states")
 
 
