@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cpu_ops
+import cpu_sampling
 import memory
 import parallel
 import reference
@@ -303,7 +303,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch, backend):
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
-    monkeypatch.setattr(cpu_ops, "LOGPROB_LOGITS", 2**15)
+    monkeypatch.setattr(cpu_sampling, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[[0, 1, 2, 3]], score=(20, 1, 50))]
     with LiveBytes(*tensors(made.worker, made.worker.state, *made.worker.model.owners())) as live:
