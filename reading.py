@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import reprlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from protocol import ApiError
 from reasoning import REASONING_PARSERS, reasoning_parser_of
 from sampling_params import StructuredOutputsParams
 from scanning import Part
+from schemas import json_form
 from structure import structure_of
 from tokenizer import Tokenizer
 from tools import TOOL_PARSERS, Reader, call_grammar, new_reader, tool_parser_of
@@ -166,19 +168,16 @@ class Parsers:
         strict = any(tool["function"].get("strict") for tool in tools)
         if not (required or strict or structure) and several:
             return None
-        either = structure is not None and not required  # calls, or what the structure says
+        beside = None if required else structure  # what an answer without calls must be
+        if beside and (parser == HARMONY or (beside.json is None and beside.json_object is None)):
+            message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+            message += ", and of this model not even that" if parser == HARMONY else ""
+            raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
         try:
-            grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+            grammar = call_grammar(parser, tools, required or bool(beside), several, self.tokenizer.special_id)
+            return StructuredOutputsParams(grammar=or_json(grammar, beside) if beside else grammar)
         except ValueError as error:
             raise ApiError(400, f"tools cannot be written as a grammar: {error}", "tools") from None
-        if either and structure is not None:
-            schema = '{"type": "object"}' if structure.json_object else structure.json
-            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace or parser == HARMONY:
-                message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
-                message += ", and of this model not even that" if parser == HARMONY else ""
-                raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
-            grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {schema}\n"
-        return StructuredOutputsParams(grammar=grammar)
 
     def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
         """The tokens that begin reasoning, which are none where the prompt has; and those of which some end it."""
@@ -192,6 +191,19 @@ class Parsers:
             ends += TOOL_PARSERS[calling].begins
         start = () if thinking.opened_by(prompt) else self.ids_of(thinking.starts[0])
         return start, tuple(map(self.ids_of, ends))
+
+
+def or_json(grammar: str, wanted: StructuredOutputsParams) -> str:
+    """A grammar of calls that allows JSON instead of them.
+
+    Raises:
+        ValueError: what the JSON must be is malformed, or is not said by an object.
+    """
+    schema, form = json_form(wanted)
+    if not isinstance(schema, dict):
+        raise ValueError(f"the JSON schema beside them is {schema!r}; it must be an object")
+    written = json.dumps(schema | {"x-guidance": form}, ensure_ascii=False)
+    return grammar.replace("start: ", "start: content | ", 1) + f"content: %json {written}\n"
 
 
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:

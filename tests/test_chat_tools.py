@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from config import ServerConfig
 from reading import check_parsers
 from sampling_params import SamplingParams
+from schemas import WHITESPACE
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal
 from tools import call_grammar
 
@@ -232,19 +233,21 @@ def test_calls_that_must_come_are_a_grammar(http_client: FlaskClient, engine: Sc
 
 
 def test_a_schema_beside_tools_holds_for_what_is_no_call(http_client: FlaskClient, engine: ScriptedClient) -> None:
-    schema = {"type": "object"}
+    schema = {"format": "password", "type": "string"}  # one that the engine would not know
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     calls = call_grammar("hermes", TOOLS, True, True, TOKENIZER.special_id)
     talk(http_client, response_format=form)
     grammar = asked(engine).structured_outputs.grammar
-    assert grammar.startswith("start: content | ") and grammar.endswith('content: %json {"type": "object"}\n')
+    said = {"type": "string", "x-guidance": {"whitespace_pattern": WHITESPACE}}
+    assert grammar.startswith("start: content | ") and grammar.endswith(f"content: %json {json.dumps(said)}\n")
     assert grammar.removeprefix("start: content | ").startswith(calls.removeprefix("start: "))
     talk(http_client, response_format=form, tool_choice="required")
     assert asked(engine).structured_outputs.grammar == calls
     talk(http_client, response_format=form, tool_choice="none")
     assert asked(engine).structured_outputs.json == json.dumps(schema)
-    error = refusal(post(http_client, CHAT, chat_template=HERMES, tools=TOOLS, regex="a"))
-    assert error["param"] == "tools" and "only a JSON schema" in error["message"]
+    for fields, words in (({"regex": "a"}, "only a JSON schema"), ({"guided_json": "{"}, "tools cannot be written")):
+        error = refusal(post(http_client, CHAT, chat_template=HERMES, tools=TOOLS, **fields))
+        assert error["param"] == "tools" and words in error["message"]
 
 
 def test_what_bounds_or_follows_reasoning_knows_its_tokens(http_client: FlaskClient, engine: ScriptedClient) -> None:

@@ -35,8 +35,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "checks": {"config", "messages", "sampling_params"},
     "structure": {"checks", "config", "sampling_params"},
     "reading": {
-        "checks", "config", "outputs", "protocol", "reasoning", "sampling_params", "scanning", "structure", "tokenizer",
-        "tools"},
+        "checks", "config", "outputs", "protocol", "reasoning", "sampling_params", "scanning", "schemas", "structure",
+        "tokenizer", "tools"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
     "responses": {"checks", "config", "outputs", "protocol", "reading", "replies"},
