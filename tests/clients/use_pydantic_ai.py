@@ -1,0 +1,70 @@
+"""Pydantic AI: tools, and output that follows a schema, by the API of chats and by that of responses."""
+
+import asyncio
+import os
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput, UsageLimits
+from pydantic_ai.exceptions import ModelHTTPError, UsageLimitExceeded
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+SUM = "What is 23 + 58?"
+provider = OpenAIProvider(base_url=os.environ["DEMO_URL"] + "/v1", api_key="none")
+
+
+class Sum(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    a: int = Field(ge=0, le=99)
+    b: int = Field(ge=0, le=99)
+
+
+def agent_of(kind, **fields):
+    return Agent(kind("demo", provider=provider), model_settings={"temperature": 0, "max_tokens": 400}, **fields)
+
+
+async def texts(kind):
+    agent = agent_of(kind, instructions="Be brief.")
+    first = await agent.run(SUM)
+    assert "81" in first.output and first.usage.output_tokens > 0
+    await agent.run("What is 2 + 3?", message_history=first.all_messages())
+    async with agent.run_stream(SUM) as stream:
+        pieces = [piece async for piece in stream.stream_text(delta=True, debounce_by=None)]
+    assert "".join(pieces) == first.output and len(pieces) > 1
+
+
+async def outputs(kind):
+    for form in (Sum, ToolOutput(Sum, name="sum", strict=True), NativeOutput(Sum, strict=True)):
+        agent = agent_of(kind, output_type=form)
+        found = await agent.run(SUM)
+        assert type(found.output) is Sum, found
+        async with agent.run_stream(SUM) as stream:
+            grown = [each async for each in stream.stream_output(debounce_by=None)]
+        assert grown[-1] == found.output
+
+
+async def tools(kind):
+    """The model is made to call a tool before it may answer by another."""
+    agent = agent_of(kind, output_type=Sum)
+    asked = []
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """Adds."""
+        asked.append((a, b))
+        return a + b
+
+    try:
+        await agent.run(SUM, usage_limits=UsageLimits(request_limit=4))
+    except UsageLimitExceeded:
+        assert asked  # a small model may go on with this call for ever
+
+
+async def main():
+    for kind in (OpenAIChatModel, OpenAIResponsesModel):
+        await texts(kind)
+        await outputs(kind)
+        await tools(kind)
+
+
+asyncio.run(main())
