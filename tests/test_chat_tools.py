@@ -331,6 +331,16 @@ def test_calls_their_results_and_reasoning_reach_the_template(http_client: Flask
         assert sorted(TOKENIZER.decode(engine.added.pop()[0])) == sorted(prompt)
 
 
+def test_arguments_that_are_no_json_stay_what_the_model_has_written(
+    http_client: FlaskClient, engine: ScriptedClient
+) -> None:
+    for written in ('{"x": ', "[" * 100_000):
+        calls = [{"id": "call_5", "type": "function", "function": {"name": "add", "arguments": written}}]
+        messages = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        talk(http_client, "{{ messages[0].tool_calls[0].function.arguments[:6] }}!", messages=messages, tools=None)
+        assert TOKENIZER.decode(engine.added.pop()[0]) == written[:6] + "!"
+
+
 def test_openais_sdk_runs_a_tool_and_parses_an_answer(http_client: FlaskClient, engine: ScriptedClient) -> None:
     class Sum(BaseModel):
         x: int

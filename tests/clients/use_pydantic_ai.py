@@ -4,8 +4,7 @@ import asyncio
 import os
 
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_ai import Agent, NativeOutput, PromptedOutput, ToolOutput, UsageLimits
-from pydantic_ai.exceptions import ModelHTTPError, UsageLimitExceeded
+from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
