@@ -437,7 +437,7 @@ BAD_INPUT = [
     [{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": [PART | {"type": []}]}],
     [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "output": "x"}],
     [{"type": "function_call_output", "call_id": "x"}], [{"type": "function_call_output", "call_id": "x", "output": 5}],
-    [CALLED | {"arguments": "{"}], [CALLED | {"arguments": "[]"}], [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
+    [CALLED | {"arguments": 5}], [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
     [CALLED | {"x": 1}], [{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": ["x"]}],
     [{"type": ["message"], "role": "user", "content": "x"}], [{"role": "user", "content": "x", "id": 5}],
     [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [PART | {"detail": "x"}]}],

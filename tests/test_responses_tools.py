@@ -112,6 +112,10 @@ def test_a_response_counts_its_reasoning_and_says_where_it_was_cut(served: Any, 
     response = ask(http_client, tools=FLAT, max_output_tokens=cut)
     assert response["status"] == "incomplete"
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+    arguments = response["output"][1]["arguments"]
+    result = {"type": "function_call_output", "call_id": response["output"][1]["call_id"], "output": "not JSON"}
+    ask(http_client, tools=FLAT, max_output_tokens=9, input=[result], previous_response_id=response["id"])
+    assert arguments == '{"x": ' and f"'arguments': '{arguments}'" in TOKENIZER.decode(engine.added[-1][0])
 
 
 def test_a_response_goes_on_with_the_results_of_calls(served: Any, engine: ScriptedClient) -> None:
