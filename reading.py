@@ -200,19 +200,6 @@ class Parsers:
         return start, tuple(map(self.ids_of, ends))
 
 
-def or_json(grammar: str, wanted: StructuredOutputsParams) -> str:
-    """A grammar of calls that allows JSON instead of them.
-
-    Raises:
-        ValueError: what the JSON must be is malformed, or is not said by an object.
-    """
-    schema, form = json_form(wanted)
-    if not isinstance(schema, dict):
-        raise ValueError(f"the JSON schema beside them is {schema!r}; it must be an object")
-    written = json.dumps(schema | {"x-guidance": form}, ensure_ascii=False)
-    return grammar.replace("start: ", "start: content | ", 1) + f"content: %json {written}\n"
-
-
 def called_tools(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> Sequence[dict[str, Any]]:
     """Those of a request's tools that an answer may call.
 
