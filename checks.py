@@ -293,10 +293,11 @@ def message_tool_choice(value: dict[str, Any], config: ServerConfig) -> ToolChoi
     known_keys(value, ("type", "name", "disable_parallel_tool_use"), config)
     kind, name, single = value.get("type"), value.get("name"), value.get("disable_parallel_tool_use") or False
     modes = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
-    if kind not in modes or not isinstance(single, bool) or (kind == "tool") != isinstance(name, str):
-        form = "tool with a name"
-        raise ValueError(f"type must be auto, any, none, or {form}; disable_parallel_tool_use must be true or false")
-    return ToolChoice(modes[kind], (name,) if kind == "tool" else None, single)
+    fits = isinstance(name, str) if kind == "tool" else name is None
+    if not isinstance(kind, str) or kind not in modes or not isinstance(single, bool) or not fits:
+        words = "type must be auto, any, none, or tool with a name"
+        raise ValueError(f"{words}; disable_parallel_tool_use must be true or false")
+    return ToolChoice(modes[kind], None if name is None else (name,), single)
 
 
 def tool_choice(value: Any, config: ServerConfig) -> ToolChoice:

@@ -25,9 +25,9 @@ from cpu import compile_ahead, fuses_attention
 from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
 from cpu_experts import expert_down, expert_gate_up, plan_experts
 from cpu_latent import head_linear, latent_decode, latent_prefill
+from cpu_sampling import Adjust, logprobs, sample
+from reference import DecodePlan as LatentPlan
 from reference import (
-    FLOAT_MAX,
-    Adjust,
     _first_keys,
     act,
     apply_writes,
@@ -42,9 +42,7 @@ from reference import (
     route,
     square_sums,
     swap_blocks,
-    uniform,
 )
-from reference import DecodePlan as LatentPlan
 
 __all__ = [
     "Adjust", "DecodePlan", "act", "act_mul", "apply_writes", "attention_decode", "attention_prefill", "conv_silu",
@@ -55,12 +53,9 @@ __all__ = [
 ]  # fmt: skip
 
 BACKEND = "cpu"  # what the option of this name calls these ops
-LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
 QUERIES = 128  # queries of a row that attention_prefill takes at a time
 MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
-PART = 1 << 10  # logits of a row among which the index of the largest one is looked for
-TOP_PREFIX = 1024  # this many of the largest logits settle nearly every top-p row without sorting all of them
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
 
@@ -368,92 +363,6 @@ def _padding(size: int, least: int) -> int:
     return -size % max(least, 1 << max(0, size.bit_length() - 4))
 
 
-def sample(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    seeds: torch.Tensor,
-    num_known: torch.Tensor,
-    adjust: Adjust | None = None,
-) -> torch.Tensor:
-    """See `reference.sample`."""
-    slot = slots.long().clamp(min=0)
-    if adjust is not None:
-        logits = logits.to(torch.float32, copy=True)
-        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
-            adjust.apply(logits[row], int(slot[row]))
-    heat = temperature[slot]
-    if not heat.any():
-        return _argmax(logits).masked_fill(slots < 0, 0)
-    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
-    x = logits.float().clamp(max=FLOAT_MAX)
-    peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
-    warm = torch.where(heat > 0, heat, 1.0)
-    mass = (x - peak).div_(warm[:, None]).exp_()
-    floor = peak[:, 0] + warm * min_p[slot].log()
-    filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
-    rows = filtered.nonzero()[:, 0]
-    if len(rows):
-        pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
-        floor[rows] = torch.maximum(floor[rows], pivots)
-    reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
-    goal = uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
-    ids = torch.searchsorted(reached, goal, right=True)[:, 0]
-    ids = torch.where(heat > 0, ids, _argmax(logits))
-    return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
-
-
-def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    """See `reference.logprobs`. Parts of the rows take a third of the time, and no more memory than was planned."""
-    size = max(1, LOGPROB_LOGITS // logits.shape[1])
-    parts = [_logprobs(*part, k) for part in zip(logits.split(size), ids.split(size), strict=True)]
-    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
-
-
-def _logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
-    x = logits.float().clamp(max=FLOAT_MAX)
-    lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
-    at = torch.cat((ids[:, None], _top(x, k)), dim=1) if k else ids[:, None]
-    chosen = x.gather(1, at)
-    ranks = 1 + (x > chosen[:, :1]).sum(dim=-1, dtype=torch.int32)
-    values = chosen - lse
-    return values[:, 0], ranks, at[:, 1:], values[:, 1:]
-
-
-def _top(x: torch.Tensor, k: int) -> torch.Tensor:
-    """ids [R, k] of the k largest of x [R, V] float32, the lowest id first among equals.
-
-    topk leaves open which of two equals comes first. So it is given integers that are ordered by x and then by the id;
-    the id is -key mod V.
-    """
-    vocab = x.shape[1]
-    order = (x + 0.0).view(torch.int32)  # + 0.0 makes 0.0 of -0.0
-    order ^= (order >> 31) & 0x7FFFFFFF
-    keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
-    return -keys.topk(k).values % vocab
-
-
-def _argmax(x: torch.Tensor) -> torch.Tensor:
-    """Index [R] of each row's largest element, the first among equals.
-
-    torch finds a value faster than its index. So the index is looked for only in the one part of a long row that has
-    the value.
-    """
-    size = x.shape[1]
-    if size < 16 * PART:
-        return x.max(dim=-1).indices
-    whole = size // PART * PART
-    tops = x[:, :whole].unflatten(1, (-1, PART)).amax(dim=-1)
-    if whole < size:
-        tops = torch.cat((tops, x[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
-    begin = tops.max(dim=-1, keepdim=True).indices * PART
-    ids = (begin + torch.arange(PART, device=x.device)).clamp(max=size - 1)
-    return ids.gather(1, x.gather(1, ids).max(dim=-1, keepdim=True).indices)[:, 0]
-
-
 def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: torch.Tensor) -> None:
     """Write k and v [T, KV, D] to where `slot_mapping` says; see `qk_norm_rope_store`."""
     _, _, kv_heads, size, dim = kv.shape
@@ -531,29 +440,6 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
         groups[-1].append(row)
         total += count
     return [torch.tensor(sorted(group), device=counts.device) for group in groups]
-
-
-def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """max(t_k, t_p) of each row of x [N, V] with mass = exp(x - peak) [N, V]; see `sample`. Returns [N] float32.
-
-    It looks at the TOP_PREFIX largest logits first, and at all of them only where these do not settle every row.
-    """
-    vocab = x.shape[1]
-    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
-    for width in (min(TOP_PREFIX, vocab), vocab):
-        top, ids = x.topk(width, dim=-1)
-        kth = torch.where(k < vocab, top.gather(1, (k - 1).clamp(max=width - 1)[:, None])[:, 0], -math.inf)
-        total = mass.masked_fill(x < kth[:, None], 0).sum(dim=-1, dtype=torch.float64)
-        reached = mass.gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
-        goal = torch.where(top_p < 1, top_p.double() * total, 0)
-        pivot = torch.searchsorted(reached, goal[:, None])  # the first place where reached >= goal
-        if width == vocab or bool(((k <= width) | (k == vocab)).all() and (pivot < width).all()):
-            break
-    nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
-    return torch.maximum(kth, nucleus)
-
-
-# --- compiled C++ for what lies between a layer's products ----------------------------------------------------------
 
 
 class Compiled:

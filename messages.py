@@ -28,9 +28,9 @@ RESERVED_VARIABLES = {  # of a template: what `render` or transformers' function
 def chat_messages(value: Any) -> list[dict[str, Any]]:
     """Messages as chat templates expect them, but for what depends on the template.
 
-    A content is a string or a list of text parts, the arguments of a tool call are an object. What is null is left
-    out, because templates ask whether a message has tool calls by whether they are defined. Keys that Manta does not
-    know are for the template.
+    A content is a string or a list of text parts, the arguments of a tool call are what their JSON says. What is null
+    is left out, because templates ask whether a message has tool calls by whether they are defined. Keys that Manta
+    does not know are for the template.
 
     Raises:
         ValueError: says which message is wrong, and how.
@@ -87,13 +87,19 @@ def _tool_calls(calls: Any, i: int) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ValueError(f"message {i} must have tool_calls that are objects with a function, which has a name")
-        arguments = function.get("arguments") or {}
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            raise ValueError(f"message {i} calls {function['name']!r} with arguments that are not JSON") from None
-        parsed.append(call | {"function": function | {"arguments": arguments}})
+        parsed.append(call | {"function": function | {"arguments": arguments_of(function.get("arguments"))}})
     return parsed
+
+
+def arguments_of(given: Any) -> Any:
+    """A call's arguments as templates take them: what their JSON says.
+
+    Text that is no JSON stays as it is: a model has written it so, or was cut, and it is told of the failure.
+    """
+    try:
+        return json.loads(given) if given and isinstance(given, str) else given or {}
+    except (ValueError, RecursionError):
+        return given
 
 
 def response_items(value: Any) -> list[dict[str, Any]]:
@@ -145,12 +151,6 @@ def _function_call(item: dict[str, Any], i: int) -> dict[str, Any]:
     for key in ("call_id", "name", "arguments"):
         if not isinstance(item.get(key), str):
             raise ValueError(f"item {i} has the {key} {reprlib.repr(item.get(key))}; it must be a string")
-    try:
-        arguments = json.loads(item["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise ValueError(f"item {i} has arguments {reprlib.repr(item['arguments'])}; they must be a JSON object")
     return {key: item[key] for key in ("call_id", "name", "arguments")} | {"status": "completed"}
 
 
@@ -186,7 +186,7 @@ def item_messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "function_call":
             if last is None:
                 messages.append(last := {"role": "assistant", "content": ""})
-            function = {"name": item["name"], "arguments": json.loads(item["arguments"] or "{}")}
+            function = {"name": item["name"], "arguments": arguments_of(item["arguments"])}
             last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
         elif kind == "reasoning":
             messages.append({"role": "assistant", "content": "", "reasoning_content": text_of(item)})

@@ -14,7 +14,7 @@ import difflib
 import json
 import re
 import reprlib
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
@@ -23,7 +23,7 @@ from msgspec import Meta
 import checks
 from checks import Check, Refusal
 from config import ServerConfig
-from messages import ITEM_ROLES, ITEM_TEXTS
+from messages import BLOCK_KEYS, ITEM_ROLES
 from sampling_params import RANGES, PoolingParams, SamplingParams
 from structure import FORMS, flat_format, output_config, response_text
 
@@ -143,6 +143,18 @@ def content_of(kinds: Sequence[str], known: Sequence[str]) -> dict[str, Any]:
     return {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
 
 
+def listed(kinds: Mapping[str, Sequence[str]], needed: Mapping[str, Sequence[str]], **own: Any) -> dict[str, Any]:
+    """The schema of a list of objects that have a type, by which they have these keys, of which some are needed."""
+    variants = [
+        {
+            "type": "object", "properties": {key: own.get(key, {}) for key in keys} | {"type": {"const": kind}},
+            "required": needed[kind], "additionalProperties": False,
+        }
+        for kind, keys in kinds.items()
+    ]  # fmt: skip
+    return {"type": "array", "items": {"anyOf": variants}}
+
+
 def conversation(others: bool, **keys: Any) -> dict[str, Any]:
     """The schema of a list of messages with a role, a content and maybe the rest of `keys`, or `others` as well."""
     required = ["role", "content"]
@@ -151,15 +163,19 @@ def conversation(others: bool, **keys: Any) -> dict[str, Any]:
 
 
 TEXT_BLOCKS = content_of(["text"], checks.BLOCKS["text"])
-BLOCKS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
-PARTS = content_of(ITEM_TEXTS, checks.ITEM_PART)
+NEEDED_OF_BLOCKS = {kind: ("type", *keys) for kind, keys in BLOCK_KEYS.items()}
+BLOCKS = {"anyOf": [{"type": "string"}, listed(checks.BLOCKS, NEEDED_OF_BLOCKS)]}
 SYSTEM = shown(**TEXT_BLOCKS)
 REASONING_FORMAT = Literal["auto", "none", "deepseek"]
 TOOL_CHOICE = shown(anyOf=[{"enum": checks.MODES}, {"type": "object"}])
 CONVERSATION = shown(**conversation(True, role={"type": "string"}, content=content_of(["text"], checks.TEXT_PART)))
 ALTERNATING = shown(**conversation(False, role={"enum": ["user", "assistant", "system"]}, content=BLOCKS))
-ITEM = {"type": "object", "properties": {"type": {"enum": list(checks.ITEMS)}, "role": {"enum": ITEM_ROLES}}}
-INPUT = shown(anyOf=[{"type": "string"}, {"type": "array", "minItems": 1, "items": ITEM}])
+NEEDED_OF_ITEMS = {
+    "message": ("role", "content"), "function_call": ("type", "call_id", "name", "arguments"),
+    "function_call_output": ("type", "call_id", "output"), "reasoning": ("type",),
+}  # fmt: skip
+ITEMS = listed(checks.ITEMS, NEEDED_OF_ITEMS, role={"enum": ITEM_ROLES})
+INPUT = shown(anyOf=[{"type": "string"}, ITEMS | {"minItems": 1}])
 
 
 def sampling_type(name: str, hint: Any) -> Any:
@@ -281,7 +297,7 @@ HARMLESS = (
 )  # fmt: skip
 NAMES = ("user", "prompt_cache_key", "safety_identifier")  # that a response repeats
 ECHOED = ("metadata", "store", "parallel_tool_calls", *NAMES)
-HONOURED = {name: (RESPONSES,) for name in ECHOED} | {"parallel_tool_calls": (CHAT, RESPONSES)}  # where not harmless
+HONOURED = {name: (RESPONSES,) for name in ECHOED} | {"parallel_tool_calls": (CHAT, *ANSWER)}  # where not harmless
 CACHES = ("cache_control", "inference_geo", "diagnostics", "user_profile_id", "workspace_id")  # Anthropic's
 
 
@@ -330,7 +346,7 @@ FIELDS = (
     Field("tools", Objects, None, TURNS, checks.message_tools, "Functions that an answer may call."),
     Field("tool_choice", TOOL_CHOICE, None, (RESPONSES,), checks.tool_choice, "Whether an answer calls tools."),
     Field("tool_choice", dict[str, Any], None, TURNS, checks.message_tool_choice, "Whether an answer calls tools."),
-    Field("parallel_tool_calls", bool, True, (CHAT,), about="Whether one answer may hold several calls."),
+    Field("parallel_tool_calls", bool, True, (CHAT, *ANSWER), about="Whether one answer may hold several calls."),
     Field("include_reasoning", bool, True, (CHAT,), about="Whether the client gets the hidden reasoning (vLLM's)."),
     Field("separate_reasoning", bool, True, (CHAT,), about="False leaves reasoning in the content (SGLang's)."),
     Field("reasoning_format", REASONING_FORMAT, "auto", (CHAT,), None, "none leaves it there, too (llama.cpp's)."),
@@ -379,7 +395,6 @@ FIELDS = (
     Field("include", list[str], [], (RESPONSES,), checks.included),
     Field("store", bool, None, (RESPONSES,), about="Keep the response, to be read or to go on from."),
     Field("metadata", dict[str, Any], {}, (RESPONSES,), checks.labels, "Is a part of the reply."),
-    Field("parallel_tool_calls", bool, True, (RESPONSES,), about="Whether an answer may hold several calls."),
     *(Field(name, Name, None, (RESPONSES,), about="Is a part of the reply.") for name in NAMES),
     *(Field(name, Any, None, routes_of(name), about="Is accepted and changes nothing.") for name in HARMLESS),
     *(Field(name, Any, None, TURNS, about="Is accepted and changes nothing.") for name in CACHES),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import reprlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ from protocol import ApiError
 from reasoning import REASONING_PARSERS, reasoning_parser_of
 from sampling_params import StructuredOutputsParams
 from scanning import Part
+from schemas import json_parts
 from structure import structure_of
 from tokenizer import Tokenizer
-from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+from tools import TOOL_PARSERS, Reader, call_grammar, new_reader, tool_parser_of
 
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:
@@ -75,6 +77,10 @@ class Reading:
     reasoning_start_ids: Ids
     reasoning_ends: tuple[Ids, ...]
     params: Mapping[str, Any]
+
+    def reader(self) -> Reader:
+        """A reader of one answer."""
+        return new_reader(self.tool_parser, self.reasoning_parser, self.tools, self.prompt, self.special_tokens)
 
     def call_id(self) -> str:
         """A name for a call, which the model itself has not named."""
@@ -138,7 +144,10 @@ class Parsers:
         return chosen(self.config.reasoning_parser, self.reasoning_parser_of, self._template(fields))
 
     def _template(self, fields: Mapping[str, Any]) -> str:
-        return self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+        try:
+            return self.tokenizer.template(fields["chat_template"], "tool_use" if fields["tools"] else "default").source
+        except ValueError as error:
+            raise ApiError(400, str(error), "messages") from None
 
     def _tool_parser(self, fields: Mapping[str, Any], choice: ToolChoice) -> str:
         name = chosen(self.config.tool_call_parser, self.tool_parser_of, self._template(fields))
@@ -162,18 +171,19 @@ class Parsers:
         strict = any(tool["function"].get("strict") for tool in tools)
         if not (required or strict or structure) and several:
             return None
-        either = structure is not None and not required  # calls, or what the structure says
+        either = structure if not required else None  # of which an answer may be, instead of calls
+        if either and (parser == HARMONY or (either.json is None and either.json_object is None)):
+            message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
+            message += ", and of this model not even that" if parser == HARMONY else ""
+            raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
         try:
-            grammar = call_grammar(parser, tools, required or either, several, self.tokenizer.special_id)
+            grammar = call_grammar(parser, tools, required or either is not None, several, self.tokenizer.special_id)
+            if either:
+                schema, form = json_parts(either)
+                wanted = json.dumps((schema if isinstance(schema, dict) else {}) | {"x-guidance": form})
+                grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {wanted}\n"
         except ValueError as error:
-            raise ApiError(400, f"tools cannot be written as a grammar: {error}", "tools") from None
-        if either and structure is not None:
-            schema = '{"type": "object"}' if structure.json_object else structure.json
-            if schema is None or structure.whitespace_pattern or structure.disable_any_whitespace or parser == HARMONY:
-                message = "beside tools with tool_choice auto, only a JSON schema or any JSON object can be asked for"
-                message += ", and of this model not even that" if parser == HARMONY else ""
-                raise ApiError(400, f"tools are given: {message}", "tools", "unsupported_parameter")
-            grammar = grammar.replace("start: ", "start: content | ", 1) + f"content: %json {schema}\n"
+            raise ApiError(400, f"tools are given, with a grammar that cannot be made: {error}", "tools") from None
         return StructuredOutputsParams(grammar=grammar)
 
     def _reasoning_ids(self, parser: str | None, calling: str | None, prompt: str) -> tuple[Ids, tuple[Ids, ...]]:
@@ -253,9 +263,7 @@ class Answer:
     def __init__(self, generation: Generation, reading: Reading | None):
         self.generation, self.reading = generation, reading
         self.blocks: list[Block] = []
-        self._reader = reading and new_reader(
-            reading.tool_parser, reading.reasoning_parser, reading.tools, reading.prompt, reading.special_tokens
-        )
+        self._reader = reading.reader() if reading else None
         self._read = 0  # characters of the text
         self._searched = 0  # tokens before which reasoning does not end
         self._calls: list[int] = []  # which of the blocks they are
@@ -269,6 +277,7 @@ class Answer:
         parts = reader.feed(text)
         if self.generation.finished:
             parts += reader.end()
+            self._reader = None
         return list(itertools.chain.from_iterable(map(self._pieces, parts)))
 
     def _pieces(self, part: Part) -> Iterator[Piece]:

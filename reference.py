@@ -670,12 +670,16 @@ class Adjust(NamedTuple):
     biases: torch.Tensor  # [S, 1024] float32
     bitmask: torch.Tensor  # [S, ceil(V / 32)] int32 as xgrammar's: bit v % 32 of word v // 32 allows token v
 
+    def mask(self, x: torch.Tensor, slot: int) -> None:
+        """Bar from the logits x [V] float32 of a row what the bitmask of `slot` does not allow."""
+        bits = torch.arange(32, dtype=torch.int32, device=x.device)
+        x.masked_fill_((self.bitmask[slot][:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
+
     def apply(self, x: torch.Tensor, slot: int) -> None:
         """Adjust the logits x [V] float32 of a row in place, as `slot` says."""
         kinds = int(self.kinds[slot])
         if kinds & 4:
-            bits = torch.arange(32, dtype=torch.int32, device=x.device)
-            x.masked_fill_((self.bitmask[slot][:, None] >> bits & 1).flatten()[: len(x)] == 0, -math.inf)
+            self.mask(x, slot)
         if kinds & 2:
             given = self.bias_ids[slot] < len(x)
             x[self.bias_ids[slot][given].long()] += self.biases[slot][given]

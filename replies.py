@@ -163,7 +163,7 @@ class Run(Job):
         content: dict[str, Any]
         for i, generation in enumerate(itertools.chain(*(asked.best() for asked in self.requests))):
             if self.route == CHAT:
-                content = {"message": self._message(self.answers[generation])}
+                content = {"message": self._chat_message(self.answers[generation])}
                 of_prompt = {}  # a chat has one prompt, and tells of it beside the choices
             else:
                 content = {"text": self._echo(i) + generation.text}
@@ -221,7 +221,7 @@ class Run(Job):
         if generation.finished:
             yield {"index": i, "delta": {}, **self._ending(generation), **of_tokens}
 
-    def _message(self, answer: Answer) -> dict[str, Any]:
+    def _chat_message(self, answer: Answer) -> dict[str, Any]:
         """The message that an answer is."""
         answer.read()
         content, reasoning = self._continued() + answer.text(CONTENT), answer.text(REASONING)

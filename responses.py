@@ -160,7 +160,7 @@ class Responses(Run):
                     yield from self._begin(latest := piece.at)
                 if piece.text:
                     where, kind = self._where(piece.at), ITEM_EVENTS[self._block(piece.at).kind]
-                    more = {"logprobs": []} if kind == "output_text" else {}
+                    more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
                     yield self._numbered(f"response.{kind}.delta", **where, delta=piece.text, **more)
         if latest < 0:
             yield from self._begin(latest := 0)
@@ -169,7 +169,8 @@ class Responses(Run):
     def _begin(self, at: int) -> Iterator[bytes]:
         """The events with which an item begins, and the part that a message or reasoning has."""
         kind = self._block(at).kind
-        item = self._item(at, "in_progress") | ({"arguments": ""} if kind == CALL else {"content": []})
+        empty: dict[str, Any] = {"arguments": ""} if kind == CALL else {"content": []}
+        item = self._item(at, "in_progress") | empty
         yield self._numbered("response.output_item.added", output_index=at, item=item)
         if kind != CALL:
             yield self._numbered("response.content_part.added", **self._where(at), part=part_of(kind, ""))
@@ -183,7 +184,7 @@ class Responses(Run):
         if block.kind == CALL:
             yield self._numbered(kind, **where, name=block.name, arguments=block.text)
         else:
-            more = {"logprobs": []} if block.kind == CONTENT else {}
+            more: dict[str, Any] = {"logprobs": []} if block.kind == CONTENT else {}
             yield self._numbered(kind, **where, text=block.text, **more)
             yield self._numbered("response.content_part.done", **where, part=part_of(block.kind, block.text))
         yield self._numbered("response.output_item.done", output_index=at, item=self._item(at, status))

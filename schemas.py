@@ -65,13 +65,22 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
         made = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
                 for begin, schema, end in tags]  # fmt: skip
         return StructTag.to_grammar(made, assume_special=False)
+    schema, form = json_parts(wanted)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form)
+
+
+def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:
+    """The schema of the JSON that is asked for, and how it is written, as llguidance has it.
+
+    Raises:
+        ValueError: it is malformed.
+    """
     schema = plain(read_json(wanted.json)) if wanted.json is not None else {"type": "object"}
     if wanted.disable_additional_properties:
         schema = closed(schema)
-    overrides: Any = {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
     if wanted.disable_any_whitespace:
-        overrides = {"whitespace_flexible": False}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+        return schema, {"whitespace_flexible": False}
+    return schema, {"whitespace_pattern": wanted.whitespace_pattern or WHITESPACE}
 
 
 def read_json(text: str | dict[str, Any] | None) -> Any:

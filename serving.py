@@ -177,8 +177,8 @@ class Api:
     def count_tokens(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """How many tokens the prompt of such a request has."""
         with renamed(prompt="messages"):
-            (_, ids), _ = self._conversation(self._turns(fields))
-            return {"input_tokens": len(ids)}
+            chat = self._turns(fields)
+            return {"input_tokens": len(self._prompt(chat, self._render(chat), False)[1])}
 
     def tokenize(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The tokens of a text or a conversation."""

@@ -33,13 +33,21 @@ SERVED = [
     "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
     "test_bodies.py", "test_async_llm.py", "test_batch.py", "test_responses.py", "test_server_logprobs.py",
     "test_hostile.py", "test_vllm_openai.py", "test_hub.py", "test_flags.py", "test_terminal.py", "test_logs.py",
-    "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py",
+    "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py", "test_chat_tools.py",
+    "test_responses_tools.py",
+]  # fmt: skip
+# The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
+LONGEST = [
+    "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py", "test_processes.py",
+    "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py", "test_kernels_sampling.py",
+    "test_families.py", "test_worker.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+    config.option.loadscopereorder = False  # else pytest-xdist begins with the files of the most tests
     # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -47,14 +55,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the interpreted kernels to a process that sees no GPU: test_gpu.py starts one for them."""
+    """Begin with the longest files, and leave the interpreted kernels to a process without a GPU.
+
+    test_gpu.py starts one for them.
+    """
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     if GPU:
         left = [item for item in items if item.get_closest_marker("interpreted")]
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=left)
 
 
-@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
+@pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
 def kernel_device(request: pytest.FixtureRequest) -> str:
     """The device for kernels: the GPU, or without one the CPU, where they are interpreted."""
     return request.param
@@ -126,7 +138,7 @@ def work(llm, conversations) -> tuple[list[list[int]], list[SamplingParams]]:
     prompts, params = [], []
     greedy = SamplingParams(temperature=0, max_tokens=48)
     story = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    for i, conversation in enumerate(conversations):
+    for i, conversation in enumerate(conversations[:25]):  # which have all lengths
         prompts.append(llm.tokenizer.encode(llm.tokenizer.render(conversation), add_special_tokens=False))
         prompts.append(llm.tokenizer.encode(f"Enter the {i}th SERVANT, with a torch.\n\n"))
         params += [greedy, story]
@@ -154,9 +166,14 @@ def products_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", by_rows)
 
 
-@pytest.fixture
-def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets attention_decode have 6 programs, because the interpreter runs them one after the other."""
+@pytest.fixture(scope="module")
+def few_programs() -> Iterator[None]:
+    """Lets attention_decode have 6 programs, because the interpreter runs them one after the other.
+
+    The interpreter computes in NumPy, which would warn of what lies in memory that nobody has written yet.
+    """
     kernels = pytest.importorskip("kernels")
-    if not GPU:
-        monkeypatch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)
+    with pytest.MonkeyPatch.context() as patch, np.errstate(all="ignore"):
+        if not GPU:
+            patch.setattr(kernels, "_decode_programs", lambda device, kv_heads: 6)
+        yield

@@ -93,12 +93,12 @@ def kills(streams: int, times: int) -> bool:
             for reader in readers:
                 reader.start()
             for _ in range(times if disturbed else 0):
-                while not all(found) and any(reader.is_alive() for reader in readers):
+                before = sum(map(len, found))
+                while sum(map(len, found)) < before + 20 * streams and any(reader.is_alive() for reader in readers):
                     time.sleep(0.1)
                 worker = next(pid for pid in server.family() if "worker" in title(pid))
                 os.kill(worker, signal.SIGKILL)
                 print(f"killed the worker after {sum(map(len, found)):,} characters")
-                time.sleep(3)
             for reader in readers:
                 reader.join()
             texts.append(found)

@@ -12,7 +12,7 @@ import torch
 from batch_state import StepShape
 from engine import SamplingParams
 from plan import StepPlan, bit_words
-from test_worker import FakeGraph, make, row  # noqa: F401
+from test_worker import ONE_LAYER, FakeGraph, make, row  # noqa: F401
 
 BATCHES = {
     "chunks": {"max_num_batched_tokens": 32, "max_num_seqs": 32, "enable_prefix_caching": False},
@@ -174,7 +174,8 @@ def test_bad_words_begin_in_the_output(llm):
 )
 def test_a_worker_draws_what_is_left(make, few_programs, monkeypatch, backend, graphs):  # noqa: F811
     """Rows with words, stop tokens held back and lists of allowed tokens, in one batch with rows that have none."""
-    rng, worker, seen = random.Random(4), make(backend=backend, max_num_seqs=5), []
+    worker = make(ONE_LAYER, backend=backend, max_num_seqs=5, max_num_batched_tokens=64)
+    rng, seen = random.Random(4), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: seen.append(logits(hidden)) or seen[-1])
     monkeypatch.setattr(worker, "greedy_head", None)  # it makes no logits

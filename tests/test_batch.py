@@ -394,10 +394,13 @@ def running(files: Files, log: Path, answers: int) -> Iterator[Process]:
         batch.process.wait()
 
 
+LINES = 40
+
+
 def test_a_batch_survives_whatever_ends(files, tmp_path):
     """SIGKILL, then SIGTERM, then the death of its engine: each line is answered in the end, and once."""
     long = {"prompt": "Enter GHOST", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
-    files.ask(*(line(str(i), body=long) for i in range(120)))
+    files.ask(*(line(str(i), body=long) for i in range(LINES)))
     with running(files, tmp_path / "first", 3) as batch:
         engines = batch.children()
         refused = Process(files, tmp_path / "second").process
@@ -407,7 +410,7 @@ def test_a_batch_survives_whatever_ends(files, tmp_path):
         batch.process.wait()
         eventually(lambda: not any(map(alive, engines)))
     done = files.target.read_bytes().count(b"\n")
-    assert done < 120
+    assert done < LINES
     with running(files, tmp_path / "third", done + 3) as batch:
         engines = batch.children()
         batch.process.send_signal(signal.SIGTERM)
@@ -417,15 +420,15 @@ def test_a_batch_survives_whatever_ends(files, tmp_path):
     assert f"; {done} had an answer from an earlier run; the same command goes on from here" in said
     assert "Traceback" not in said and "Error" not in said
     done = len(files.by_id())
-    assert done < 120
+    assert done < LINES
     with running(files, tmp_path / "fourth", done + 3) as batch:
         engine = next(pid for pid in batch.children() if "manta: engine" in command(pid))
         os.kill(engine, signal.SIGKILL)
         assert batch.process.wait(120) == 0
     said = batch.log.read_text()
     assert "the engine process has ended" in said and "Traceback" not in said
-    assert f"{120 - done} lines answered, of them 0 refused and 0 failed; {done} had" in said
+    assert f"{LINES - done} lines answered, of them 0 refused and 0 failed; {done} had" in said
     found = files.by_id()
-    assert len(found) == 120 and all(each["response"]["status_code"] == 200 for each in found.values())
+    assert len(found) == LINES and all(each["response"]["status_code"] == 200 for each in found.values())
     texts = {each["response"]["body"]["choices"][0]["text"] for each in found.values()}
     assert len(texts) == 1  # whichever engine it was

@@ -102,6 +102,7 @@ def test_throughput_takes_turns_with_peers(fake):
         throughput_figures(DEMO, [([1], 51)], {"device": "cpu"}, 1, [fake])
 
 
+@pytest.mark.long
 def test_continuous_batching_is_a_peer():
     peer = Peer("transformers-cb", sys.executable, [DEMO, "--threads", "1", "--device", "cpu"])
     try:

@@ -167,6 +167,7 @@ def test_serve_replays_a_trace_on_a_server(trace, tmp_path, monkeypatch, capsys)
     assert "goodput /s" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_vllms_server_gets_the_same_requests(trace, tmp_path, monkeypatch):
     """Its stand-in is our own, which knows the options that vLLM's is given, and says its version in the same way."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
@@ -198,7 +199,7 @@ def test_streams_are_read_to_their_ends():
 
 
 def test_viewers_watch_while_streams_are_read():
-    (figures,) = viewers_figures(DEMO, 2, 2, 500, 1)
+    (figures,) = viewers_figures(DEMO, 2, 2, 300, 1)
     assert figures["viewers"] == 2 and figures["fewest events"] > 0 and figures["tok/s watched"] > 0
 
 

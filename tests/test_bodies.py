@@ -204,6 +204,8 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         config=EngineConfig(disable_log_stats=True),
         executor=None,
         has_work=lambda: True,
+        compiling={},
+        admit=list,
         step=step,
         check_workers=lambda: None,
     )

@@ -21,10 +21,11 @@ import memory
 from compile_guard import CompileGuard, LateCompile
 from config import EngineConfig
 from engine import EngineCore
+from model_config import ModelConfig
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
 from startup import Startup, pick_ops
-from test_worker import HYBRID, SHAPE, row
+from test_worker import HYBRID, ONE_LAYER, SHAPE, row
 
 LATENT = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
@@ -35,19 +36,26 @@ LATENT = {
 WINDOWS = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 
 
-@pytest.fixture
-def make(tmp_path: Path, kernel_device: str, few_programs: None):
-    """Makes an engine with Triton's kernels on a tiny model of random weights."""
+@pytest.fixture(scope="module")
+def configure(tmp_path_factory: pytest.TempPathFactory, kernel_device: str, few_programs: None):
+    """Makes the options of an engine with Triton's kernels on a tiny model of random weights."""
 
-    def make_core(shape: dict, **fields) -> EngineCore:
-        (tmp_path / "config.json").write_text(json.dumps(SHAPE | shape))
-        options = {"model": str(tmp_path), "load_format": "dummy", "dtype": "float32", "device": kernel_device}
+    def make_config(shape: dict, **fields) -> EngineConfig:
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps(SHAPE | (shape or ONE_LAYER)))
+        options = {"model": str(folder), "load_format": "dummy", "dtype": "float32", "device": kernel_device}
         options |= {"block_size": 16, "max_num_seqs": 5, "max_model_len": 120, "max_num_batched_tokens": 128}
         options |= {"num_gpu_blocks_override": 10, "swap_space": 0.001, "distributed_executor_backend": "uni"}
         options |= {"backend": "triton"}
-        return EngineCore(EngineConfig(**options | fields))
+        return EngineConfig(**options | fields)
 
-    return make_core
+    return make_config
+
+
+@pytest.fixture(scope="module")
+def plain(configure) -> EngineCore:
+    """An engine that several tests use, because its warm-up takes long where kernels are interpreted."""
+    return EngineCore(configure({}))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
     [
         ({}, {"preemption_mode": "swap", "schedule_conservativeness": 0.0, "num_gpu_blocks_override": 8}),
         pytest.param(WINDOWS, {"enforce_eager": True, "num_gpu_blocks_override": 20}, marks=pytest.mark.long),
-        ({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}),
+        pytest.param({}, {"batch_invariant": True, "max_model_len": 48, "max_num_seqs": 8}, marks=pytest.mark.long),
         pytest.param(LATENT, {"max_model_len": 48}, marks=pytest.mark.long),
         pytest.param(
             HYBRID,
@@ -65,11 +73,11 @@ def make(tmp_path: Path, kernel_device: str, few_programs: None):
     ],
     ids=["swap", "windows", "batch invariant", "latents", "states"],
 )
-def test_warm_up_covers_random_traffic(make, shape, fields):
+def test_warm_up_covers_random_traffic(configure, shape, fields):
     """There are chunks, batches of all sizes, samples that share blocks, beams, swaps and every sampling parameter."""
-    core, rng, errors = make(shape, **fields), random.Random(3), []
+    core, rng, errors = EngineCore(configure(shape, **fields)), random.Random(3), []
     longest = core.facts["max_model_len"] - 20
-    for i in range(8):
+    for i in range(6):
         kind = i % 4
         params = {"temperature": rng.choice((0, 0.8)), "max_tokens": rng.randint(1, 6), "seed": i, "ignore_eos": True}
         if kind == 1:
@@ -93,15 +101,14 @@ def test_warm_up_covers_random_traffic(make, shape, fields):
         assert metrics["num_preemptions_total"] > 0 and metrics["num_swapped_tokens_total"] > 0
 
 
-def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
+def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
     """One step asks for a kernel that warm-up has not launched: the request is refused, and the engine goes on."""
-    core = make({})
-    worker = core.executor.worker
-    plain, odd = worker.model.logits, torch.zeros(2, 40, device=kernel_device)
+    core, worker = plain, plain.executor.worker
+    usual, odd = worker.model.logits, torch.zeros(2, 40, device=kernel_device)
 
     def logits(hidden: torch.Tensor) -> torch.Tensor:
         kernels.rms_norm(odd, odd[0], 1e-6)
-        return plain(hidden)
+        return usual(hidden)
 
     monkeypatch.setattr(worker.model, "logits", logits)
     core.add(EngineCoreRequest("late", [1, 2, 3], SamplingParams(max_tokens=4)))
@@ -120,8 +127,8 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
     ("shape", "fields"),
     [
         ({}, {}),
-        (WINDOWS, {"num_gpu_blocks_override": 20}),
-        ({}, {"batch_invariant": True}),
+        pytest.param(WINDOWS, {"num_gpu_blocks_override": 20}, marks=pytest.mark.long),
+        pytest.param({}, {"batch_invariant": True}, marks=pytest.mark.long),
         (LATENT, {"max_model_len": 40, "max_num_batched_tokens": 32, "max_num_seqs": 2}),
         pytest.param(LATENT, {"batch_invariant": True}, marks=pytest.mark.long),
         (HYBRID, {"max_model_len": 20, "max_num_batched_tokens": 16, "max_num_seqs": 2}),
@@ -137,9 +144,9 @@ def test_a_new_shape_is_refused_by_name(make, kernel_device, monkeypatch):
         "states, batch invariant",
     ],
 )
-def test_a_rehearsal_launches_what_warm_up_does(make, shape, fields):
-    core = make(shape, **fields)
-    made = Startup(core.config, core.model_config, 0, "")
+def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
+    config = configure(shape, **fields)
+    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
     worker, launched, made.guard.seen, made.guard.armed = made.worker, made.guard.seen, set(), False
     made.rehearse()
     assert launched <= made.guard.seen, launched - made.guard.seen
@@ -213,8 +220,8 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         assert int(threads) > 1 or os.cpu_count() == 1
 
 
-def test_what_is_never_compiled_for_may_change(make):
-    worker = make({}).executor.worker
+def test_what_is_never_compiled_for_may_change(plain):
+    worker = plain.executor.worker
     for count in (1, 2, 17, 33):  # the number of tokens changes nothing but the grid
         tokens = worker.step(
             StepPlan(0, rows=[(1, count)], released=[1], new=[row(1, [7] * count, blocks=[3, 1, 2])])
@@ -223,9 +230,9 @@ def test_what_is_never_compiled_for_may_change(make):
     assert worker.watch.__self__.armed and worker.step(StepPlan(1)).error is None
 
 
-def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(make, monkeypatch):
+def test_log_probabilities_of_many_rows_begin_where_kernels_expect_them(plain, monkeypatch):
     """A row of 97 logits ends at no multiple of 16 bytes, so a part of several rows' may not be taken as it lies."""
-    core, errors = make({}), []
+    core, errors = plain, []
     monkeypatch.setattr(memory, "LOGPROBS", 1)  # one row at a time
     for i in range(2):
         core.add(
@@ -251,7 +258,7 @@ def test_triton_is_asked_where_it_compiles(monkeypatch):
     assert guard.runtime.jit_cache_hook == "another's"
 
 
-def test_plain_torch_has_no_guard(make, kernel_device):
+def test_plain_torch_has_no_guard(configure, kernel_device):
     for backend in ("auto", "reference"):
-        worker = make({}, backend=backend, device="cpu").executor.worker
+        worker = EngineCore(configure({}, backend=backend, device="cpu")).executor.worker
         assert worker.watch is contextlib.nullcontext and worker.ops is not pick_ops("triton", kernel_device)

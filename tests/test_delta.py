@@ -107,9 +107,10 @@ def conv_silu(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, naive:
     return [(y / (1 + (-y).exp())).to(x.dtype if naive else compute), inputs[len(x) :].T]
 
 
-@few
-@given(DECODES, LONGER, st.sampled_from([2, 4, 8]), st.sampled_from([24, 130]), DTYPES)
-def test_conv_silu(
+CONV_SILU_CASES = given(DECODES, LONGER, st.sampled_from([2, 4, 8]), st.sampled_from([24, 130]), DTYPES)
+
+
+def check_conv_silu(
     ops: ModuleType, place: str, decodes: list[int], longer: list[tuple[int, int]], taps: int, channels: int,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -127,6 +128,10 @@ def test_conv_silu(
         states[slot] = [kept, kept]
     check_states(view.cpu(), states)
     assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
+
+
+test_conv_silu = settings(few, max_examples=4)(CONV_SILU_CASES(check_conv_silu))
+test_conv_silu_in_more_cases = pytest.mark.long(settings(few, max_examples=16)(CONV_SILU_CASES(check_conv_silu)))
 
 
 class Layer(NamedTuple):
@@ -170,11 +175,12 @@ def delta_rule(
     return [o, torch.stack(after)]
 
 
-@few
-@given(DECODES, LONGER, SIZES, DTYPES, DECAYS, st.booleans())
+DELTA_RULE_CASES = given(DECODES, LONGER, SIZES, DTYPES, DECAYS, st.booleans())
+
+
 @example([3, 0, -1, 90], [(1, 63), (0, 2)], (2, 4, 8, 16), torch.bfloat16, "mixed", False)
 @example([], [(5, 130)], (1, 3, 12, 5), torch.float16, "weak", False)
-def test_delta_rule(
+def check_delta_rule(
     ops: ModuleType, place: str, decodes: list[int], longer: list[tuple[int, int]], sizes: tuple[int, int, int, int],
     dtype: torch.dtype, decay: str, batch_invariant: bool,
 ) -> None:  # fmt: skip
@@ -197,6 +203,10 @@ def test_delta_rule(
         states[slot] = [want[1], naive[1]]
     check_states(view.cpu(), states)
     assert given[:, :3].isnan().all() and given[:, -4:].isnan().all()
+
+
+test_delta_rule = settings(few, max_examples=3)(DELTA_RULE_CASES(check_delta_rule))
+test_delta_rule_in_more_cases = pytest.mark.long(settings(few, max_examples=16)(DELTA_RULE_CASES(check_delta_rule)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

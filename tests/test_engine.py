@@ -45,13 +45,13 @@ FEW = {"num_gpu_blocks_override": 256, "block_size": 4, "schedule_conservativene
 @pytest.mark.parametrize(
     "fields",
     [
-        {"enable_prefix_caching": False},
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.long),
         {"max_num_batched_tokens": 32, "max_num_seqs": 32},
         FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
         FEW | {"preemption_mode": "swap", "swap_space": 0.01},
-        FEW | {"enable_prefix_caching": False, "swap_space": 0.01},
+        pytest.param(FEW | {"enable_prefix_caching": False, "swap_space": 0.01}, marks=pytest.mark.long),
         {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5},
-        {"block_size": 7, "max_num_seqs": 5},
+        pytest.param({"block_size": 7, "max_num_seqs": 5}, marks=pytest.mark.long),
     ],
     ids=["no prefix cache", "chunks of 32", "recompute", "swap", "auto", "classic order", "blocks of seven tokens"],
 )
@@ -61,7 +61,7 @@ def test_same_answers_however_they_are_computed(make_llm, work, answers, fields)
     llm.core.check_integrity()
     if "num_gpu_blocks_override" in fields:
         metrics = llm.core.metrics()
-        assert metrics["num_preemptions_total"] > 20
+        assert metrics["num_preemptions_total"] > 5
         assert (metrics["num_swapped_blocks_total"] > 0) == (llm.config.preemption_mode != "recompute")
 
 
@@ -89,7 +89,7 @@ def test_same_answers_with_a_warm_cache(llm, work, answers):
     assert llm.core.metrics()["prefix_cache_hits_total"] > before
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_batch_invariant_logits_are_equal_to_the_bit(make_llm, work, dtype):
     """Alone, together, in chunks, from the prefix cache, and after preemption either way."""
     prompts = [prompt[:30] for prompt in work[0][:6]]
@@ -129,16 +129,17 @@ def test_batch_invariant_needs_one_rank():
         EngineConfig(batch_invariant=True, tensor_parallel_size=2)
 
 
-def test_together_and_one_by_one(llm):
-    """200 prompts with the lengths of real requests, scaled to the demo's context of 1,024; every other one greedy."""
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.long)])
+def test_together_and_one_by_one(llm, count):
+    """Prompts with the lengths of real requests, scaled to the demo's context of 1,024; every other one greedy."""
     with Path(__file__).with_name("azure_lengths.csv").open() as file:
         lengths = list(csv.reader(line for line in file if not line.startswith("#")))[1:]
     rng, prompts, params = random.Random(0), [], []
-    for i, (prompt, output) in enumerate(lengths):
+    for i, (prompt, output) in enumerate(lengths[:count]):
         prompts.append([rng.randrange(5, 1024) for _ in range(max(1, int(prompt) // 10))])
         limit, heat = max(1, int(output) // 10), 0.9 * (i % 2)
         params.append(SamplingParams(temperature=heat, top_p=0.95, top_k=50, seed=i, max_tokens=limit))
-    assert len(prompts) == 200
+    assert len(prompts) == count
     together = tokens(llm.generate(prompts, params, use_tqdm=False))
     llm.core.reset_prefix_cache()
     alone = [tokens(llm.generate(p, q, use_tqdm=False))[0] for p, q in zip(prompts, params, strict=True)]
@@ -311,6 +312,7 @@ print(json.dumps([output.outputs[0].token_ids for output in outputs]))
 """
 
 
+@pytest.mark.long  # test_families.py has small engines over them
 def test_the_interpreted_kernels_give_the_same_tokens(llm, conversations):
     """The whole engine over the Triton kernels, on a CPU: what a reader with a breakpoint sees."""
     prompts = [llm.tokenizer.encode(llm.tokenizer.render(c), add_special_tokens=False) for c in conversations[:3]]

@@ -348,7 +348,7 @@ def test_answers_are_what_was_asked(undisturbed):
         assert holds(asked, text), text
 
 
-STARVED = {"num_gpu_blocks_override": 14, "block_size": 8, "max_model_len": 64}
+STARVED = {"num_gpu_blocks_override": 9, "block_size": 8, "max_model_len": 64}
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,7 @@ def test_head_linear(
     oracles.check_error(got, want, naive)
 
 
-@few
-@given(
+LATENT_DECODE_CASES = given(
     st.lists(st.sampled_from([0, 1, 15, 16, 40, 130]), min_size=1, max_size=4),
     st.sampled_from([1, 3, 16, 20, 130]),
     SIZES,
@@ -150,7 +149,9 @@ def test_head_linear(
     st.sampled_from([1, 1, 2, 5]),
     st.sampled_from([1, 2, 5, 9]),
 )
-def test_latent_decode(
+
+
+def check_latent_decode(
     ops: ModuleType, place: str, before: list[int], heads: int, sizes: tuple[int, int], dtype: torch.dtype,
     block_size: int, tokens: int, programs: int,
 ) -> None:  # fmt: skip
@@ -174,15 +175,22 @@ def test_latent_decode(
         oracles.check_error(mine, attention(*one), attention(*one, naive=True))
 
 
-@few
-@given(
+test_latent_decode = settings(few, max_examples=5)(LATENT_DECODE_CASES(check_latent_decode))
+test_latent_decode_in_more_cases = pytest.mark.long(
+    settings(few, max_examples=24)(LATENT_DECODE_CASES(check_latent_decode))
+)
+
+
+LATENT_PREFILL_CASES = given(
     st.lists(st.tuples(st.integers(0, 70), st.sampled_from([0, 1, 2, 17, 40])), min_size=1, max_size=3),
     st.sampled_from([1, 3, 16, 20]),
     SIZES,
     dtypes,
     st.sampled_from([16, 64]),
 )
-def test_latent_prefill(
+
+
+def check_latent_prefill(
     ops: ModuleType, place: str, rows: list[tuple[int, int]], heads: int, sizes: tuple[int, int], dtype: torch.dtype,
     block_size: int,
 ) -> None:  # fmt: skip
@@ -200,3 +208,9 @@ def test_latent_prefill(
             tokens = slice(int(starts[b]), int(starts[b + 1]))
             one = q[tokens], pages.context[b], scale, rank
             oracles.check_error(got[tokens], attention(*one), attention(*one, naive=True))
+
+
+test_latent_prefill = settings(few, max_examples=5)(LATENT_PREFILL_CASES(check_latent_prefill))
+test_latent_prefill_in_more_cases = pytest.mark.long(
+    settings(few, max_examples=24)(LATENT_PREFILL_CASES(check_latent_prefill))
+)

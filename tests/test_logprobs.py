@@ -323,6 +323,7 @@ def scored(output: RequestOutput) -> tuple[Any, ...]:
 FEW = {"num_gpu_blocks_override": 24, "schedule_conservativeness": 0.0, "enable_prefix_caching": False}
 
 
+@pytest.mark.long
 def test_they_are_equal_to_the_bit_however_they_are_computed(make_llm, work):
     """Alone, from the prefix cache, in chunks, after preemption either way, and after workers have died."""
     prompts, asked = [prompt[:30] for prompt in work[0][:6]], (None, 1, 2)  # a prompt to be scored reads no cache

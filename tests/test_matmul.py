@@ -18,7 +18,7 @@ import matmul
 from test_kernels import few, run
 
 
-@settings(parent=few, max_examples=30)
+@settings(parent=few, max_examples=20)
 @given(
     st.sampled_from([1, 3, 64, 65, 70]),
     st.sampled_from([1, 65, 130]),

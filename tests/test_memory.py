@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cpu_ops
+import cpu_sampling
 import memory
 import parallel
 import reference
@@ -153,7 +153,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.long), 4])
 @pytest.mark.parametrize("more", [{}, {"attention_bias": True, "tie_word_embeddings": True}], ids=["", "biases, tied"])
 @pytest.mark.parametrize("family", SHAPES)
 def test_weights_and_state_are_those_of_the_tensors(folder, family, more, size):
@@ -196,35 +196,41 @@ STATES = {
 GATED = STATES | {"linear_key_head_dim": 4, "linear_value_head_dim": 4, "head_dim": 64}
 
 
+STEPS = {
+    "latents": (LATENT, [48], 1, "float32"),
+    "latents in bfloat16": (LATENT, [48], 1, "bfloat16"),
+    "mixed": (HEADS, [1, 1, 1, 45], 1, "float32"),
+    "chunks": (HEADS, [20, 3, 9], 1, "bfloat16"),
+    "mlp": (WIDE, [40], 1, "float32"),
+    "mlp mixed": (WIDE, [1, 1, 30], 1, "bfloat16"),
+    "decodes": (WIDE, [1] * 16, 1, "float32"),
+    "windows": (
+        {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, [1] * 8, 1, "float32"
+    ),
+    "vocabulary": (VOCAB, [1] * 8, 1, "float32"),
+    "vocabulary of two": (VOCAB | {"vocab_size": 9001}, [5] * 2, 2, "float32"),
+    "mlp of two": (WIDE | {"intermediate_size": 640}, [24], 2, "float32"),
+    "experts": ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, [40], 1, "float32"),
+    "shared expert": (
+        {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 640, **EXPERTS}, [24], 1,
+        "bfloat16",
+    ),
+    "inputs of layers": ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, [40], 1, "float32"),
+    "experts beside": ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4, **EXPERTS, **MOE}, [40], 1, "float32"),
+    "states": (STATES, [40], 1, "float32"),
+    "states in bfloat16": (STATES, [40], 1, "bfloat16"),
+    "states of decodes": (STATES, [1] * 8, 1, "float32"),
+    "gated": (GATED, [40], 1, "float32"),
+}  # fmt: skip
+# Those that are tested each time: one of each kind of layer (latents come with experts), of prompts and of decodes.
+BRIEF = ("latents", "windows", "vocabulary of two", "mlp of two", "inputs of layers", "states")
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("shape", "rows", "size", "dtype"),
-    [
-        (LATENT, [48], 1, "float32"),
-        (LATENT, [48], 1, "bfloat16"),
-        (HEADS, [1, 1, 1, 45], 1, "float32"),
-        (HEADS, [20, 3, 9], 1, "bfloat16"),
-        (WIDE, [40], 1, "float32"),
-        (WIDE, [1, 1, 30], 1, "bfloat16"),
-        (WIDE, [1] * 16, 1, "float32"),
-        ({"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}, [1] * 8, 1, "float32"),
-        (VOCAB, [1] * 8, 1, "float32"),
-        (VOCAB | {"vocab_size": 9001}, [5] * 2, 2, "float32"),
-        (WIDE | {"intermediate_size": 640}, [24], 2, "float32"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}, [40], 1, "float32"),
-        ({"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 640, **EXPERTS}, [24], 1,
-         "bfloat16"),
-        ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, [40], 1, "float32"),
-        ({"architectures": ["Gemma4ForCausalLM"], **GEMMA4, **EXPERTS, **MOE}, [40], 1, "float32"),
-        (STATES, [40], 1, "float32"),
-        (STATES, [40], 1, "bfloat16"),
-        (STATES, [1] * 8, 1, "float32"),
-        (GATED, [40], 1, "float32"),
-    ],
-    ids=["latents", "latents in bfloat16", "mixed", "chunks", "mlp", "mlp mixed", "decodes", "windows", "vocabulary",
-         "vocabulary of two", "mlp of two", "experts", "shared expert",
-         "inputs of layers", "experts beside", "states", "states in bfloat16", "states of decodes", "gated"],
-)  # fmt: skip
+    [pytest.param(*step, id=name, marks=[pytest.mark.long] * (name not in BRIEF)) for name, step in STEPS.items()],
+)
 def test_a_step_takes_what_was_predicted(make, shape, rows, size, dtype):
     """It takes no more, and at least two thirds even in these shapes, in which small things count for much."""
     made = make(shape, size, dtype=dtype, max_num_seqs=len(rows), max_num_batched_tokens=sum(rows))
@@ -297,7 +303,7 @@ def test_log_probabilities_stay_within_their_workspace(make, monkeypatch, k, row
 def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch, backend):
     """All of its tokens are scored in one step, in parts of as many rows as may sample."""
     monkeypatch.setattr(memory, "LOGPROBS", MIB)
-    monkeypatch.setattr(cpu_ops, "LOGPROB_LOGITS", 2**15)
+    monkeypatch.setattr(cpu_sampling, "LOGPROB_LOGITS", 2**15)
     made = make(VOCAB, backend=backend, max_num_seqs=16, max_num_batched_tokens=50)
     new = [NewRow(slot=0, token_ids=[1] * 50, blocks=[[0, 1, 2, 3]], score=(20, 1, 50))]
     with LiveBytes(*tensors(made.worker, made.worker.state, *made.worker.model.owners())) as live:

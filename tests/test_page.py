@@ -158,7 +158,7 @@ def test_settings_are_the_models_unless_they_say_otherwise(page: Page) -> None:
         ask(page, "Hi")
     messages = [{"role": "user", "content": "Hi"}]
     assert request.value.post_data_json == {
-        "messages": messages, "stream": True, "stream_options": {"include_usage": True},
+        "messages": messages, "stream": True, "stream_options": {"include_usage": True}, "separate_reasoning": False,
     }  # fmt: skip
     answered(page)
     page.get_by_role("button", name="New chat").click()

@@ -479,7 +479,9 @@ def test_an_engine_across_a_socket_gives_the_same(checkpoints):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("fields", [{"pooling_type": "mean"}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"pooling_type": "mean"}, pytest.param({"batch_invariant": True}, marks=pytest.mark.long)], ids=str
+)
 def test_warm_up_covers_random_traffic(tmp_path, kernel_device, fields):
     """Triton's kernels launch nothing that warm-up has not, and a rehearsal launches all of that."""
     pytest.importorskip("kernels")

@@ -94,10 +94,10 @@ def broken(folder: Path, change: str) -> list[str]:
     ("change", "says"),
     [
         ("missing folder", "there is no folder"),
-        ("broken config", "is not JSON"),
-        ("no config.json", "has no config.json"),
-        ("no tokenizer.json", "has no tokenizer.json"),
-        ("unknown architecture", "Nonesuch"),
+        pytest.param("broken config", "is not JSON", marks=pytest.mark.long),
+        pytest.param("no config.json", "has no config.json", marks=pytest.mark.long),
+        pytest.param("no tokenizer.json", "has no tokenizer.json", marks=pytest.mark.long),
+        pytest.param("unknown architecture", "Nonesuch", marks=pytest.mark.long),
         ("truncated weights", "model.safetensors"),
         ("layers without end", "num_hidden_layers is inf; it must be a whole number from 1 to 1024"),
         ("weights beyond memory", "GiB of weights"),
@@ -166,6 +166,7 @@ def test_whoever_is_stopped_is_named_and_may_go_on(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_an_engine_process_that_stays_stopped_is_replaced(tmp_path: Path) -> None:
     with serving(tmp_path, "--step-timeout", "5", "--threads", "1") as server:
         reader, engine = Reader(server, prompt="Once", max_tokens=900), engine_of(server)
@@ -191,24 +192,24 @@ def belongings(log: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("size", ["1", "2"])
-def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str) -> None:
+@pytest.mark.parametrize("size", [pytest.param("1", marks=pytest.mark.long), "2"])
+@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.long)], ids=["one", "all"])
+def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str, all_of_them: bool) -> None:
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
     environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", size]
     for moment in ("server.py", "engine_process.py", "spawn_main", "libtorch_cpu"):
-        for all_of_them in (False, True):
-            command = [sys.executable, "server.py", *flags]
-            with (
-                open(log, "w") as file,
-                subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
-            ):
-                eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
-                for pid in belongings(log) if all_of_them else [process.pid]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            eventually(lambda: not belongings(log), 30)
-            assert not list(tmp_path.glob("manta*")), (moment, all_of_them)
+        command = [sys.executable, "server.py", *flags]
+        with (
+            open(log, "w") as file,
+            subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file) as process,
+        ):
+            eventually(lambda: any(moment in about(pid) for pid in belongings(log)), 60)  # noqa: B023
+            for pid in belongings(log) if all_of_them else [process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not belongings(log), 30)
+        assert not list(tmp_path.glob("manta*")), moment
 
 
 def about(pid: int) -> str:

@@ -12,7 +12,9 @@ import pytest
 import tokenizers
 from flask.testing import FlaskClient
 
+from checks import ITEMS
 from config import DEMO, ServerConfig
+from messages import ITEM_FORMS
 from processes import Board
 from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
 from sampling_params import SamplingParams, StructuredOutputsParams
@@ -148,7 +150,6 @@ BAD_MESSAGES = [
     [{"role": "user", "content": ["x"]}], [{"role": "user", "content": [IMAGE]}],
     [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": 5}],
     [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"function": {"name": 5}}]}],
-    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
 ]  # fmt: skip
 CASES = [
     *((route, name, value) for route in BODIES for name, values in BAD.items() for value in values),
@@ -614,4 +615,7 @@ def test_the_schema_tells_what_must_be_there_and_which_keys_messages_have(http_c
     assert anthropic["properties"]["role"] == {"enum": ["user", "assistant", "system"]}
     for message in (anthropic, chat):
         (part,) = (kind["items"] for kind in message["properties"]["content"]["anyOf"] if "items" in kind)
-        assert part["additionalProperties"] is False and part["required"] == ["type", "text"]
+        text = part["anyOf"][0] if message is anthropic else part
+        assert text["additionalProperties"] is False and text["required"] == ["type", "text"]
+    items = schemas["ResponsesRequest"]["properties"]["input"]["anyOf"][0]["anyOf"][1]["items"]["anyOf"]
+    assert {item["properties"]["type"]["const"] for item in items} == set(ITEM_FORMS) == set(ITEMS)

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cpu_ops
+import cpu_sampling
 import oracles
 import reference
 
@@ -304,7 +305,7 @@ def test_sample_of_rows_without_temperature_or_finite_logits(ops: ModuleType) ->
     assert ops.sample(hopeless, ints(0, 1), torch.tensor([1.0, 0.0]), *state).tolist() == [0, 0]
     ties = torch.tensor([[1.0, 3.0, 3.0], [5.0, 5.0, 5.0], [0.0, 0.0, 9.0]])
     assert ops.sample(ties, ints(1, 0, -1), torch.zeros(2), *state).tolist() == [1, 0, 0]
-    long = torch.randn(6, 16 * cpu_ops.PART + 300).bfloat16()  # the largest one's index is looked for in a part
+    long = torch.randn(6, 16 * cpu_sampling.PART + 300).bfloat16()  # the largest one's index is looked for in a part
     peaks = [(0, 9), (1023, 1024), (5000, 16000), (16384, 16600), (16683, 16683), (16383, 16384)]
     for row, places in zip(long, peaks, strict=True):
         row[list(places)] = 9.0

@@ -437,7 +437,7 @@ BAD_INPUT = [
     [{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": [PART | {"type": []}]}],
     [{"type": "item_reference", "id": "msg_5"}], [{"type": "function_call_output", "output": "x"}],
     [{"type": "function_call_output", "call_id": "x"}], [{"type": "function_call_output", "call_id": "x", "output": 5}],
-    [CALLED | {"arguments": "{"}], [CALLED | {"arguments": "[]"}], [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
+    [CALLED | {"arguments": 5}], [CALLED | {"name": None}], [CALLED | {"call_id": 5}],
     [CALLED | {"x": 1}], [{"type": "reasoning", "content": 5}], [{"type": "reasoning", "summary": ["x"]}],
     [{"type": ["message"], "role": "user", "content": "x"}], [{"role": "user", "content": "x", "id": 5}],
     [{"role": "user", "content": "x", "name": "x"}], [{"role": "user", "content": [PART | {"detail": "x"}]}],
@@ -466,6 +466,7 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
     },
     TALK: {
         "messages": [MISSING, None, *BAD_TURNS], "max_tokens": [MISSING, None, 0, -1, 1.5, "9", True, 2**31],
+        "parallel_tool_calls": [0, "yes"],
         "stop_sequences": ["x", [""], [5], ["a"] * 65, ["a" * 513]],
         "system": [5, {}, ["x"], [IMAGE], [{"type": "text"}], [{"type": "text", "text": "a", "x": 1}]],
         "thinking": ["on", {}, {"type": "on"}, {"type": []}, {"type": "enabled", "budget_tokens": "9"},
@@ -474,7 +475,8 @@ BAD_HERE: dict[str, dict[str, list[Any]]] = {
         "output_config": ["low", {"effort": 5}, {"format": {"type": "json_schema"}}, {"x": 1}, {"format": "json"}],
         "output_format": ["json", {}, {"type": "json_schema"}, {"type": "json_schema", "schema": "{}"}],
         "tools": [*TOOL_5, [{"name": "x", "input_schema": 5}], [{"name": "x", "parameters": {}}]],
-        "tool_choice": ["auto", {}, {"type": "required"}, {"type": "tool"}, {"type": "any", "name": "x"},
+        "tool_choice": ["auto", {}, {"type": []}, {"type": "auto", "name": 5}, {"type": "tool", "name": 5},
+                        {"type": "required"}, {"type": "tool"}, {"type": "any", "name": "x"},
                         {"type": "auto", "disable_parallel_tool_use": 1}, {"type": "auto", "x": 1}],
     },
 }  # fmt: skip

@@ -363,11 +363,11 @@ class CheckedWorker(FakeWorker):
         return result
 
 
-@pytest.mark.parametrize("part", range(3))
-def test_no_false_alarm_in_random_scenarios(monkeypatch, part):
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
+def test_no_false_alarm_in_random_scenarios(monkeypatch, count):
     monkeypatch.setattr(fake_worker, "FakeWorker", CheckedWorker)
     monkeypatch.setattr(fake_worker, "EngineConfig", partial(EngineConfig, sanitize_kv=True))
-    for seed in range(100 * part, 100 * (part + 1)):
+    for seed in range(count):
         test_scenarios.run_scenario(seed)
 
 
@@ -407,8 +407,12 @@ def test_no_false_alarm_on_a_random_model(make_core, shape, mode):
         FEW | {"preemption_mode": "recompute", "swap_space": 0.0},
         FEW | {"preemption_mode": "swap", "swap_space": 0.01},
         {"num_gpu_blocks_override": 70, "block_size": 16, "preemption_mode": "recompute"},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32},
-        {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "block_size": 7},
+        pytest.param(
+            {"enable_prefix_caching": False, "max_num_batched_tokens": 32, "max_num_seqs": 32}, marks=pytest.mark.long
+        ),
+        pytest.param(
+            {"enable_chunked_prefill": False, "scheduler_delay_factor": 0.5, "block_size": 7}, marks=pytest.mark.long
+        ),
     ],
     ids=["recompute", "swap", "host tier", "chunks of 32", "classic order"],
 )

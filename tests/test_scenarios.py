@@ -164,9 +164,12 @@ def run_scenario(seed: int) -> Scheduler:
     return scenario.engine.scheduler
 
 
-@pytest.mark.parametrize("part", [pytest.param(i, marks=[pytest.mark.long] * (i > 2)) for i in range(10)])
-def test_a_thousand_random_scenarios(part):
-    schedulers = map(run_scenario, range(1000 * part, 1000 * (part + 1)))
+PARTS = [range(300), *(pytest.param(range(i, i + 1000), marks=pytest.mark.long) for i in range(0, 10_000, 1000))]
+
+
+@pytest.mark.parametrize("seeds", PARTS, ids=lambda seeds: f"{seeds.start} to {seeds.stop - 1}")
+def test_random_scenarios(seeds):
+    schedulers = map(run_scenario, seeds)
     assert max(scheduler.counters["num_preemptions_total"] for scheduler in schedulers) > 10
 
 
@@ -214,7 +217,10 @@ class Traffic(RuleBasedStateMachine):
             self.scenario.finish()
 
 
-TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(
-    max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
-)
+class TestTraffic(Traffic.TestCase):
+    settings = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+
+
+@pytest.mark.long
+class TestMoreTraffic(Traffic.TestCase):
+    settings = settings(TestTraffic.settings, max_examples=600)

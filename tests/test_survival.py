@@ -121,6 +121,7 @@ def test_streams_go_on_when_the_worker_is_gone(
     assert two.log.read_text().count("new workers after ") >= 2
 
 
+@pytest.mark.long
 def test_streams_go_on_when_new_workers_die_while_they_start(two: Server, prompts: list[str], texts: list[str]) -> None:
     """Some of these kills come within 100 ms of the one before, and find a process that has yet to import anything."""
     engine = engine_of(two)
@@ -262,6 +263,7 @@ def test_draining_has_an_end(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_a_server_whose_engine_cannot_come_back_ends(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEMO, model, ignore=shutil.ignore_patterns("*.py", "__pycache__"))

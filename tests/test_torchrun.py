@@ -101,7 +101,7 @@ def test_a_server_on_two_ranks_answers_and_ends(tmp_path: Path) -> None:
         assert "lost" not in server.log.read_text()
 
 
-@pytest.mark.parametrize("killed", ["follower", "engine"])
+@pytest.mark.parametrize("killed", ["follower", pytest.param("engine", marks=pytest.mark.long)])
 def test_where_a_rank_is_gone_all_of_them_end(tmp_path: Path, killed: str) -> None:
     with two_ranks(tmp_path) as server:
         reader = Reader(server, prompt="Once", max_tokens=900)
@@ -128,6 +128,7 @@ def test_where_torchrun_is_killed_its_ranks_drain_and_end(tmp_path: Path) -> Non
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     flags = ["--max-model-len", "100000", *FLAGS]
     launcher = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "log")]

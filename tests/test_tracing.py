@@ -71,7 +71,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("with_signal", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
 def test_a_script_that_is_ended_leaves_a_trace_that_can_be_read(tmp_path, with_signal):
     path = tmp_path / "trace.json"
     command = [sys.executable, "-c", SCRIPT, str(path)]

@@ -1,12 +1,12 @@
 """What users of vLLM's server rely on, as its own tests under tests/entrypoints/ say, asked of a server on the demo.
 
 Left out, as features of later work:
-    tools, structured output, reasoning parsers   need constrained sampling, or parsers of the answer
+    tools, structured output, reasoning parsers   are in files of their own, with scripted answers
     LoRA, multimodal input, audio, prompt embeds  are other models' and other inputs'
     sleep mode, weights that change at run time   need an engine that gives its memory back
     per-token embeddings and classes, ColBERT     pool nothing
     background responses                          need a response that outlives its connection
-    logprobs of responses, reasoning items        come with reasoning parsers
+    logprobs of responses                         are refused by name
     /v1/chat/completions/batch, /invocations, /tokenizer_info, /load   are routes that no OpenAI client asks for
 
 Where Manta differs, on purpose:
@@ -15,6 +15,9 @@ Where Manta differs, on purpose:
     `logprobs`, `top_logprobs` and `prompt_logprobs` of -1 are refused whatever `--max-logprobs` is.
     What was not asked for (`prompt_logprobs`, `token_ids`) is left out of a reply; vLLM says null.
     An empty `cache_salt` is none; vLLM refuses it.
+    A parser of reasoning is there by the chat template; vLLM needs `--reasoning-parser`. So is one of tool calls.
+    Reasoning goes out as `reasoning_content` and as `reasoning`; vLLM has the latter alone.
+    An answer that calls a function which was named ends with "tool_calls"; with vLLM it is "stop".
     A form's content type is taken as JSON, because `curl -d` sends it; vLLM refuses it.
     A priority other than 0 is refused without the policy `priority`; vLLM ignores it.
     Vectors are numbers or float32 in base64; vLLM has other widths, byte orders and raw bytes as well.

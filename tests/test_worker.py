@@ -27,6 +27,7 @@ SHAPE = {
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 256, "sliding_window": None,
 }  # fmt: skip
+ONE_LAYER = {"num_hidden_layers": 1}  # for kernels that are interpreted, which takes long
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
 
@@ -311,12 +312,12 @@ def test_batch_invariant_products_are_the_kernels_own(make, monkeypatch):
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shape", [{}, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["keys", "states"])
+@pytest.mark.parametrize("shape", [ONE_LAYER, pytest.param(HYBRID, marks=pytest.mark.long)], ids=["keys", "states"])
 def test_kernels_give_a_token_the_same_logits_however_its_sequence_was_cut(make, few_programs, monkeypatch, shape):
     """With batch_invariant logits are bit-equal in one go, in chunks, beside another row, and as a decode."""
     kernels = pytest.importorskip("kernels")
     monkeypatch.setattr(startup, "pick_ops", lambda *_: kernels)
-    worker, found = make(shape, dtype="bfloat16", batch_invariant=True), []
+    worker, found = make(shape, dtype="bfloat16", batch_invariant=True, max_num_batched_tokens=64), []
     logits = worker.model.logits
     monkeypatch.setattr(worker.model, "logits", lambda hidden: found.append(logits(hidden)) or found[-1])
     prompt, other = [(7 * i) % 97 for i in range(18)], [(5 * i) % 97 for i in range(40)]
@@ -404,7 +405,7 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
     """Rows come and go, some with penalties or log-probabilities. Steps with a prompt are not replayed."""
     told, states = [], []
     for sizes in ([], [1, 2, 4, 8]):
-        worker = make(backend=backend)
+        worker = make(ONE_LAYER, backend=backend, max_num_batched_tokens=64)
         with torch.inference_mode():
             worker.graph_sizes, result = sizes, []
             for size in sizes[1:]:

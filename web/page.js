@@ -178,7 +178,8 @@ function requestBody() {
   const messages = chat.filter(({ content }) => content).map(({ role, content }) => ({ role, content }));
   const system = byId("system").value.trim();
   if (system) messages.unshift({ role: "system", content: system });
-  const body = { messages, stream: true, stream_options: { include_usage: true } };
+  // What a model writes for itself stays in the text, where the tokens are shown as well.
+  const body = { messages, stream: true, stream_options: { include_usage: true }, separate_reasoning: false };
   for (const { name, value } of byId("fields").querySelectorAll("input")) {
     if (value.trim()) body[name] = Math.abs(value) <= Number.MAX_SAFE_INTEGER ? Number(value) : value;
   }

@@ -38,6 +38,9 @@ CLIENTS = {  # what is installed, and the script
         "llama-index-llms-openai-like==0.8.1 llama-index-embeddings-openai-like==0.4.0", "use_llama_index.py",
     ),
     "llm": ("llm==0.36", "use_llm.py"),
+    "instructor": ("instructor==1.17.0", "use_instructor.py"),
+    "pydantic-ai": ("pydantic-ai-slim[openai]==2.68.0", "use_pydantic_ai.py"),
+    "smolagents": ("smolagents[openai]==1.26.0", "use_smolagents.py"),
     "guidellm": ("guidellm==0.8.1", "use_guidellm.py"),
     "openai-node": ("openai@7.57.0", "use_openai.mjs"),
 }  # fmt: skip

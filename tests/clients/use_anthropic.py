@@ -4,10 +4,15 @@ import asyncio
 import os
 
 import anthropic
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = os.environ["DEMO_URL"]
 SUM = [{"role": "user", "content": "What is 23 + 58?"}]
 FIELDS = {"model": "demo", "messages": SUM, "max_tokens": 32, "extra_body": {"temperature": 0}}
+DIGITS = {"type": "integer", "minimum": 0, "maximum": 99}
+TWO = {"type": "object", "properties": {"a": DIGITS, "b": DIGITS}, "required": ["a", "b"]}
+ADD = {"name": "add", "description": "Adds.", "input_schema": TWO}
+CALL = FIELDS | {"max_tokens": 100, "tools": [ADD]}
 client = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=60)
 
 
@@ -56,11 +61,55 @@ def streams():
     assert final.usage.input_tokens == whole.usage.input_tokens
 
 
+def tools():
+    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "add"}):
+        answer = client.messages.create(**CALL, tool_choice=choice)
+        (block,) = answer.content
+        assert (block.type, block.name, answer.stop_reason) == ("tool_use", "add", "tool_use")
+        assert block.input.keys() == {"a", "b"} and block.id
+        with client.messages.stream(**CALL, tool_choice=choice) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_message()
+        assert "input_json" in kinds and final.content[0].input == block.input and final.stop_reason == "tool_use"
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "81", "cache_control": {"type": "ephemeral"}}
+    turns = [*SUM, {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    for choice in ({"type": "auto"}, {"type": "none"}):
+        ended = client.messages.create(**CALL | {"messages": turns}, tool_choice=choice)
+        assert ended.usage.input_tokens + ended.usage.cache_read_input_tokens > answer.usage.input_tokens
+    assert client.messages.count_tokens(model="demo", messages=turns, tools=[ADD]).input_tokens > 13
+
+
+def runner():
+    asked = []
+
+    @anthropic.beta_tool(input_schema=TWO)
+    def add(a: int, b: int) -> str:
+        """Adds."""
+        asked.append((a, b))
+        return str(a + b)
+
+    fields = CALL | {"tools": [add], "tool_choice": {"type": "tool", "name": "add"}}
+    messages = list(client.beta.messages.tool_runner(**fields, max_iterations=2))
+    assert len(messages) == len(asked) == 2, (messages, asked)
+
+
+def structures():
+    class Sum(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        a: int = Field(ge=0, le=99)
+
+    parsed = client.messages.parse(**FIELDS | {"max_tokens": 100}, output_format=Sum)
+    assert type(parsed.parsed_output) is Sum
+    with client.messages.stream(**FIELDS | {"max_tokens": 100}, output_format=Sum) as stream:
+        assert stream.get_final_message().parsed_output == parsed.parsed_output
+
+
 def errors():
     refused(anthropic.BadRequestError, "temperature", extra_body={"temperature": -1})
     refused(anthropic.BadRequestError, "messages", messages=[])
     refused(anthropic.BadRequestError, "prompt is too long", messages=[{"role": "user", "content": "word " * 5000}])
-    refused(anthropic.BadRequestError, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    refused(anthropic.BadRequestError, "web_search", tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    refused(anthropic.BadRequestError, "other", tools=[ADD], tool_choice={"type": "tool", "name": "other"})
     refused(anthropic.NotFoundError, model="other")
     assert [model.id for model in client.models.list()] == ["demo"]
 
@@ -79,5 +128,8 @@ async def many():
 
 messages()
 streams()
+tools()
+runner()
+structures()
 errors()
 asyncio.run(many())

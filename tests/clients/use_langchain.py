@@ -2,16 +2,35 @@
 
 import asyncio
 import os
+from typing import Annotated
 
 import openai
-from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = os.environ["DEMO_URL"] + "/v1"
 FIELDS = {"model": "demo", "base_url": URL, "api_key": "none", "temperature": 0, "max_retries": 0}
 SUM = "What is 23 + 58?"
+
+Digits = Annotated[int, Field(ge=0, le=99)]
+
+
+@tool
+def add(a: Digits, b: Digits) -> int:
+    """Adds."""
+    return a + b
+
+
+class Sum(BaseModel):
+    """A sum."""
+
+    model_config = ConfigDict(extra="forbid")
+    a: Digits
+    b: Digits
 
 
 def chat():
@@ -53,6 +72,36 @@ def responses():
     assert longer.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
 
 
+def tools(**fields):
+    model = ChatOpenAI(**FIELDS, **fields)
+    for choice in ("any", "add"):
+        bound = model.bind_tools([add], tool_choice=choice, parallel_tool_calls=False, strict=choice == "any")
+        asked = bound.invoke(SUM)
+        (call,) = asked.tool_calls
+        assert call["name"] == "add" and not asked.invalid_tool_calls
+        chunks = list(bound.stream(SUM))
+        (streamed,) = sum(chunks[1:], chunks[0]).tool_calls
+        assert streamed["args"] == call["args"] and sum(bool(chunk.tool_call_chunks) for chunk in chunks) > 2
+    result = add.invoke(call)
+    assert int(result.content) == sum(call["args"].values())
+    free = model.bind_tools([add])
+    assert free.invoke([HumanMessage(SUM), asked, result]).type == "ai"
+    broken = {"name": "add", "args": '{"a": ', "id": "call_1", "error": "cut", "type": "invalid_tool_call"}
+    turns = [HumanMessage(SUM), AIMessage("", invalid_tool_calls=[broken]), ToolMessage("cut", tool_call_id="call_1")]
+    assert free.invoke(turns).type == "ai"
+
+
+def structures(**fields):
+    model = ChatOpenAI(**FIELDS, **fields)
+    for method in ("function_calling", "json_schema"):
+        for strict in (None, True):
+            follows = model.with_structured_output(Sum, method=method, strict=strict)
+            found = follows.invoke(SUM)
+            assert type(found) is Sum and list(follows.stream(SUM))[-1] == found
+        raw = model.with_structured_output(Sum.model_json_schema(), method=method, include_raw=True).invoke(SUM)
+        assert raw["parsing_error"] is None and Sum(**raw["parsed"])
+
+
 def completions():
     model = OpenAI(**FIELDS, max_tokens=8)
     text = model.invoke("To be, or not")
@@ -90,6 +139,9 @@ def embeddings():
 chat()
 asyncio.run(asynchronous())
 responses()
+for fields in ({}, {"use_responses_api": True}):
+    tools(**fields)
+    structures(**fields)
 completions()
 errors()
 embeddings()

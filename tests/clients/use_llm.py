@@ -15,6 +15,8 @@ models = [
     {"model_id": "said", "model_name": "demo", "api_base": URL, "responses": True},
     {"model_id": "other", "model_name": "other", "api_base": URL},
 ]
+for model in models:
+    model |= {"supports_schema": True, "supports_tools": True} if model["model_id"] in ("demo", "whole", "said") else {}
 (folder / "extra-openai-models.yaml").write_text(json.dumps(models))  # JSON is YAML
 
 
@@ -36,3 +38,11 @@ assert llm("-c", "What is 2 + 3?").strip()  # goes on with the last conversation
 logged = json.loads(llm("logs", "--json", "-n", "1"))[0]
 assert logged["input_tokens"] > 20, logged
 assert "other" in llm("-m", "other", "Hi", code=1)
+
+# Schemas and tools; whether a tool is called is left to the model.
+DIGITS = {"type": "integer", "minimum": 0, "maximum": 99}
+schema = {"type": "object", "properties": {"a": DIGITS}, "required": ["a"], "additionalProperties": False}
+for model in ("demo", "whole", "said"):
+    found = json.loads(llm("-m", model, "-o", "temperature", "0", "--schema", json.dumps(schema), "What is 23 + 58?"))
+    assert 0 <= found["a"] <= 99 and len(found) == 1, found
+    assert llm("-m", model, "-o", "temperature", "0", "-T", "llm_version", "What is 23 + 58?").strip()

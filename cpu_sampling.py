@@ -1,0 +1,137 @@
+"""The ops that choose tokens, for a CPU: `cpu_ops.py` passes them on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from reference import FLOAT_MAX, uniform
+from reference import Adjust as SpecifiedAdjust
+
+LOGPROB_LOGITS = 1 << 21  # logits that `logprobs` looks at at a time; each takes up to 25 bytes meanwhile
+PART = 1 << 10  # logits of a row among which the index of the largest one is looked for
+TOP_PREFIX = 1024  # this many of the largest logits settle nearly every top-p row without sorting all of them
+# [256, 8] float32: what each byte of a bitmask adds to the logits of its tokens
+MASK_TERMS = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, 0.0, -math.inf).astype(np.float32)
+
+
+class Adjust(SpecifiedAdjust):
+    """See `reference.Adjust`. Structured outputs have a mask in every step, so its time is felt."""
+
+    __slots__ = ()
+
+    def mask(self, x: torch.Tensor, slot: int) -> None:
+        """Add minus infinity where a token is barred: by a table, in a tenth of the time of a `masked_fill_`."""
+        added = MASK_TERMS[self.bitmask[slot].numpy().view(np.uint8)].reshape(-1)
+        x.add_(torch.from_numpy(added[: len(x)]))
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    seeds: torch.Tensor,
+    num_known: torch.Tensor,
+    adjust: Adjust | None = None,
+) -> torch.Tensor:
+    """See `reference.sample`."""
+    slot = slots.long().clamp(min=0)
+    if adjust is not None:
+        logits = logits.to(torch.float32, copy=True)
+        for row in adjust.kinds[slot].nonzero()[:, 0].tolist():
+            adjust.apply(logits[row], int(slot[row]))
+    heat = temperature[slot]
+    if not heat.any():
+        return _argmax(logits).masked_fill(slots < 0, 0)
+    # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
+    x = logits.float().clamp(max=FLOAT_MAX)
+    peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
+    warm = torch.where(heat > 0, heat, 1.0)
+    mass = (x - peak).div_(warm[:, None]).exp_()
+    floor = peak[:, 0] + warm * min_p[slot].log()
+    filtered = (heat > 0) & (((top_k[slot] > 0) & (top_k[slot] < x.shape[1])) | (top_p[slot] < 1))
+    rows = filtered.nonzero()[:, 0]
+    if len(rows):
+        pivots = _top_thresholds(x[rows], mass[rows], top_k[slot[rows]].long(), top_p[slot[rows]])
+        floor[rows] = torch.maximum(floor[rows], pivots)
+    reached = mass.masked_fill_(x < floor[:, None], 0).cumsum(dim=-1, dtype=torch.float64)
+    goal = uniform(seeds[slot], num_known[slot]).double()[:, None] * reached[:, -1:]
+    ids = torch.searchsorted(reached, goal, right=True)[:, 0]
+    ids = torch.where(heat > 0, ids, _argmax(logits))
+    return ids.masked_fill((slots < 0) | (ids >= x.shape[1]), 0)
+
+
+def logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    """See `reference.logprobs`. Parts of the rows take a third of the time, and no more memory than was planned."""
+    size = max(1, LOGPROB_LOGITS // logits.shape[1])
+    parts = [_logprobs(*part, k) for part in zip(logits.split(size), ids.split(size), strict=True)]
+    return tuple(torch.cat(columns) for columns in zip(*parts, strict=True))
+
+
+def _logprobs(logits: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
+    x = logits.float().clamp(max=FLOAT_MAX)
+    lse = x.logsumexp(dim=-1, keepdim=True).clamp_(min=-FLOAT_MAX)  # so that -inf - lse is no NaN
+    at = torch.cat((ids[:, None], _top(x, k)), dim=1) if k else ids[:, None]
+    chosen = x.gather(1, at)
+    ranks = 1 + (x > chosen[:, :1]).sum(dim=-1, dtype=torch.int32)
+    values = chosen - lse
+    return values[:, 0], ranks, at[:, 1:], values[:, 1:]
+
+
+def _top(x: torch.Tensor, k: int) -> torch.Tensor:
+    """ids [R, k] of the k largest of x [R, V] float32, the lowest id first among equals.
+
+    topk leaves open which of two equals comes first. So it is given integers that are ordered by x and then by the id;
+    the id is -key mod V.
+    """
+    vocab = x.shape[1]
+    order = (x + 0.0).view(torch.int32)  # + 0.0 makes 0.0 of -0.0
+    order ^= (order >> 31) & 0x7FFFFFFF
+    keys = order.long().mul_(vocab).sub_(torch.arange(vocab, device=x.device))
+    return -keys.topk(k).values % vocab
+
+
+def _argmax(x: torch.Tensor) -> torch.Tensor:
+    """Index [R] of each row's largest element, the first among equals.
+
+    torch finds a value faster than its index. So the index is looked for only in the one part of a long row that has
+    the value.
+    """
+    size = x.shape[1]
+    if size < 16 * PART:
+        return x.max(dim=-1).indices
+    whole = size // PART * PART
+    tops = x[:, :whole].unflatten(1, (-1, PART)).amax(dim=-1)
+    if whole < size:
+        tops = torch.cat((tops, x[:, whole:].amax(dim=-1, keepdim=True)), dim=1)
+    begin = tops.max(dim=-1, keepdim=True).indices * PART
+    ids = (begin + torch.arange(PART, device=x.device)).clamp(max=size - 1)
+    return ids.gather(1, x.gather(1, ids).max(dim=-1, keepdim=True).indices)[:, 0]
+
+
+def _top_thresholds(x: torch.Tensor, mass: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """max(t_k, t_p) of each row of x [N, V] with mass = exp(x - peak) [N, V]; see `sample`. Returns [N] float32.
+
+    It looks at the TOP_PREFIX largest logits first, and at all of them only where these do not settle every row.
+    """
+    vocab = x.shape[1]
+    k = torch.where((top_k > 0) & (top_k < vocab), top_k, vocab)
+    for width in (min(TOP_PREFIX, vocab), vocab):
+        top, ids = x.topk(width, dim=-1)
+        kth = torch.where(k < vocab, top.gather(1, (k - 1).clamp(max=width - 1)[:, None])[:, 0], -math.inf)
+        total = mass.masked_fill(x < kth[:, None], 0).sum(dim=-1, dtype=torch.float64)
+        reached = mass.gather(1, ids).cumsum(dim=-1, dtype=torch.float64)
+        goal = torch.where(top_p < 1, top_p.double() * total, 0)
+        pivot = torch.searchsorted(reached, goal[:, None])  # the first place where reached >= goal
+        if width == vocab or bool(((k <= width) | (k == vocab)).all() and (pivot < width).all()):
+            break
+    nucleus = torch.where(top_p < 1, top.gather(1, pivot.clamp(max=width - 1))[:, 0], -math.inf)
+    return torch.maximum(kth, nucleus)
+
+
+# --- compiled C++ for what lies between a layer's products ----------------------------------------------------------
