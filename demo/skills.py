@@ -90,7 +90,7 @@ class Toolbox(NamedTuple):
     weather: tuple[str, str] | None
 
 
-def tool(name: str, **properties: dict[str, Any]) -> dict[str, Any]:
+def tool(name: str, /, **properties: dict[str, Any]) -> dict[str, Any]:
     """A tool in OpenAI's shape, all of whose parameters are required."""
     parameters = {"type": "object", "properties": properties, "required": list(properties)}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
