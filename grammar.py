@@ -82,10 +82,13 @@ class Constraint:
             else:
                 read.append(output[i])
         if self.matcher is not None and read:
-            self.matcher.consume_tokens(read)
-            self.allowed = mask_of(self.matcher, self.words)
-            if error := self.matcher.get_error():
-                self.error = f"the structured output cannot go on: {' '.join(error.split())[:MAX_SAID]}"
+            try:
+                self.matcher.consume_tokens(read)
+                self.allowed, error = mask_of(self.matcher, self.words), self.matcher.get_error()
+            except BaseException as failure:  # the library's panics are not even Exceptions
+                error = repr(failure)
+            if error:
+                self.error = f"the structured output cannot go on: {brief(error)}"
         self.mask = self._mask(output)
         self.num_read = len(output)
 
@@ -169,13 +172,16 @@ class Grammars:
         try:
             text = grammar_text(wanted)
         except Exception as error:  # the converter of GBNF raises its own
-            raise ValueError(f"structured_outputs cannot be read: {str(error)[:MAX_SAID]}") from None
+            raise ValueError(f"structured_outputs cannot be read: {brief(str(error))}") from None
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
-        first = None if matcher.is_error() else mask_of(matcher, self.words)
-        if first is None or matcher.is_error() or not first.any():
-            said = " ".join(matcher.get_error().split()) or "they allow no text"
-            raise ValueError(f"structured_outputs cannot be compiled: {said[:MAX_SAID]}")
+        try:
+            matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+            first = mask_of(matcher, self.words)
+        except BaseException as error:  # the library's panics are not even Exceptions
+            raise ValueError(f"structured_outputs cannot be compiled: {brief(str(error))}") from None
+        if matcher.is_error() or not first.any():
+            said = brief(matcher.get_error()) or "they allow no text"
+            raise ValueError(f"structured_outputs cannot be compiled: {said}")
         return Grammar(matcher, first)
 
     def check(self, request: Request) -> None:
@@ -255,6 +261,11 @@ class Grammars:
     def close(self) -> None:
         """Let the threads end."""
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def brief(error: str) -> str:
+    """An error of the library in a line, which may quote a grammar at length."""
+    return " ".join(error.split())[:MAX_SAID]
 
 
 def output_of(seq: Sequence) -> list[int]:

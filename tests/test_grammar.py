@@ -269,6 +269,21 @@ def test_what_a_grammar_forbids_is_an_error(constraint, tokenizer):
     assert c.error.startswith("the structured output cannot go on") and not allowed(c)
 
 
+def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint, monkeypatch):
+    class Panic(BaseException):  # as the library's is
+        pass
+
+    def fail(*args):
+        raise Panic("deep inside")
+
+    c = constraint({"choice": ["yes"]})
+    monkeypatch.setattr("grammar.mask_of", fail)
+    c.advance([5])
+    assert "deep inside" in c.error
+    with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
+        grammars.compile(StructuredOutputsParams(regex="ab")).result()
+
+
 class Stub:
     """Has the attributes that it is given."""
 
