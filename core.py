@@ -34,7 +34,7 @@ UTILITIES = (
     "do_log_stats",
 )  # fmt: skip
 GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
-LARGE_VOCABULARY = 2**15  # tokens; grammars' view of it takes long to make
+LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
@@ -56,7 +56,7 @@ class EngineCore:
         self.config = config
         vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
-        if config.beside_server and self.model_config.vocab_size >= LARGE_VOCABULARY:
+        if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
             self.grammars.prepare()  # while the workers start
         self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config, peers)
@@ -102,6 +102,8 @@ class EngineCore:
             self.journal.tick()
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
+            if r.request_id in self.compiling:
+                raise ValueError(f"request id {r.request_id!r} is in use by a request whose grammar is being compiled")
             if r.params.structured_outputs is not None:
                 queued.grammar = self.grammars.compile(r.params.structured_outputs)
                 if not queued.grammar.done():
