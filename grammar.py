@@ -233,12 +233,12 @@ class Grammars:
 
     def _work(self, seq: Sequence, constraint: Constraint) -> Future[None] | None:
         """What is being done on the mask after a sequence's latest token; None if the mask is there."""
-        if constraint.work is None and constraint.num_read < len(seq.tokens) - seq.group.request.num_prompt:
-            constraint.begun = time.monotonic()
-            constraint.work = self.threads.submit(constraint.advance, output_of(seq))
-        elif constraint.work is not None and constraint.work.done():
-            constraint.work.result()
+        if constraint.work is not None and constraint.work.done():
             constraint.work = None
+        num_prompt = seq.group.request.num_prompt
+        if constraint.work is None and constraint.num_read < len(seq.tokens) - num_prompt:
+            constraint.begun = time.monotonic()
+            constraint.work = self.threads.submit(constraint.advance, seq.tokens[num_prompt:])
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> None:
@@ -253,9 +253,8 @@ class Grammars:
         for seq, _, computed in rows:
             if seq.group.request.params.constrained and computed == len(seq.tokens):
                 constraint = self._of(seq)
-                if (work := self._work(seq, constraint)) is not None:
+                if work := self._work(seq, constraint):
                     work.result()
-                    constraint.work = None
                 plan.masks.append((seq.slot, constraint.mask.tobytes()))
 
     def close(self) -> None:
@@ -266,11 +265,6 @@ class Grammars:
 def brief(error: str) -> str:
     """An error of the library in a line, which may quote a grammar at length."""
     return " ".join(error.split())[:MAX_SAID]
-
-
-def output_of(seq: Sequence) -> list[int]:
-    """A sequence's tokens since the prompt."""
-    return seq.tokens[seq.group.request.num_prompt :]
 
 
 def mask_of(matcher: Any, words: int) -> np.ndarray:
