@@ -59,7 +59,8 @@ class Constraint:
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None, stops: dict[int, int], words: int):
         self.params, self.stops, self.words = params, stops, words
-        self.matcher = grammar.matcher.deep_copy() if grammar else None
+        self.grammar = grammar
+        self.matcher: Any = None  # the grammar's, copied once there is something to read
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
         self.num_read = 0  # tokens of the output that `mask` follows
         self.reasoning = bool(params.reasoning_end_ids) and not params.reasoning_start_ids
@@ -81,8 +82,9 @@ class Constraint:
                 self.reasoning = True
             else:
                 read.append(output[i])
-        if self.matcher is not None and read:
+        if self.grammar is not None and read:
             try:
+                self.matcher = self.matcher or self.grammar.matcher.deep_copy()
                 self.matcher.consume_tokens(read)
                 self.allowed, error = mask_of(self.matcher, self.words), self.matcher.get_error()
             except BaseException as failure:  # the library's panics are not even Exceptions
@@ -101,7 +103,7 @@ class Constraint:
             written = next(n for n in lengths if tuple(output[len(output) - n :]) == end[:n])
             return self._bits(bit_words([end[written]]))
         if self.reasoning:  # what the grammar asks for has yet to come
-            mask = np.full(self.words, ALL, dtype=np.uint32) & ~self._bits(self.stops if self.matcher else {})
+            mask = np.full(self.words, ALL, dtype=np.uint32) & ~self._bits(self.stops if self.grammar else {})
         elif params.reasoning_start_ids and not output:
             mask = self.allowed | self._bits(bit_words(params.reasoning_start_ids[:1]))
         else:
