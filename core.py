@@ -17,7 +17,7 @@ from typing import Any
 
 from config import VERSION, EngineConfig
 from executor import MpExecutor, Peers, WorkerError, new_executor
-from grammar import COMPILE_TIMEOUT, Grammars, open_vocabulary
+from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
@@ -199,8 +199,8 @@ class EngineCore:
 
     def _may_plan_ahead(self) -> bool:
         """Whether the next step can do without the tokens that the latest one brings, for most of those who run."""
-        waiting = [group for group in self._constrained() if group.seqs[0].num_computed >= len(group.seqs[0].tokens)]
-        return 2 * len(waiting) <= len(self.scheduler.running)
+        waiting = sum(awaits_token(group.seqs[0]) for group in self._constrained())
+        return 2 * waiting <= len(self.scheduler.running)
 
     def _constrain(self) -> list[EngineOutput]:
         """Have masks made for the next step; returns the news of requests that cannot go on."""

@@ -217,7 +217,7 @@ class Grammars:
                 constraint = self._of(seq)
                 if constraint.error:
                     failed[group.request] = constraint.error
-                elif seq.num_computed >= len(seq.tokens):
+                elif awaits_token(seq):
                     late.add(group)
                 elif work := self._work(seq, constraint):
                     behind[work] = group, constraint
@@ -262,6 +262,11 @@ class Grammars:
     def close(self) -> None:
         """Let the threads end."""
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def awaits_token(seq: Sequence) -> bool:
+    """Whether a step in flight brings a sequence's next token, on which depends what may follow it."""
+    return seq.num_computed >= len(seq.tokens)
 
 
 def brief(error: str) -> str:
