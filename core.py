@@ -172,7 +172,7 @@ class EngineCore:
         more, restarts = self.scheduler.has_work() if start is None else start, self.num_restarts
         ready = len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead()))
         news = self._land() if ready else Outputs()
-        news.outputs += refused + self._constrain()
+        news.outputs += refused + self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
         if self.scheduler.has_work() if start is None else start and self.num_restarts == restarts:
@@ -202,7 +202,7 @@ class EngineCore:
         waiting = sum(awaits_token(group.seqs[0]) for group in self._constrained())
         return 2 * waiting <= len(self.scheduler.running)
 
-    def _constrain(self) -> list[EngineOutput]:
+    def _make_masks(self) -> list[EngineOutput]:
         """Have masks made for the next step; returns the news of requests that cannot go on."""
         if not (groups := self._constrained()):
             self.scheduler.late = ()
