@@ -279,10 +279,13 @@ class BatchState:
         """The `ops.Adjust` of all slots."""
         return ops.Adjust(self.kinds, self.penalties, self.token_counts, self.bias_ids, self.biases, self.bitmask)
 
-    def allowed(self, slots: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Which tokens [R, vocab] bool the bitmask allows in each of `slots` [R]."""
-        bits = torch.arange(32, dtype=torch.int32, device=self.words.device)
-        return (self.bitmask[slots][:, :, None] >> bits & 1).flatten(1)[:, :vocab_size] == 1
+    def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
+        """Bar from those `rows` [R] of logits whose `slots` [R] want it what may not be drawn there; in place."""
+        if (masked := self.masked_logprobs[slots]).any():
+            rows = rows[to_device(torch.from_numpy(masked), self.device)]
+            words = self.bitmask[to_device(torch.from_numpy(slots[masked]), self.device)]
+            bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1
+            logits[rows] = logits[rows].masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -math.inf)
 
     def sample(self, ops: ModuleType, logits: torch.Tensor, slots: torch.Tensor, adjust: Any) -> torch.Tensor:
         """The next token [R] of each of `slots` [R], from logits [R, vocab]; `adjust` is that of this step."""

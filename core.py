@@ -17,7 +17,7 @@ from typing import Any
 
 from config import VERSION, EngineConfig
 from executor import MpExecutor, Peers, WorkerError, new_executor
-from grammar import COMPILE_TIMEOUT, Grammars, open_vocabulary
+from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
@@ -34,7 +34,7 @@ UTILITIES = (
     "do_log_stats",
 )  # fmt: skip
 GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
-LARGE_VOCABULARY = 2**15  # tokens; grammars' view of it takes long to make
+LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
@@ -56,7 +56,7 @@ class EngineCore:
         self.config = config
         vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
-        if config.beside_server and self.model_config.vocab_size >= LARGE_VOCABULARY:
+        if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
             self.grammars.prepare()  # while the workers start
         self.default_sampling = default_sampling(config)
         self.executor = new_executor(config, self.model_config, peers)
@@ -102,6 +102,8 @@ class EngineCore:
             self.journal.tick()
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
+            if r.request_id in self.compiling:
+                raise ValueError(f"request id {r.request_id!r} is in use by a request whose grammar is being compiled")
             if r.params.structured_outputs is not None:
                 queued.grammar = self.grammars.compile(r.params.structured_outputs)
                 if not queued.grammar.done():
@@ -170,7 +172,7 @@ class EngineCore:
         more, restarts = self.scheduler.has_work() if start is None else start, self.num_restarts
         ready = len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead()))
         news = self._land() if ready else Outputs()
-        news.outputs += refused + self._constrain()
+        news.outputs += refused + self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
         if self.scheduler.has_work() if start is None else start and self.num_restarts == restarts:
@@ -197,10 +199,10 @@ class EngineCore:
 
     def _may_plan_ahead(self) -> bool:
         """Whether the next step can do without the tokens that the latest one brings, for most of those who run."""
-        waiting = [group for group in self._constrained() if group.seqs[0].num_computed >= len(group.seqs[0].tokens)]
-        return 2 * len(waiting) <= len(self.scheduler.running)
+        waiting = sum(awaits_token(group.seqs[0]) for group in self._constrained())
+        return 2 * waiting <= len(self.scheduler.running)
 
-    def _constrain(self) -> list[EngineOutput]:
+    def _make_masks(self) -> list[EngineOutput]:
         """Have masks made for the next step; returns the news of requests that cannot go on."""
         if not (groups := self._constrained()):
             self.scheduler.late = ()

@@ -49,7 +49,7 @@ def sample(
     if not heat.any():
         return _argmax(logits).masked_fill(slots < 0, 0)
     # The two clamps keep x - peak a number where a logit is infinite, and where every logit is -inf.
-    x = logits.float().clamp(max=FLOAT_MAX)
+    x = logits.float().clamp(max=FLOAT_MAX) if adjust is None else logits.clamp_(max=FLOAT_MAX)
     peak = x.amax(dim=-1, keepdim=True).clamp(min=-FLOAT_MAX)
     warm = torch.where(heat > 0, heat, 1.0)
     mass = (x - peak).div_(warm[:, None]).exp_()

@@ -15,6 +15,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
@@ -95,7 +96,7 @@ class InprocClient:
             ValueError: it can never run.
         """
         if (wanted := request.params.structured_outputs) is not None:  # so that what is wrong with it is known here
-            self.core.grammars.compile(wanted).exception(COMPILE_TIMEOUT)
+            wait([self.core.grammars.compile(wanted)], COMPILE_TIMEOUT)
         self.core.add(request)
         return self.streams.setdefault(request.request_id, stream or InprocStream(self))
 

@@ -59,7 +59,8 @@ class Constraint:
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None, stops: dict[int, int], words: int):
         self.params, self.stops, self.words = params, stops, words
-        self.matcher = grammar.matcher.deep_copy() if grammar else None
+        self.grammar = grammar
+        self.matcher: Any = None  # the grammar's, copied once there is something to read
         self.allowed = grammar.first if grammar else np.full(words, ALL, dtype=np.uint32)  # by the grammar
         self.num_read = 0  # tokens of the output that `mask` follows
         self.reasoning = bool(params.reasoning_end_ids) and not params.reasoning_start_ids
@@ -81,11 +82,15 @@ class Constraint:
                 self.reasoning = True
             else:
                 read.append(output[i])
-        if self.matcher is not None and read:
-            self.matcher.consume_tokens(read)
-            self.allowed = mask_of(self.matcher, self.words)
-            if error := self.matcher.get_error():
-                self.error = f"the structured output cannot go on: {' '.join(error.split())[:MAX_SAID]}"
+        if self.grammar is not None and read:
+            try:
+                self.matcher = self.matcher or self.grammar.matcher.deep_copy()
+                self.matcher.consume_tokens(read)
+                self.allowed, error = mask_of(self.matcher, self.words), self.matcher.get_error()
+            except BaseException as failure:  # the library's panics are not even Exceptions
+                error = repr(failure)
+            if error:
+                self.error = f"the structured output cannot go on: {brief(error)}"
         self.mask = self._mask(output)
         self.num_read = len(output)
 
@@ -98,7 +103,7 @@ class Constraint:
             written = next(n for n in lengths if tuple(output[len(output) - n :]) == end[:n])
             return self._bits(bit_words([end[written]]))
         if self.reasoning:  # what the grammar asks for has yet to come
-            mask = np.full(self.words, ALL, dtype=np.uint32) & ~self._bits(self.stops if self.matcher else {})
+            mask = np.full(self.words, ALL, dtype=np.uint32) & ~self._bits(self.stops if self.grammar else {})
         elif params.reasoning_start_ids and not output:
             mask = self.allowed | self._bits(bit_words(params.reasoning_start_ids[:1]))
         else:
@@ -169,13 +174,16 @@ class Grammars:
         try:
             text = grammar_text(wanted)
         except Exception as error:  # the converter of GBNF raises its own
-            raise ValueError(f"structured_outputs cannot be read: {str(error)[:MAX_SAID]}") from None
+            raise ValueError(f"structured_outputs cannot be read: {brief(str(error))}") from None
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
-        first = None if matcher.is_error() else mask_of(matcher, self.words)
-        if first is None or matcher.is_error() or not first.any():
-            said = " ".join(matcher.get_error().split()) or "they allow no text"
-            raise ValueError(f"structured_outputs cannot be compiled: {said[:MAX_SAID]}")
+        try:
+            matcher = LLMatcher(self._tokenizer(), text, log_level=0, limits=limits)
+            first = mask_of(matcher, self.words)
+        except BaseException as error:  # the library's panics are not even Exceptions
+            raise ValueError(f"structured_outputs cannot be compiled: {brief(str(error))}") from None
+        if matcher.is_error() or not first.any():
+            said = brief(matcher.get_error()) or "they allow no text"
+            raise ValueError(f"structured_outputs cannot be compiled: {said}")
         return Grammar(matcher, first)
 
     def check(self, request: Request) -> None:
@@ -209,7 +217,7 @@ class Grammars:
                 constraint = self._of(seq)
                 if constraint.error:
                     failed[group.request] = constraint.error
-                elif seq.num_computed >= len(seq.tokens):
+                elif awaits_token(seq):
                     late.add(group)
                 elif work := self._work(seq, constraint):
                     behind[work] = group, constraint
@@ -227,12 +235,12 @@ class Grammars:
 
     def _work(self, seq: Sequence, constraint: Constraint) -> Future[None] | None:
         """What is being done on the mask after a sequence's latest token; None if the mask is there."""
-        if constraint.work is None and constraint.num_read < len(seq.tokens) - seq.group.request.num_prompt:
-            constraint.begun = time.monotonic()
-            constraint.work = self.threads.submit(constraint.advance, output_of(seq))
-        elif constraint.work is not None and constraint.work.done():
-            constraint.work.result()
+        if constraint.work is not None and constraint.work.done():
             constraint.work = None
+        num_prompt = seq.group.request.num_prompt
+        if constraint.work is None and constraint.num_read < len(seq.tokens) - num_prompt:
+            constraint.begun = time.monotonic()
+            constraint.work = self.threads.submit(constraint.advance, seq.tokens[num_prompt:])
         return constraint.work
 
     def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> None:
@@ -247,9 +255,8 @@ class Grammars:
         for seq, _, computed in rows:
             if seq.group.request.params.constrained and computed == len(seq.tokens):
                 constraint = self._of(seq)
-                if (work := self._work(seq, constraint)) is not None:
+                if work := self._work(seq, constraint):
                     work.result()
-                    constraint.work = None
                 plan.masks.append((seq.slot, constraint.mask.tobytes()))
 
     def close(self) -> None:
@@ -257,9 +264,14 @@ class Grammars:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-def output_of(seq: Sequence) -> list[int]:
-    """A sequence's tokens since the prompt."""
-    return seq.tokens[seq.group.request.num_prompt :]
+def awaits_token(seq: Sequence) -> bool:
+    """Whether a step in flight brings a sequence's next token, on which depends what may follow it."""
+    return seq.num_computed >= len(seq.tokens)
+
+
+def brief(error: str) -> str:
+    """An error of the library in a line, which may quote a grammar at length."""
+    return " ".join(error.split())[:MAX_SAID]
 
 
 def mask_of(matcher: Any, words: int) -> np.ndarray:

@@ -40,7 +40,7 @@ class NewRow:
     min_tokens: int = 0  # samples to come before one of these may be drawn
     bad_words: list[list[int]] = field(default_factory=list)  # the last token of none is drawn after the others of it
     pooling: PoolingParams | None = None  # what is made of the hidden states; None: the next token
-    constrained: bool = False  # each step in which it samples has a mask for it, in which `allowed` and the like are
+    constrained: bool = False  # each step in which it samples brings a mask, which heeds `allowed` and the like, too
     masked_logprobs: bool = False  # its log-probabilities are those among the tokens that the mask allows
 
 

@@ -21,23 +21,10 @@ FORMATS = (
     "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
 )  # fmt: skip
 DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
-NAMED = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-    "dependentSchemas",
-    "dependencies",
-)  # that hold schemas by name
+# Keywords that hold schemas by name.
+NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 TYPES = ("null", "boolean", "number", "string", "array", "object")
-NOTES = {
-    "title",
-    "description",
-    "default",
-    "examples",
-    "$comment",
-    "deprecated",
-}  # keywords that allow and forbid nothing
+NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
 # The bound that holds where another one does not.
 OPPOSITES = {
     "minimum": "exclusiveMaximum", "exclusiveMinimum": "maximum",
@@ -167,7 +154,7 @@ def negated(schema: Any) -> Any:
     """A schema of what the given one does not allow, or of a part of that; None if it cannot be said without `not`."""
     if not isinstance(schema, dict):
         return not schema
-    if not schema.keys() - NOTES:
+    if not schema.keys() - {*NOTES}:
         return False
     ways = [against(key, value) for key, value in schema.items() if key not in NOTES]  # each breaks one of its rules
     possible = [way for way in ways if way is not None and way is not False]

@@ -210,11 +210,7 @@ class Worker:
             launched.finish = partial(finish, self.model.config, [wanted[slot] for slot, _ in plan.rows])
         if len(rows.asked):
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
-            slots = np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64)
-            if (masked := self.state.masked_logprobs[slots]).any():
-                at = asked[self.to_device(masked)]
-                allowed = self.state.allowed(self.to_device(slots[masked]), logits.shape[1])
-                logits[at] = logits[at].masked_fill(~allowed, -torch.inf)
+            self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
             launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
         self.mark("")  # ends the last phase, before the event that says that the step is done
         if self.device == "cuda":

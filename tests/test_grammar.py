@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import threading
+from concurrent.futures import Future
 from itertools import cycle
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
 from grammar import MAX_CHARS, Constraint, Grammars, open_vocabulary
-from plan import bit_words
+from plan import EngineCoreRequest, bit_words
 from schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
 
@@ -269,6 +270,21 @@ def test_what_a_grammar_forbids_is_an_error(constraint, tokenizer):
     assert c.error.startswith("the structured output cannot go on") and not allowed(c)
 
 
+def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint, monkeypatch):
+    class Panic(BaseException):  # as the library's is
+        pass
+
+    def fail(*args):
+        raise Panic("deep inside")
+
+    c = constraint({"choice": ["yes"]})
+    monkeypatch.setattr("grammar.mask_of", fail)
+    c.advance([5])
+    assert "deep inside" in c.error
+    with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
+        grammars.compile(StructuredOutputsParams(regex="ab")).result()
+
+
 class Stub:
     """Has the attributes that it is given."""
 
@@ -427,3 +443,35 @@ def test_a_journal_replays_them(make_llm, tmp_path):
     lines = path.read_text().splitlines()
     assert any('"late"' in line for line in lines)
     replay(lines)
+
+
+def test_a_request_waits_for_its_grammar_while_others_run(make_llm):
+    """As in a server, whose loop goes on. An id is taken from the first; one that is given up is forgotten."""
+    compiled: Future[None] = Future()
+    params = SamplingParams(temperature=0, max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
+    with make_llm() as llm:
+        core, ended = llm.core, set()
+        known = core.grammars.compile(params.structured_outputs).result()
+        core.grammars.cache[params.structured_outputs] = compiled
+        for name in ("held", "left"):
+            core.add(EngineCoreRequest(name, [5, 6], params))
+        with pytest.raises(ValueError, match="'held' is in use"):
+            core.add(EngineCoreRequest("held", [5], SamplingParams(max_tokens=1)))
+        core.add(EngineCoreRequest("free", [5, 6], SamplingParams(temperature=0, max_tokens=4)))
+        core.abort("left")
+        while core.has_work():
+            ended |= {output.request_id for output in core.step() if output.finish_reason}
+            if ended == {"free"} and not compiled.done():
+                compiled.set_result(known)
+        assert ended == {"free", "held"} and not core.compiling
+
+
+def test_a_grammar_that_takes_too_long_is_refused(make_llm):
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="abc?"))
+    with make_llm() as llm:
+        llm.core.grammars.cache[params.structured_outputs] = Future()
+        llm.core.add(EngineCoreRequest("slow", [5, 6], params))
+        assert not [*llm.core.step()]
+        llm.core.compiling["slow"] = llm.core.compiling["slow"][0], 0.0
+        (refused,) = llm.core.step()
+        assert refused.finished and "took more than 20 s to compile" in refused.error and not llm.core.has_work()

@@ -43,6 +43,7 @@ CLIENTS = {  # what is installed, and the script
     "smolagents": ("smolagents[openai]==1.26.0", "use_smolagents.py"),
     "guidellm": ("guidellm==0.8.1", "use_guidellm.py"),
     "openai-node": ("openai@7.57.0", "use_openai.mjs"),
+    "ai-sdk": ("ai@6.0.326 @ai-sdk/openai-compatible@2.0.92 zod@4.6.7", "use_ai_sdk.mjs"),
 }  # fmt: skip
 SHAPE = {
     "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -68,7 +69,7 @@ def install(name: str, cache: Path) -> list[str]:
     if not done.exists() or done.read_text().strip() != packages:
         folder.mkdir(parents=True, exist_ok=True)
         if script.endswith(".mjs"):
-            steps = [["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", packages]]
+            steps = [["npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", *packages.split()]]
         else:
             pip = [str(venv / "bin/python"), "-m", "pip", "install", "--quiet", *packages.split()]
             steps = [[sys.executable, "-m", "venv", "--clear", str(venv)], pip]
