@@ -73,8 +73,8 @@ TEMPLATE = """
 {%- endif %}
 """.strip()
 QUESTION_WEIGHT, TEXT_WEIGHT = 0.05, 0.3  # weights of a token's loss; an answer's is 1
-TURNS = (5, 7, 3, 3, 3, 7, 0.6)  # how often: sum, difference, spell, repeat, fact, recall, read
-TURNS_WITH_TOOLS = (0, 0, 2, 2, 2, 3, 0.6)  # of those that no tool is for
+TURNS = (5, 6, 5, 5, 4, 16, 0.3)
+TURNS_WITH_TOOLS = (0, 0, 2, 2, 3, 6, 0.3)
 
 
 def make_tokenizer(corpus: str) -> Tokenizer:
@@ -121,7 +121,7 @@ class Rows:
 
     def row(self, length: int) -> tuple[list[int], list[float]]:
         rng = self.tasks.rng
-        if rng.random() < 0.1:
+        if rng.random() < 0.06:
             start = rng.randrange(len(self.text) - length)
             return self.text[start : start + length], [TEXT_WEIGHT] * length
         box = self.tasks.toolbox() if rng.random() < (0.7 if length < 512 else 0.3) else None

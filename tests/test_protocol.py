@@ -469,7 +469,9 @@ def test_a_requests_own_chat_template_and_what_it_is_given(engine: ScriptedClien
             error = refusal(http_client.post(route, json=BODIES[CHAT] | more | {"chat_template": source}))
             assert words in error["message"]
             assert error["param"] == ("chat_template" if "compile" in words else "messages")
-    assert refusal(post(http_client, CHAT, tools=fields["tools"]))["code"] == "unsupported_parameter"
+    assert (
+        refusal(post(http_client, CHAT, tools=fields["tools"], chat_template=SHOW))["code"] == "unsupported_parameter"
+    )
 
 
 def test_a_requests_own_chat_template_needs_the_servers_trust(http_client: FlaskClient) -> None:

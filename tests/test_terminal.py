@@ -143,7 +143,7 @@ class Terminal:
         os.write(self.master, text.encode())
 
     def interrupt_prompt(self) -> None:
-        """Ctrl-C at a prompt. One between the prompt's last byte and Python's wait for a key is only told with the next."""
+        """Ctrl-C at a prompt; one that comes just before Python waits for a key is only told with the next."""
         self.type("\x03")
         if not select.select([self.master], [], [], 20)[0]:
             self.type("\x03")

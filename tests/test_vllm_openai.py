@@ -431,8 +431,8 @@ def test_tokenize(server: Server, special: bool) -> None:
     for opening, go_on in ((False, False), (True, False), (False, True)):
         messages = [*talk, {"role": "assistant", "content": "Sure,"}] if go_on else talk
         options = {"add_generation_prompt": opening, "continue_final_message": go_on}
-        ids = TOKENIZER.encode(TOKENIZER.render(messages, **options), special)
         for more in ({}, {"tools": tools}):
+            ids = TOKENIZER.encode(TOKENIZER.render(messages, **options, **more), special)
             found = call(server, "/tokenize", ask | options | {"messages": messages} | more)[1]
             assert (found["tokens"], found["count"]) == (ids, len(ids))
 
