@@ -250,7 +250,7 @@ NOT_YET_THERE: dict[str, dict[str, tuple[Any, ...]]] = {
         "access_programs": (), **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     MESSAGES: {
-        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",),
+        "container": (), "mcp_servers": ([],), "context_management": (), "speed": ("standard",), "thread": (),
         **NOT_IN_ANSWERS, **ONE_ANSWER,
     },
     COUNT_TOKENS: {

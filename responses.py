@@ -65,9 +65,16 @@ def renamed(**names: str) -> Iterator[None]:
 
 
 def message_error(error: ApiError) -> dict[str, Any]:
-    """The error as Anthropic spells it, its text bounded."""
+    """The error as Anthropic spells it, its text bounded.
+
+    Its SDK asks for a `thread`, a conversation that the server holds, and goes on without one where it reads these
+    details.
+    """
     kind = MESSAGE_ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)[:1000]}}
+    told: dict[str, Any] = {"type": kind, "message": str(error)[:1000]}
+    if error.param == "thread":
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": told}
 
 
 def event(kind: str, content: dict[str, Any]) -> bytes:

@@ -186,6 +186,13 @@ def test_a_stream_that_fails_says_so_in_its_last_event(http_client: FlaskClient,
     }  # fmt: skip
 
 
+def test_anthropics_sdk_is_told_to_go_on_without_a_thread(http_client: FlaskClient) -> None:
+    """A conversation that the server holds, for which its tool runner asks first."""
+    refused = post(http_client, TALK, thread={"type": "create"})
+    assert refused.status_code == 400 and refused.json["error"]["message"].startswith("thread is ")
+    assert refused.json["error"]["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def test_a_response_goes_on_from_the_one_before(engine: ScriptedClient) -> None:
     http_client = client_of(engine, ROOM)
     first = ask(http_client, input="Hi", instructions="Be brief.")

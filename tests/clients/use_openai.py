@@ -1,13 +1,28 @@
 """OpenAI's SDK for Python."""
 
 import asyncio
+import json
 import os
 
 import openai
+from pydantic import BaseModel, ConfigDict, Field
 
 URL = os.environ["DEMO_URL"] + "/v1"
 SUM = [{"role": "user", "content": "What is 23 + 58?"}]
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0, timeout=60)
+
+
+class Multiply(BaseModel):
+    """Multiplies two numbers."""
+
+    model_config = ConfigDict(extra="forbid")
+    a: int = Field(ge=0, le=999)
+    b: int = Field(ge=0, le=999)
+
+
+PRODUCT = {"model": "demo", "messages": [{"role": "user", "content": "What is 12 * 34?"}], "temperature": 0}
+TOOL = openai.pydantic_function_tool(Multiply, name="multiply")
+TWELVE = Multiply(a=12, b=34)
 
 
 def refused(kind, call, *words, **fields):
@@ -86,6 +101,60 @@ def responses():
     refused(openai.NotFoundError, client.responses.retrieve, response_id=answer.id)
 
 
+def tools():
+    create = client.chat.completions.create
+    asked = create(**PRODUCT, tools=[TOOL]).choices[0]
+    (call,) = asked.message.tool_calls
+    assert asked.finish_reason == "tool_calls" and call.function.name == "multiply"
+    assert json.loads(call.function.arguments) == TWELVE.model_dump()
+    result = {"role": "tool", "tool_call_id": call.id, "content": "408"}
+    turns = [*PRODUCT["messages"], asked.message, result]
+    assert "408" in create(**PRODUCT | {"messages": turns}, tools=[TOOL]).choices[0].message.content
+    parts = [chunk.choices[0].delta.tool_calls for chunk in create(**PRODUCT, tools=[TOOL], stream=True)]
+    functions = [part.function for found in parts if found for part in found]
+    assert functions[0].name == "multiply" and not any(function.name for function in functions[1:])
+    assert "".join(function.arguments or "" for function in functions) == call.function.arguments
+    for choice in ("required", {"type": "function", "function": {"name": "multiply"}}):
+        forced = client.chat.completions.parse(**PRODUCT, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)
+        assert [call.function.parsed_arguments for call in forced.choices[0].message.tool_calls] == [TWELVE]
+    assert create(**PRODUCT, tools=[TOOL], tool_choice="none").choices[0].message.tool_calls is None
+    with client.chat.completions.stream(**PRODUCT, tools=[TOOL]) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert {"tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"} <= kinds
+    assert final.choices[0].message.tool_calls[0].function.parsed_arguments == TWELVE
+
+
+def objects():
+    parsed = client.chat.completions.parse(**PRODUCT, response_format=Multiply).choices[0].message
+    assert parsed.parsed == Multiply.model_validate_json(parsed.content)
+    with client.chat.completions.stream(**PRODUCT, response_format=Multiply) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed.parsed
+    fields = {"model": "demo", "input": "What is 12 * 34?", "temperature": 0}
+    assert client.responses.parse(**fields, text_format=Multiply).output_parsed == parsed.parsed
+    flat = [openai.pydantic_function_tool(Multiply, name="multiply")["function"] | {"type": "function"}]
+    (call,) = client.responses.create(**fields, tools=flat).output
+    assert call.type == "function_call" and json.loads(call.arguments) == TWELVE.model_dump()
+    result = [{"type": "function_call_output", "call_id": call.call_id, "output": "408"}]
+    asked = [{"role": "user", "content": fields["input"]}, call, *result]
+    assert "408" in client.responses.create(**fields | {"input": asked}, tools=flat).output_text
+    with client.responses.stream(**fields, tools=flat) as stream:
+        assert "response.function_call_arguments.delta" in {event.type for event in stream}
+        assert stream.get_final_response().output[0].arguments == call.arguments
+
+
+async def asynchronous_tools():
+    async with openai.AsyncOpenAI(base_url=URL, api_key="none", timeout=60) as asynchronous:
+        chats = asynchronous.chat.completions
+        called = await chats.parse(**PRODUCT, tools=[TOOL])
+        assert called.choices[0].message.tool_calls[0].function.parsed_arguments == TWELVE
+        parsed = await chats.parse(**PRODUCT, response_format=Multiply)
+        async with chats.stream(**PRODUCT, response_format=Multiply) as stream:
+            final = await stream.get_final_completion()
+        assert type(final.choices[0].message.parsed) is Multiply
+        assert final.choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
 def errors():
     create = client.chat.completions.create
     error = refused(openai.BadRequestError, create, "temperature", model="demo", messages=SUM, temperature=-1)
@@ -139,6 +208,9 @@ chat()
 streams()
 completions()
 responses()
+tools()
+objects()
 errors()
 asyncio.run(many())
+asyncio.run(asynchronous_tools())
 embeddings()
