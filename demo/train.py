@@ -223,7 +223,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # this loop passes no closure
         """Momentum of 0.95, looking ahead (Nesterov), made orthogonal; with a weight decay of 0.01."""
         for group in self.param_groups:
             for weight in group["params"]:
