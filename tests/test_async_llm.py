@@ -73,9 +73,10 @@ def test_generators_at_once_give_what_the_llm_gives(llm_async, llm):
 
 def test_samples_and_stop_strings(llm_async, llm):
     params = SamplingParams(temperature=0.9, max_tokens=24, seed=7, n=3)
-    (wanted,) = llm.generate("ROMEO:\n", params, use_tqdm=False)
-    stop = wanted.outputs[1].text[4:9]
-    cut = [replace(params, stop=stop), replace(params, n=1, temperature=0, stop="you")]
+    greedy = replace(params, n=1, temperature=0)
+    wanted, plain = llm.generate(["ROMEO:\n"] * 2, [params, greedy], use_tqdm=False)
+    stop, later = wanted.outputs[1].text[4:9], plain.outputs[0].text[10:14]
+    cut = [replace(params, stop=stop), replace(greedy, stop=later)]
     wanted = [wanted, *llm.generate(["ROMEO:\n"] * 2, cut, use_tqdm=False)]
 
     async def main():
@@ -85,7 +86,7 @@ def test_samples_and_stop_strings(llm_async, llm):
         return told
 
     assert [outputs[-1].outputs for outputs in asyncio.run(main())] == [each.outputs for each in wanted]
-    assert wanted[2].outputs[0].stop_reason == "you"
+    assert wanted[2].outputs[0].stop_reason == later
 
 
 @pytest.mark.parametrize(

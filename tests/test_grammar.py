@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import threading
 from concurrent.futures import Future
@@ -410,11 +411,9 @@ def test_logprobs_are_the_models_own_unless_asked(llm):
         for asked in (False, True)
     )
     assert own.token_ids == masked.token_ids
-    pairs = [
-        (a[token].logprob, b[token].logprob)
-        for token, a, b in zip(own.token_ids, own.logprobs, masked.logprobs, strict=True)
-    ]
-    assert all(a < b <= 0 for a, b in pairs[:1]) and pairs[-1][1] == pytest.approx(0, abs=1e-4)
+    for token, a, b in zip(own.token_ids, own.logprobs, masked.logprobs, strict=True):
+        assert a[token].logprob < b[token].logprob <= 0
+        assert sum(math.exp(entry.logprob) for entry in b.values()) == pytest.approx(1)  # no fourth is allowed
 
 
 def test_an_end_comes_even_where_it_is_ignored(llm):
