@@ -61,15 +61,15 @@ class Transformer:
     ):
         check_division(config, group)
         self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
+        self.dtype = dtype
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
         vocab, size = -(-config.vocab_size // group.size), config.hidden_size
-        weights_dtype = dtype
 
         def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             # Not every rank fills all of it (see "first" and "vocab" in `part`), and the rest must be zero.
             make = torch.empty if group.size == 1 else torch.zeros
-            return make(shape, dtype=dtype or weights_dtype, device=device)
+            return make(shape, dtype=dtype or self.dtype, device=device)
 
         self.embedding = new(vocab, size)
         self.positions: torch.Tensor | None = None  # the table of learned positions
@@ -312,7 +312,7 @@ class Transformer:
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
-        none = self.embedding.new_empty(0, self.config.hidden_size)
+        none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
         for layer in self.layers:
             experts = layer.beside.experts if layer.beside else layer.mlp
             if isinstance(experts, ExpertMlp):
@@ -320,7 +320,8 @@ class Transformer:
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
-        x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)
+        x = self.embedding.new_zeros(rows, self.config.hidden_size, dtype=self.dtype)
+        zeros = torch.zeros(rows, dtype=torch.int64)
         nowhere = torch.full((len(self.layout.windows), rows), -1)
         batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
         step = self.new_step(batch, pool, x.new_empty(0, self.state_size, dtype=torch.float32))
@@ -387,7 +388,7 @@ class Transformer:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]."""
-        x = self.look_up(ids, self.embedding)
+        x = self.look_up(ids, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
         if self.embed_scale != 1:
             x *= self.embed_scale
         if self.positions is not None:
