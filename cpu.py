@@ -27,6 +27,7 @@ from safetensors import safe_open
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
+OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with more they do not fit in the cache
 PANEL = 256  # bytes of an input's weights that lie together
 FEW = 4  # rows; fewer are multiplied by a panel one after the other, while it is in the cache
 PROMPT = 256  # rows; with so many or more, panels are laid side by side first
@@ -140,14 +141,22 @@ class HalfLinear:
 
     def __init__(self, weight: torch.Tensor):
         up = 2.0 ** min(64, 15 - math.frexp(float(weight.abs().max()))[1])
-        for part in weight.split(max(1, (1 << 22) // weight.shape[1])):  # one by one, to save memory
-            if ((part * up).half() - part * up).abs().max() > 2.0**-24:
+        self.outputs, self.parts, self.down = len(weight), [], torch.tensor(1 / up)
+        for part in weight.split(OUTPUTS):
+            part = part * up
+            if (part.half() - part).abs().max() > 2.0**-24:
                 raise ValueError("the weight has elements that are not floats of 16 bits")
-        self.weight, self.down = torch.ops.quantized.linear_prepack_fp16(weight * up, None), torch.tensor(1 / up)
+            self.parts.append(torch.ops.quantized.linear_prepack_fp16(part, None))
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
-        y = torch.ops.quantized.linear_dynamic_fp16(x, self.weight).mul_(self.down)
+        multiply = torch.ops.quantized.linear_dynamic_fp16
+        if len(self.parts) == 1:
+            y = multiply(x, self.parts[0]).mul_(self.down)
+        else:
+            y = x.new_empty(x.shape[0], self.outputs)
+            for part, place in zip(self.parts, y.split(OUTPUTS, 1), strict=True):
+                torch.mul(multiply(x, part), self.down, out=place)
         return y if bias is None else y.add_(bias)
 
 
@@ -439,7 +448,10 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         files: the checkpoint's safetensors; none where weights are made up.
     """
     tied = model.head is model.embedding
-    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
+    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows), threads)
+    torch.set_num_threads(threads)
     model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
     head = None
     if tied and model.group.size == 1 and rows != "several":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -265,17 +266,25 @@ class Transformer:
                 if (weight := getattr(owner, name)) is not None:
                     setattr(owner, name, weight.float())
 
-    def pack(self, pack: Callable[[torch.Tensor], Weight], pack_experts: Callable[[torch.Tensor], Any] | None) -> None:
-        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, one after the
-        other. `parameters` no longer works then."""
+    def pack(
+        self,
+        pack: Callable[[torch.Tensor], Weight],
+        pack_experts: Callable[[torch.Tensor], Any] | None,
+        threads: int = 1,
+    ) -> None:
+        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
+        them at a time. `parameters` no longer works then."""
+
+        def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
+            setattr(owner, name, make(getattr(owner, name)))
+
+        places: list[tuple[object, str, Any]] = [(self, "head", pack)]  # first, because it is the largest
         for owner in self.owners():
             for kind, make in (("matrices", pack), ("stacks", pack_experts)):
-                for name in getattr(owner, kind, ()):
-                    if make and isinstance(weight := getattr(owner, name), torch.Tensor):
-                        setattr(owner, name, make(weight))
-        if self.head is not None:
-            assert isinstance(self.head, torch.Tensor)
-            self.head = pack(self.head)
+                places += [(owner, name, make) for name in getattr(owner, kind, ())]
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(replace, *at) for at in places if at[2] and torch.is_tensor(getattr(*at[:2]))]:
+                done.result()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 

