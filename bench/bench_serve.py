@@ -144,8 +144,8 @@ def streams_figures(
     llm, figures, name = LLM(model), [], "LLM.generate"
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
-        servers = {f"Manta {VERSION}": stack.enter_context(serving(model, options)).port}
-        limit = get(*servers.values(), "/v1/models")[1]["data"][0]["max_model_len"]
+        port = stack.enter_context(serving(model, options)).port
+        servers, limit = {f"Manta {VERSION}": port}, get(port, "/v1/models")[1]["data"][0]["max_model_len"]
         for python in peers:
             port = stack.enter_context(serving_vllm(model, python, limit)).port
             servers[f"vllm {get(port, '/version')[1]['version']}"] = port
