@@ -99,7 +99,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: bool) -> MemoryPlan:
     """The plan of a rank whose `model` and batch `state` may lie on the meta device."""
-    c, dtype, max_model_len = model.config, model.embedding.dtype, model.max_model_len
+    c, dtype, max_model_len = model.config, model.dtype, model.max_model_len
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
@@ -161,7 +161,7 @@ def step_bytes(config: EngineConfig, model: Transformer, tokens: int, decode: bo
 
     The step has `max_num_seqs` rows, or as many as tokens if these are fewer. In a step of decodes no row has more.
     """
-    c, group, item = model.config, model.group.size, model.embedding.itemsize
+    c, group, item = model.config, model.group.size, model.dtype.itemsize
     t, r, h, kinds = tokens, min(tokens, config.max_num_seqs), c.hidden_size, len(model.layout.windows)
     i = max(map(c.mlp_size, range(c.num_layers))) // group
     # Each token has an id, a position and rows of RoPE's tables, and for each kind of layers a slot. Each row has five
@@ -327,7 +327,7 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     """
     parameters = model.num_parameters()
     max_model_len, rows = model.max_model_len, config.max_num_seqs
-    name = str(model.embedding.dtype).removeprefix("torch.")
+    name = str(model.dtype).removeprefix("torch.")
 
     def line(what: str, size: int, remark: str = "") -> str:
         return f"  {what:<20}{size / MIB:>12,.1f} MiB  {remark}".rstrip()

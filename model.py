@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -61,15 +62,15 @@ class Transformer:
     ):
         check_division(config, group)
         self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
+        self.dtype = dtype
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
         vocab, size = -(-config.vocab_size // group.size), config.hidden_size
-        weights_dtype = dtype
 
         def new(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
             # Not every rank fills all of it (see "first" and "vocab" in `part`), and the rest must be zero.
             make = torch.empty if group.size == 1 else torch.zeros
-            return make(shape, dtype=dtype or weights_dtype, device=device)
+            return make(shape, dtype=dtype or self.dtype, device=device)
 
         self.embedding = new(vocab, size)
         self.positions: torch.Tensor | None = None  # the table of learned positions
@@ -265,17 +266,25 @@ class Transformer:
                 if (weight := getattr(owner, name)) is not None:
                     setattr(owner, name, weight.float())
 
-    def pack(self, pack: Callable[[torch.Tensor], Weight], pack_experts: Callable[[torch.Tensor], Any] | None) -> None:
-        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, one after the
-        other. `parameters` no longer works then."""
+    def pack(
+        self,
+        pack: Callable[[torch.Tensor], Weight],
+        pack_experts: Callable[[torch.Tensor], Any] | None,
+        threads: int = 1,
+    ) -> None:
+        """Replace each matrix, and the weights of each layer's experts, by what these two make of them, `threads` of
+        them at a time. `parameters` no longer works then."""
+
+        def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
+            setattr(owner, name, make(getattr(owner, name)))
+
+        places: list[tuple[object, str, Any]] = [(self, "head", pack)]  # first, because it is the largest
         for owner in self.owners():
             for kind, make in (("matrices", pack), ("stacks", pack_experts)):
-                for name in getattr(owner, kind, ()):
-                    if make and isinstance(weight := getattr(owner, name), torch.Tensor):
-                        setattr(owner, name, make(weight))
-        if self.head is not None:
-            assert isinstance(self.head, torch.Tensor)
-            self.head = pack(self.head)
+                places += [(owner, name, make) for name in getattr(owner, kind, ())]
+        with ThreadPoolExecutor(threads) as pool:
+            for done in [pool.submit(replace, *at) for at in places if at[2] and torch.is_tensor(getattr(*at[:2]))]:
+                done.result()
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +321,7 @@ class Transformer:
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
-        none = self.embedding.new_empty(0, self.config.hidden_size)
+        none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
         for layer in self.layers:
             experts = layer.beside.experts if layer.beside else layer.mlp
             if isinstance(experts, ExpertMlp):
@@ -320,7 +329,8 @@ class Transformer:
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
-        x, zeros = self.embedding.new_zeros(rows, self.config.hidden_size), torch.zeros(rows, dtype=torch.int64)
+        x = self.embedding.new_zeros(rows, self.config.hidden_size, dtype=self.dtype)
+        zeros = torch.zeros(rows, dtype=torch.int64)
         nowhere = torch.full((len(self.layout.windows), rows), -1)
         batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
         step = self.new_step(batch, pool, x.new_empty(0, self.state_size, dtype=torch.float32))
@@ -387,7 +397,7 @@ class Transformer:
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, hidden] of ids [T]."""
-        x = self.look_up(ids, self.embedding)
+        x = self.look_up(ids, self.embedding).to(self.dtype)  # a mapped table may have the checkpoint's dtype
         if self.embed_scale != 1:
             x *= self.embed_scale
         if self.positions is not None:

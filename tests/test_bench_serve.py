@@ -194,8 +194,9 @@ def test_startup_phases_add_up():
 
 
 def test_streams_are_read_to_their_ends():
-    (figures,) = streams_figures(DEMO, [2], 4, 1)
-    assert figures["concurrent"] == 2 and figures["streams tok/s"] > 0
+    generated, streamed = streams_figures(DEMO, [2], 4, 1)
+    assert streamed["concurrent"] == 2 and streamed["tok/s"] > 0 and streamed["gap p50 ms"] > 0
+    assert generated["of generate"] == 1 and generated["p99"] == "-"
 
 
 def test_viewers_watch_while_streams_are_read():

@@ -31,8 +31,13 @@ CHAT = [{"role": "user", "content": "What is 23 + 58?"}]
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
-def kind_of(dtype: torch.dtype) -> type:
-    """The kind of a weight for several rows. oneDNN packs no 16-bit weights on a CPU without instructions for them."""
+def kind_of(dtype: torch.dtype, short: bool = False) -> type:
+    """The kind of a weight for several rows; `short`: of one whose elements are floats of 16 bits, whatever its dtype.
+
+    oneDNN packs no 16-bit weights on a CPU without instructions for them.
+    """
+    if short and dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines:
+        return cpu.HalfLinear
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype))
         torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 1, dtype=dtype), packed, None, "none", [], "")
@@ -59,6 +64,33 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
             torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
 
 
+@pytest.mark.skipif(kind_of(torch.float32, short=True) is not cpu.HalfLinear, reason="needs FBGEMM")
+@pytest.mark.parametrize("short", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (515, 257), (2 * cpu.OUTPUTS + 5, 24)], ids=str)
+def test_a_float32_weight_of_16_bits_is_kept_in_16(short, shape):
+    torch.manual_seed(0)
+    drawn = torch.randn(shape) * torch.logspace(-1, -7, shape[1])  # float16 alone would round half of it to nothing
+    weight, bias = drawn.to(short).float(), torch.randn(shape[0])
+    for factor in (1.0, 2.0**-40, 2.0**20):
+        packed = cpu.pack(weight * factor, "one")
+        assert type(packed) is cpu.HalfLinear
+        for count in (0, 1, 2, 33):
+            x = torch.randn(count, 2 * shape[1])[:, : shape[1]] / factor  # not contiguous
+            for b in (None, bias):
+                wanted = F.linear(x.double(), (weight * factor).double(), None if b is None else b.double())
+                got = linear(x, packed, b)
+                assert got.shape == wanted.shape and got.is_contiguous()
+                sizes = x.abs().double() @ (weight * factor).abs().double().T + 1  # a sum of so much rounds
+                assert ((got - wanted).abs() <= sizes * shape[1] * 2.0**-24).all()
+
+
+def test_a_float32_weight_of_more_bits_is_not_rounded():
+    assert type(cpu.pack(torch.tensor([[1.0, 1 + 2**-12]]), "several")) is not cpu.HalfLinear
+    if kind_of(torch.float32, short=True) is cpu.HalfLinear:
+        with pytest.raises(ValueError, match="floats of 16 bits"):
+            cpu.HalfLinear(torch.tensor([[1.0, 1 + 2**-12]]))
+
+
 @needs_compiler
 def test_several_rows_go_to_the_layout_for_several():
     both = cpu.CompressedLinear(torch.randn(4, 8).bfloat16(), lambda x, bias: "packed")
@@ -69,7 +101,8 @@ def test_several_rows_go_to_the_layout_for_several():
 @pytest.mark.parametrize("rows", ["several", "both"])
 def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch, rows):
     weight = torch.randn(4, 4)
-    monkeypatch.setattr(cpu.PackedLinear, "__call__", lambda self, x: torch.ops.mkldnn.there_is_no_such_operator(x))
+    for kind in (cpu.HalfLinear, cpu.PackedLinear):
+        monkeypatch.setattr(kind, "__init__", lambda self, weight: torch.ops.mkldnn.there_is_no_such_operator(weight))
     assert cpu.pack(weight, rows) is weight
 
 
@@ -79,7 +112,8 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     answers = [llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0] for llm in (one, several)]
     assert [answer.text for answer in answers] == ["81", "81"]
     panels, packed = (llm.core.executor.worker.model.layers[0].attention.o for llm in (one, several))
-    assert type(panels) is cpu.PanelLinear and type(packed) is kind_of(getattr(torch, dtype))
+    kind = kind_of(getattr(torch, dtype), short=True)
+    assert type(panels) is (kind if kind is cpu.HalfLinear else cpu.PanelLinear) and type(packed) is kind
 
 
 @pytest.mark.parametrize("outputs", [1, 300, 3 * cpu.PANEL])

@@ -217,15 +217,18 @@ def test_an_index_of_wrong_types_is_named_in_one_line(tmp_path, files):
         checkpoint_files(str(tmp_path))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # of the file; the model is in float32
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
-    folder = save(files=3, tie_word_embeddings=tied)
+def test_embeddings_are_looked_up_in_the_mapped_file(save, tied, dtype):
+    folder = save(dtype, files=3, tie_word_embeddings=tied)
     model, plain = build(folder), build(folder)
     for each in (model, plain):
         load_weights(each, str(folder))
     model.head = model.head.clone()  # as packing does
     cpu.map_embedding(model, checkpoint_files(str(folder)))
-    assert model.embedding.data_ptr() != plain.embedding.data_ptr() and torch.equal(model.embedding, plain.embedding)
+    assert model.embedding.data_ptr() != plain.embedding.data_ptr() and model.embedding.dtype == dtype
+    ids = torch.arange(len(plain.embedding))
+    assert model.embed(ids, ids).dtype == torch.float32 and torch.equal(model.embed(ids, ids), plain.embed(ids, ids))
     mapped = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
     ranges = [[int(end, 16) for end in entry.split("-")] for entry in mapped]
     assert any(begin <= model.embedding.data_ptr() < end for begin, end in ranges)
@@ -233,8 +236,9 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied):
 
 @pytest.mark.parametrize("why", ["a head that is the table", "another dtype", "several ranks"])
 def test_a_table_that_is_not_the_file_s_stays(save, why):
-    folder = save(torch.float16 if why == "another dtype" else torch.float32, tie_word_embeddings=True)
-    model = build(folder, size=2 if why == "several ranks" else 1)
+    folder = save(tie_word_embeddings=True)
+    dtype = torch.float16 if why == "another dtype" else torch.float32
+    model = build(folder, dtype, size=2 if why == "several ranks" else 1)
     load_weights(model, str(folder))
     table = model.embedding
     if why != "a head that is the table":
