@@ -141,7 +141,7 @@ def streams_figures(
     """
     from engine import LLM
 
-    llm, figures, name = LLM(model), [], "LLM.generate"
+    llm, figures, generate = LLM(model), [], "LLM.generate"
     params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(serving(model, options)).port
@@ -150,13 +150,13 @@ def streams_figures(
             port = stack.enter_context(serving_vllm(model, python, limit)).port
             servers[f"vllm {get(port, '/version')[1]['version']}"] = port
         for count in streams:
-            seconds: dict[str, list[float]] = {name: [] for name in (name, *servers)}
-            gaps: dict[str, list[float]] = {name: [] for name in (name, *servers)}
+            seconds: dict[str, list[float]] = {engine: [] for engine in (generate, *servers)}
+            gaps: dict[str, list[float]] = {engine: [] for engine in (generate, *servers)}
             for repeat in range(repeats + 1):  # the first turn warms up
                 prompts = [f"What is {repeat * count + i} + {i}?" for i in range(count)]
                 begun = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
-                seconds[name].append(time.perf_counter() - begun)
+                seconds[generate].append(time.perf_counter() - begun)
                 for server, port in servers.items():
                     begun = time.perf_counter()
                     replies = asyncio.run(read_streams(port, prompts, new_tokens))
@@ -165,11 +165,11 @@ def streams_figures(
                         gaps[server] += [1e3 * (b - a) for reply in replies for a, b in pairwise(reply.times)]
             for engine, taken in seconds.items():
                 rates = [count * new_tokens / spent for spent in taken[1:]]
-                ratios = [rate * spent for rate, spent in zip(rates, seconds[name][1:], strict=True)]
+                ratios = [ours / spent for ours, spent in zip(seconds[generate], taken, strict=True)][1:]
                 figures.append({
                     "engine": engine, "concurrent": count, "new tokens": new_tokens,
                     "tok/s": round(statistics.median(rates)), "min": round(min(rates)), "max": round(max(rates)),
-                    "of generate": round(statistics.median(ratios) / (count * new_tokens), 3),
+                    "of generate": round(statistics.median(ratios), 3),
                     "gap p50 ms": percentile(gaps[engine], 0.5), "p99": percentile(gaps[engine], 0.99),
                 })  # fmt: skip
     return figures

