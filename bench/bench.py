@@ -331,6 +331,7 @@ def add_streams(commands: Any) -> None:
     streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
     streams.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32, 64])
     streams.add_argument("--options", type=shlex.split, default=[], help="further options for Manta's server")
+    streams.add_argument("--peer-options", type=shlex.split, default=[], help="further options for vLLM's server")
     add_peers(streams, ["vllm"])
     viewers.add_argument("--streams", type=int, default=32)
     viewers.add_argument("--viewers", type=int, default=10)
@@ -456,8 +457,9 @@ def main() -> None:
         figures = overload_figures(args.model, args.repeats)
     elif args.command == "streams":
         figures = bench_serve.streams_figures(
-            args.model, args.streams, args.new_tokens, args.repeats, args.options, bench_engine.peer_pythons(args)
-        )
+            args.model, args.streams, args.new_tokens, args.repeats, args.options, bench_engine.peer_pythons(args),
+            args.peer_options,
+        )  # fmt: skip
     elif args.command == "viewers":
         figures = bench_serve.viewers_figures(args.model, args.streams, args.viewers, args.new_tokens, args.repeats)
     elif args.command == "masks":

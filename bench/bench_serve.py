@@ -38,6 +38,7 @@ ROOT = Path(__file__).parent.parent  # has server.py
 POLL = 0.01  # seconds between looks at a server that starts
 PROMPTS, OUTPUTS = (1020, 0.99), (129, 0.86)  # median and log-sigma of lengths in Azure's trace of 2023
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}  # an event may hold several tokens
+TEXT = re.compile(rb'"text": ?"[^"]')  # in an event that shows something; vLLM also sends one where it shows nothing
 
 
 class Server(NamedTuple):
@@ -65,13 +66,16 @@ def serving(model: str, options: Sequence[str] = ()) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def serving_vllm(model: str, python: str, max_model_len: int) -> Iterator[Server]:
-    """Run vLLM's own server with its defaults. The context begins when it is healthy; raises as `serving` does."""
+def serving_vllm(model: str, python: str, max_model_len: int, options: Sequence[str] = ()) -> Iterator[Server]:
+    """Run vLLM's own server, with its defaults where `options` do not say otherwise.
+
+    The context begins when it is healthy; raises as `serving` does.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(Path(model).resolve())]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(max_model_len), *options]
 
     def find_port(log: str) -> int | None:
         with contextlib.suppress(OSError, HTTPException), contextlib.closing(HTTPConnection("127.0.0.1", port)) as peer:
@@ -126,6 +130,7 @@ def streams_figures(
     repeats: int,
     options: Sequence[str] = (),
     peers: Sequence[str] = (),
+    peer_options: Sequence[str] = (),
 ) -> Figures:
     """Output tokens a second of concurrent HTTP streams, and of `LLM.generate` on the same prompts, taking turns.
 
@@ -138,6 +143,7 @@ def streams_figures(
         repeats: turns.
         options: further words of the command line of Manta's server.
         peers: Pythons that have vLLM; the server of each then gets the same requests in each turn.
+        peer_options: further words of the command line of vLLM's server.
     """
     from engine import LLM
 
@@ -147,7 +153,7 @@ def streams_figures(
         port = stack.enter_context(serving(model, options)).port
         servers, limit = {f"Manta {VERSION}": port}, get(port, "/v1/models")[1]["data"][0]["max_model_len"]
         for python in peers:
-            port = stack.enter_context(serving_vllm(model, python, limit)).port
+            port = stack.enter_context(serving_vllm(model, python, limit, peer_options)).port
             servers[f"vllm {get(port, '/version')[1]['version']}"] = port
         for count in streams:
             seconds: dict[str, list[float]] = {engine: [] for engine in (generate, *servers)}
@@ -344,14 +350,14 @@ async def read_events(port: int, content: bytes, arrival: float) -> Reply:
             async for line in reader:
                 shown = line.strip() or shown
                 if line.startswith(b"data: "):
-                    reply.times.append(time.perf_counter() - arrival)
+                    if TEXT.search(line):
+                        reply.times.append(time.perf_counter() - arrival)
                     before, last = last, line
     except (OSError, ValueError) as error:  # ValueError: a line longer than asyncio's buffer
         return Reply(error=repr(error))
     usage = json.loads(before[6:]) if last.startswith(b"data: [DONE]") else {}
     if not usage.get("usage"):
         return Reply(error=f"{status!r} and at the end {before or shown!r}")
-    del reply.times[-2:]  # the usage and [DONE] carry no text
     reply.tokens = usage["usage"]["completion_tokens"]
     return reply
 
