@@ -249,10 +249,10 @@ class EngineConfig:
     max_logprobs: int = option(20, "likeliest tokens whose log-probabilities a request may ask for", 0, 1024)
     skip_tokenizer_init: bool = option(False, "load no tokenizer: prompts and outputs are token ids alone")
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
-    compile: bool = option(
-        False,
-        "on a CPU: compile what is between the products, and keep a second copy of the weights, compressed without "
-        "loss, for one sequence at a time",
+    compile: Literal["background", "start", "never"] = option(
+        "background",
+        "on a CPU, make C++ of what is between the products: while torch's operators serve; or before the first "
+        "request, and then a second copy of the weights is kept for one sequence at a time, compressed without loss",
     )
     threads: int | None = option(
         None,

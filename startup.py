@@ -20,6 +20,7 @@ import torch
 from tqdm import tqdm
 
 import cpu
+from ahead import Builder, has_compiler
 from batch_state import BatchState
 from compile_guard import CompileGuard
 from config import EngineConfig
@@ -76,7 +77,8 @@ class Startup:
         config, model_config = settle(config, model_config)
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
-        self.ops = pick_ops(config.backend, self.device, config.compile)
+        self.builder = new_builder(config, self.device)
+        self.ops = pick_ops(config.backend, self.device, self.builder)
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
@@ -170,11 +172,13 @@ class Startup:
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
+            if self.builder and config.compile == "background":  # a small model answers while C++ would be made
+                self.builder.only_kept = small
         if self.ops.BACKEND == "cpu":
-            rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
+            rows = "both" if config.compile == "start" else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
-            self.greedy_head = cpu.prepare(model, rows, files)
+            self.greedy_head = cpu.prepare(model, rows, files, self.builder)
         else:
             self.pack(model)
 
@@ -391,13 +395,15 @@ class Startup:
         """
         worker, compile_seconds = self.worker, 0.0
         with worker.watch():
-            if self.config.compile:
-                import cpu_ops
+            if self.builder:
+                from cpu_compiled import MANY
 
                 begun = time.perf_counter()
-                for rows in (1, cpu_ops.MANY):
+                for rows in (1, MANY):  # these ask for the C++
                     self.model.rehearse(rows, worker.pool)
-                compile_seconds = time.perf_counter() - begun
+                if self.config.compile == "start":
+                    self.builder.wait()
+                    compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
             if self.device == "cuda" and captures_graphs(self.config):
                 self.capture()
@@ -595,16 +601,14 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
     return getattr(torch, asked)
 
 
-def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
-    """The one place where the ops are chosen: `kernels`, `cpu_ops` (with `compile`, in part as C++) or `reference`.
+def pick_ops(backend: str, device: str, builder: Builder | None = None) -> ModuleType:
+    """The one place where the ops are chosen: `kernels`, `cpu_ops` (with a builder, in part as C++) or `reference`.
 
     Raises:
-        ValueError: the backend does not run on this device, or cannot be compiled.
+        ValueError: the backend does not run on this device.
     """
     if backend == "auto":
         backend = "triton" if device == "cuda" else "cpu"
-    if compile and backend != "cpu":
-        raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r} on {device}")
     if backend == "triton":
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
@@ -614,12 +618,30 @@ def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
     if backend == "cpu":
         if device != "cpu":
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
+        import cpu_compiled
         import cpu_ops
 
-        return cpu_ops.compile_ops() if compile else cpu_ops
+        return cpu_compiled.compile_ops(builder) if builder else cpu_ops
     import reference
 
     return reference
+
+
+def new_builder(config: EngineConfig, device: str) -> Builder | None:
+    """What makes C++, if something does: for the backend `cpu`, unless nothing is to be compiled.
+
+    Raises:
+        ValueError: C++ is wanted before the first request, and the backend has none or there is no compiler.
+    """
+    backend = "cpu" if config.backend == "auto" and device == "cpu" else config.backend
+    if config.compile == "start":
+        if backend != "cpu":
+            raise ValueError(f"compile is 'start'; it is for the backend 'cpu', not for {backend!r} on {device}")
+        if not has_compiler():
+            raise ValueError("compile is 'start'; it needs a C++ compiler (g++ or clang++), and there is none")
+        return Builder(os.cpu_count() or 1)
+    eager = config.compile == "never" or config.enforce_eager or backend != "cpu"
+    return None if eager else Builder(1, nice=19)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
