@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-from ahead import Builder, Job, Late
-
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
@@ -231,13 +229,13 @@ class CompressedLinear:
     Args:
         weight: a plain tensor.
         several: multiplies several rows; it is called with them and `bias=`.
-        multiplied: the C++ of `multiply`; until it is there, `several` takes single rows, too.
+        multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
 
     Raises:
         ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
     """
 
-    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor], multiplied: Late):
+    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor], multiplied: Any):
         (self.outputs, inputs), self.several, self.multiplied = weight.shape, several, multiplied
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
@@ -381,18 +379,7 @@ def multiply(
     return (sum(rest, first).sum(1) * scale + listed.sum(1)).view(1, -1).bfloat16()
 
 
-def multiply_job(threads: int) -> Job:
-    """What makes `multiply` into C++, for weights of any shape."""
-    inputs, panels, most = 128, 64, 2  # an example that is large enough for threads
-    tensors = ("float32", (inputs, 8)), ("int32", (panels, inputs, 3, LANES)), ("float32", ())
-    tensors += ("int32", (panels, most, LANES)), ("bfloat16", (panels, most, LANES))
-    # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
-    limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
-    options = *((name, 1000) for name in limits), ("cpp.enable_floating_point_contract_flag", "fast")
-    return Job(__name__, "multiply", (), tensors, ((0,), (0, 1), (), (0, 1), (0, 1)), threads, options)
-
-
-def prepare(model: Any, rows: str, files: list[str], builder: Builder | None) -> GreedyHead | None:
+def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> GreedyHead | None:
     """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
     Afterwards the table of embeddings is used for lookups alone, and these are served from the mapped file.
@@ -401,11 +388,10 @@ def prepare(model: Any, rows: str, files: list[str], builder: Builder | None) ->
         model: a `Transformer` with its weights.
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
-        builder: makes C++; with "both" there must be one.
+        multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
     """
     tied = model.head is model.embedding
     threads = torch.get_num_threads()
-    multiplied = builder.ask(multiply_job(threads)) if builder and rows == "both" else None
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
     model.pack(lambda weight: pack(weight, rows, multiplied), lambda weight: PackedExperts(weight, rows), threads)
     torch.set_num_threads(threads)
@@ -440,13 +426,13 @@ def map_embedding(model: Any, files: list[str]) -> None:
 
 
 def pack(
-    weight: torch.Tensor, rows: str, multiplied: Late | None = None
+    weight: torch.Tensor, rows: str, multiplied: Any = None
 ) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
 
     In float32 one layout is the best for all of them, if the weight is one of 16 bits. A plain weight takes the place
     of a packed one where this CPU or torch has no product for it. With "both" the layout for one row is a compressed
-    one, which is left out where the weight cannot be compressed, or where there is no C++ for it (`multiplied`).
+    one, which is left out where the weight cannot be compressed.
     """
     if weight.dtype == torch.float32:
         with contextlib.suppress(ValueError, RuntimeError, AttributeError):
@@ -459,7 +445,7 @@ def pack(
     except (RuntimeError, AttributeError):
         several = weight
     with contextlib.suppress(ValueError):
-        if rows == "both" and multiplied:
+        if rows == "both":
             plain = functools.partial(F.linear, weight=weight)
             return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain, multiplied)
     return several

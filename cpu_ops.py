@@ -5,7 +5,9 @@ In a small step the number of calls is what takes time, so an op here makes few 
 number as an operand costs more than a tensor that is kept (`_constants`).
 
 Attention is a weighted sum of a table's rows, which is what `embedding_bag` computes: it fetches rows ahead, and no key
-or value is copied. The ops that are not defined here are the specification's own, which are fast enough.
+or value is copied. Latents are copied out of their pages once for all heads: then a row's scores are one matrix
+product, and its outputs another one. The ops that are not defined here are the specification's own, which are fast
+enough.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ import torch.nn.functional as F
 from cpu import fuses_attention
 from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
 from cpu_experts import expert_down, expert_gate_up, plan_experts
-from cpu_latent import head_linear, latent_decode, latent_prefill
 from cpu_sampling import Adjust, logprobs, sample
 from reference import DecodePlan as LatentPlan
 from reference import (
@@ -52,6 +53,7 @@ BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
 QUERIES = 128  # queries of a row that attention_prefill takes at a time
 MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
+LATENT_SCORES = 1 << 22  # scores that latent_prefill computes at a time, 16 MiB in float32
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -318,6 +320,52 @@ def attention_prefill(
             else:
                 bias = None if slopes is None else slopes[:, None, None] * (key - query)
                 new[:, start:stop] = _attend(*part, scale, soft_cap, sinks, bias)
+    return out
+
+
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `reference.head_linear`."""
+    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1).contiguous()
+
+
+def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:
+    """See `reference.latent_decode`."""
+    tokens = q.shape[0] // len(plan.slots)
+    starts = torch.arange(0, q.shape[0] + 1, tokens)
+    return latent_prefill(q, kv, plan.block_tables, plan.slots, plan.seq_lens, starts, tokens, scale, rank)
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    rank: int,
+) -> torch.Tensor:
+    """See `reference.latent_prefill`. It takes some tokens of a row at a time, with the latents up to them."""
+    (_, heads, width), size = q.shape, kv.shape[3]
+    out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        begin, end = starts[row : row + 2]
+        if slot < 0 or begin == end:
+            continue
+        table = block_tables[slot, : -(-length // size)]
+        latents = kv[:, 0, 0].index_select(0, table).view(-1, width)[:length]  # what is stale at the end may be NaN
+        before, most = length - (end - begin), max(1, LATENT_SCORES // (heads * length))
+        for first in range(begin, end, most):
+            last = min(first + most, end)
+            seen = before + last - begin  # latents that the last of these tokens sees
+            keys = latents[:seen]
+            scores = (q[first:last].flatten(0, 1) @ keys.T).float().view(last - first, heads, seen)
+            if last - first > 1:
+                hidden = torch.arange(seen) > torch.arange(seen - (last - first), seen)[:, None]
+                scores.masked_fill_(hidden[:, None], -torch.inf)
+            p = scores.mul_(scale).softmax(-1).to(q.dtype)
+            out[first:last] = (p.flatten(0, 1) @ keys[:, :rank]).view(last - first, heads, rank)
     return out
 
 

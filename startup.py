@@ -20,10 +20,10 @@ import torch
 from tqdm import tqdm
 
 import cpu
-from ahead import Builder, has_compiler
 from batch_state import BatchState
 from compile_guard import CompileGuard
 from config import EngineConfig
+from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
 from logs import logger
 from memory import (
@@ -77,8 +77,10 @@ class Startup:
         config, model_config = settle(config, model_config)
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
-        self.builder = new_builder(config, self.device)
-        self.ops = pick_ops(config.backend, self.device, self.builder)
+        self.ops = pick_ops(config.backend, self.device)
+        self.builder = new_builder(config, self.ops.BACKEND)
+        if self.builder:
+            self.ops = compile_ops(self.builder)
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
@@ -172,13 +174,13 @@ class Startup:
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
-            if self.builder and config.compile == "background":  # a small model answers while C++ would be made
-                self.builder.only_kept = small
         if self.ops.BACKEND == "cpu":
-            rows = "both" if config.compile == "start" else "one" if config.max_num_seqs == 1 else "several"
+            rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
-            self.greedy_head = cpu.prepare(model, rows, files, self.builder)
+            compressed = self.builder and rows == "both" and model.dtype == torch.bfloat16
+            multiplied = self.builder.ask(multiply_job()) if self.builder and compressed else None
+            self.greedy_head = cpu.prepare(model, rows, files, multiplied)
         else:
             self.pack(model)
 
@@ -396,12 +398,10 @@ class Startup:
         worker, compile_seconds = self.worker, 0.0
         with worker.watch():
             if self.builder:
-                from cpu_compiled import MANY
-
                 begun = time.perf_counter()
                 for rows in (1, MANY):  # these ask for the C++
                     self.model.rehearse(rows, worker.pool)
-                if self.config.compile == "start":
+                if self.config.compile:
                     self.builder.wait()
                     compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
@@ -601,8 +601,8 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
     return getattr(torch, asked)
 
 
-def pick_ops(backend: str, device: str, builder: Builder | None = None) -> ModuleType:
-    """The one place where the ops are chosen: `kernels`, `cpu_ops` (with a builder, in part as C++) or `reference`.
+def pick_ops(backend: str, device: str) -> ModuleType:
+    """The one place where the ops are chosen: `kernels`, `cpu_ops` or `reference`.
 
     Raises:
         ValueError: the backend does not run on this device.
@@ -618,30 +618,35 @@ def pick_ops(backend: str, device: str, builder: Builder | None = None) -> Modul
     if backend == "cpu":
         if device != "cpu":
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
-        import cpu_compiled
         import cpu_ops
 
-        return cpu_compiled.compile_ops(builder) if builder else cpu_ops
+        return cpu_ops
     import reference
 
     return reference
 
 
-def new_builder(config: EngineConfig, device: str) -> Builder | None:
-    """What makes C++, if something does: for the backend `cpu`, unless nothing is to be compiled.
+def new_builder(config: EngineConfig, backend: str) -> Builder | None:
+    """What makes C++ of ops: with `compile`, and else for a large model on the backend `cpu`, while it serves.
+
+    A small model has answered before its C++ would be there. With `batch_invariant` the ops must not change between two
+    steps, because C++ may round otherwise.
 
     Raises:
-        ValueError: C++ is wanted before the first request, and the backend has none or there is no compiler.
+        ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
     """
-    backend = "cpu" if config.backend == "auto" and device == "cpu" else config.backend
-    if config.compile == "start":
+    if config.compile:
         if backend != "cpu":
-            raise ValueError(f"compile is 'start'; it is for the backend 'cpu', not for {backend!r} on {device}")
+            raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r}")
+        if config.enforce_eager:
+            raise ValueError("compile is True and enforce_eager is True; one of them must be False")
         if not has_compiler():
-            raise ValueError("compile is 'start'; it needs a C++ compiler (g++ or clang++), and there is none")
-        return Builder(os.cpu_count() or 1)
-    eager = config.compile == "never" or config.enforce_eager or backend != "cpu"
-    return None if eager else Builder(1, nice=19)
+            raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none")
+        return Builder(jobs=os.cpu_count() or 1)
+    if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
+        return None
+    small = sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu.SMALL
+    return None if small else Builder(jobs=1, idle=True)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:
