@@ -217,7 +217,9 @@ class EngineConfig:
         20, "times in a row, without a step that went through, that workers are started anew before the engine ends", 1
     )
     enforce_eager: bool = option(
-        False, "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step"
+        False,
+        "on cuda: launch each kernel by itself, instead of a CUDA graph for all of a decode step; "
+        "on a CPU: make no C++",
     )
     num_lookahead_slots: int = option(0, "KV slots that each sequence owns ahead of its tokens", 0, 1024)
     log_level: Literal["debug", "info", "warning", "error"] = option(
@@ -251,8 +253,8 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option("auto", "auto reads the safetensors; dummy makes up the weights")
     compile: bool = option(
         False,
-        "on a CPU: compile what is between the products, and keep a second copy of the weights, compressed without "
-        "loss, for one sequence at a time",
+        "on a CPU: make C++ of what is between the products before the first request, not while a large model serves; "
+        "and keep a second copy of the weights, compressed without loss, for one sequence at a time",
     )
     threads: int | None = option(
         None,

@@ -8,14 +8,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import hashlib
 import math
 import os
-import tempfile
-import warnings
 from array import array
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -233,13 +229,14 @@ class CompressedLinear:
     Args:
         weight: a plain tensor.
         several: multiplies several rows; it is called with them and `bias=`.
+        multiplied: its `run` is `multiply` as C++; while that is None, `several` takes single rows, too.
 
     Raises:
         ValueError: the weight is not bfloat16, its inputs are no multiple of 8, or too many of them would be listed.
     """
 
-    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor]):
-        (self.outputs, inputs), self.several = weight.shape, several
+    def __init__(self, weight: torch.Tensor, several: Callable[..., torch.Tensor], multiplied: Any):
+        (self.outputs, inputs), self.several, self.multiplied = weight.shape, several, multiplied
         if weight.dtype != torch.bfloat16 or inputs % 8:
             raise ValueError(f"weight is {weight.dtype} of {inputs} inputs; it must be bfloat16 of a multiple of 8")
         weight = F.pad(weight, (0, 0, 0, -self.outputs % LANES))
@@ -267,10 +264,9 @@ class CompressedLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] W^T + bias, [T, out]."""
-        if x.shape[0] != 1:
+        if x.shape[0] != 1 or not self.multiplied.run:
             return self.several(x, bias=bias)
-        multiplied = compiled_multiply(torch.get_num_threads())
-        y = multiplied([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
+        y = self.multiplied.run([(x * self.up).view(-1, 8), self.words, self.scale, self.places, self.others])[0]
         if y.shape[1] > self.outputs:
             y = y[:, : self.outputs]
         return y if bias is None else y + bias
@@ -383,61 +379,7 @@ def multiply(
     return (sum(rest, first).sum(1) * scale + listed.sum(1)).view(1, -1).bfloat16()
 
 
-@functools.cache
-def compiled_multiply(threads: int) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """`multiply` as C++, for weights of any shape."""
-    inputs, panels, most = 128, 64, 2  # an example that is large enough for threads
-    words, places = torch.empty(panels, inputs, 3, LANES).int(), torch.empty(panels, most, LANES).int()
-    like = torch.empty(inputs, 8), words, torch.empty(()), places, places.bfloat16()
-    # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
-    limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
-    options = dict.fromkeys(limits, 1000) | {"cpp.enable_floating_point_contract_flag": "fast"}
-    return compile_ahead(multiply, like, ((0,), (0, 1), (), (0, 1), (0, 1)), threads, options)
-
-
-def compile_ahead(
-    function: Callable,
-    like: Sequence[torch.Tensor],
-    dynamic: Sequence[Sequence[int]],
-    threads: int,
-    options: dict[str, Any],
-) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """`function` of tensors as C++, by AOTInductor.
-
-    torch.compile checks its guards in every call, which takes longer than the work on a few rows. This checks nothing:
-    it must be called with contiguous tensors `like` these in all but their `dynamic` dimensions. The compiled code
-    stays in torch's folder for that, TORCHINDUCTOR_CACHE_DIR, for the next start.
-    """
-    from torch._inductor import aoti_compile_and_package, aoti_load_package  # here, because it takes long
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    class Body(torch.nn.Module):
-        def forward(self, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
-            return function(*tensors)
-
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        warnings.catch_warnings(action="ignore"),  # torch warns about itself
-    ):
-        like = tuple(torch.empty_like(tensor) for tensor in like)
-        shapes = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in dynamic)
-        program = torch.export.export(Body(), like, dynamic_shapes=(shapes,))
-        assert not program.constants  # their values would have to be in the name, too
-        options = options | {"cpp.threads": threads}
-        code = str(program.graph), [(tensor.dtype, tensor.shape) for tensor in like], dynamic, sorted(options.items())
-        machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
-        name = hashlib.sha256(repr((code, machine)).encode()).hexdigest()
-        path = Path(cache_dir(), "manta", f"{name}.pt2")
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # so the file appears whole
-                made = aoti_compile_and_package(program, package_path=f"{folder}/it.pt2", inductor_configs=options)
-                os.replace(made, path)
-        return aoti_load_package(str(path)).loader.run
-
-
-def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
+def prepare(model: Any, rows: str, files: list[str], multiplied: Any = None) -> GreedyHead | None:
     """Give a model's weights the layouts that a CPU is fast with; returns its `GreedyHead`, if one pays.
 
     Afterwards the table of embeddings is used for lookups alone, and these are served from the mapped file.
@@ -446,11 +388,12 @@ def prepare(model: Any, rows: str, files: list[str]) -> GreedyHead | None:
         model: a `Transformer` with its weights.
         rows: see `pack`.
         files: the checkpoint's safetensors; none where weights are made up.
+        multiplied: see `CompressedLinear`; with "both" it must be there for a model in bfloat16.
     """
     tied = model.head is model.embedding
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # in each of as many of Python's threads, because FBGEMM packs with one
-    model.pack(lambda weight: pack(weight, rows), lambda weight: PackedExperts(weight, rows), threads)
+    model.pack(lambda weight: pack(weight, rows, multiplied), lambda weight: PackedExperts(weight, rows), threads)
     torch.set_num_threads(threads)
     model.to_float()  # a norm multiplies in float32, and would convert its weight in each call
     head = None
@@ -482,7 +425,9 @@ def map_embedding(model: Any, files: list[str]) -> None:
                         model.embedding = table
 
 
-def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
+def pack(
+    weight: torch.Tensor, rows: str, multiplied: Any = None
+) -> torch.Tensor | HalfLinear | PanelLinear | PackedLinear | CompressedLinear:
     """`weight` in the layout for `rows`: "one" at a time, "several", or "both", which is two layouts.
 
     In float32 one layout is the best for all of them, if the weight is one of 16 bits. A plain weight takes the place
@@ -502,7 +447,7 @@ def pack(weight: torch.Tensor, rows: str) -> torch.Tensor | HalfLinear | PanelLi
     with contextlib.suppress(ValueError):
         if rows == "both":
             plain = functools.partial(F.linear, weight=weight)
-            return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain)
+            return CompressedLinear(weight, several if isinstance(several, PackedLinear) else plain, multiplied)
     return several
 
 

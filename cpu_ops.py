@@ -5,26 +5,23 @@ In a small step the number of calls is what takes time, so an op here makes few 
 number as an operand costs more than a tensor that is kept (`_constants`).
 
 Attention is a weighted sum of a table's rows, which is what `embedding_bag` computes: it fetches rows ahead, and no key
-or value is copied. The ops that are not defined here are the specification's own, which are fast enough.
+or value is copied. Latents are copied out of their pages once for all heads: then a row's scores are one matrix
+product, and its outputs another one. The ops that are not defined here are the specification's own, which are fast
+enough.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import sys
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from cpu import compile_ahead, fuses_attention
+from cpu import fuses_attention
 from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
 from cpu_experts import expert_down, expert_gate_up, plan_experts
-from cpu_latent import head_linear, latent_decode, latent_prefill
 from cpu_sampling import Adjust, logprobs, sample
 from reference import DecodePlan as LatentPlan
 from reference import (
@@ -56,7 +53,7 @@ BACKEND = "cpu"  # what the option of this name calls these ops
 SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time, so that their scores stay in the cache
 QUERIES = 128  # queries of a row that attention_prefill takes at a time
 MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
-MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
+LATENT_SCORES = 1 << 22  # scores that latent_prefill computes at a time, 16 MiB in float32
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -326,6 +323,52 @@ def attention_prefill(
     return out
 
 
+def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """See `reference.head_linear`."""
+    return torch.bmm(x.transpose(0, 1), weight.mT).transpose(0, 1).contiguous()
+
+
+def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: LatentPlan, scale: float, rank: int) -> torch.Tensor:
+    """See `reference.latent_decode`."""
+    tokens = q.shape[0] // len(plan.slots)
+    starts = torch.arange(0, q.shape[0] + 1, tokens)
+    return latent_prefill(q, kv, plan.block_tables, plan.slots, plan.seq_lens, starts, tokens, scale, rank)
+
+
+def latent_prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_starts: torch.Tensor,
+    max_query_len: int,
+    scale: float,
+    rank: int,
+) -> torch.Tensor:
+    """See `reference.latent_prefill`. It takes some tokens of a row at a time, with the latents up to them."""
+    (_, heads, width), size = q.shape, kv.shape[3]
+    out, starts = q.new_zeros(q.shape[0], heads, rank), query_starts.tolist()
+    for row, (slot, length) in enumerate(zip(slots.tolist(), seq_lens.tolist(), strict=True)):
+        begin, end = starts[row : row + 2]
+        if slot < 0 or begin == end:
+            continue
+        table = block_tables[slot, : -(-length // size)]
+        latents = kv[:, 0, 0].index_select(0, table).view(-1, width)[:length]  # what is stale at the end may be NaN
+        before, most = length - (end - begin), max(1, LATENT_SCORES // (heads * length))
+        for first in range(begin, end, most):
+            last = min(first + most, end)
+            seen = before + last - begin  # latents that the last of these tokens sees
+            keys = latents[:seen]
+            scores = (q[first:last].flatten(0, 1) @ keys.T).float().view(last - first, heads, seen)
+            if last - first > 1:
+                hidden = torch.arange(seen) > torch.arange(seen - (last - first), seen)[:, None]
+                scores.masked_fill_(hidden[:, None], -torch.inf)
+            p = scores.mul_(scale).softmax(-1).to(q.dtype)
+            out[first:last] = (p.flatten(0, 1) @ keys[:, :rank]).view(last - first, heads, rank)
+    return out
+
+
 def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
     """torch's fused attention [H, n, D] of q [H, n, D] and k, v [KV, L, D], as a batch: only batches are fused."""
     return F.scaled_dot_product_attention(q[None], k[None], v[None], scale=scale, enable_gqa=True, **options)[0]
@@ -440,138 +483,3 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
         groups[-1].append(row)
         total += count
     return [torch.tensor(sorted(group), device=counts.device) for group in groups]
-
-
-class Compiled:
-    """A function of settings and tensors, compiled to C++ when it is first called with these settings.
-
-    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
-
-    Args:
-        function: takes settings, which become constants, and contiguous tensors.
-        batched: this many of the tensors, the first ones, have a row for each token of a step. For MANY rows the
-            function is compiled again with threads, because starting threads for a few rows takes longer than the work.
-    """
-
-    def __init__(self, function: Callable, batched: int):
-        self.function, self.batched = function, batched
-        self.made: dict[tuple, Callable[[list[torch.Tensor]], list[torch.Tensor]]] = {}
-
-    def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        first = tensors[0]
-        assert all(tensor.is_contiguous() for tensor in tensors)
-        many = len(first) >= MANY
-        key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
-        if key not in self.made:
-            self.made[key] = self.make(many, settings, tensors)
-        return self.made[key](list(tensors))
-
-    def make(self, many: bool, settings: tuple, tensors: Sequence[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
-        """Compile it for these settings and for few rows, or for MANY."""
-        rows = MANY if many else MANY // 8  # an example of the size: 0 and 1 would be special cases
-        batched, rest = tensors[: self.batched], tensors[self.batched :]
-        like = [t.new_empty(rows, *t.shape[1:]) for t in batched] + list(rest)
-        dynamic = ((0,),) * len(batched) + ((),) * len(rest)
-        # Sums are rounded where torch's operators round them, so that both give the same.
-        options = {"emulate_precision_casts": True}
-        threads = torch.get_num_threads() if many else 1
-        return compile_ahead(functools.partial(self.function, *settings), like, dynamic, threads, options)
-
-
-def compile_ops() -> ModuleType:
-    """This module with compiled C++ for norms, RoPE and activations, which lie between a layer's products.
-
-    The C++ passes over the data once or twice, where torch's operators do so up to 20 times. For few rows, most of the
-    operators' time is that of calling them.
-
-    Raises:
-        ValueError: there is no C++ compiler.
-    """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler:
-        raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none") from None
-
-    # Norms and RoPE are plain formulas here, because what saves operators above would become slow loops.
-    def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-    def norm(
-        eps: float, centered: bool, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
-    ) -> torch.Tensor:
-        h = residual.add_(x).float()
-        y = scaled(h - h.mean(-1, keepdim=True) if centered else h, weight, eps)
-        return (y + bias[0] if bias else y).to(x.dtype)
-
-    def activate(activation: str, gated: bool, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
-        return act_mul(x, activation) if gated else act(x, activation, *params)
-
-    def rope(
-        eps: float, kv_heads: int, interleaved: bool, kind: str, last: bool, x: torch.Tensor, rotation: torch.Tensor,
-        *more: torch.Tensor,
-    ) -> list[torch.Tensor]:  # fmt: skip
-        halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
-        size = rotation.shape[2]
-        columns, weights = (more[0][:, :, None, None].unbind(1), more[1:]) if kind == "scales" else ((), more)
-
-        def normed(y: torch.Tensor, weight: torch.Tensor | None, column: torch.Tensor | None) -> torch.Tensor:
-            if weight is None:
-                return y
-            if column is not None:
-                return y * column * weight
-            return scaled(y - y.mean(-1, keepdim=True) if kind == "layer" else y, weight, eps)
-
-        def turned(y: torch.Tensor) -> torch.Tensor:
-            if size == 0:
-                return y
-            cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
-            pairs = y[..., :size].unflatten(-1, halves)
-            pairs = pairs * cos + pairs.flip(dim) * sin
-            return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1)
-
-        heads = x.shape[1] - 2 * kv_heads
-        parts = zip_longest(x[:, : heads + kv_heads].float().tensor_split((heads,), dim=1), weights, columns)
-        return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
-
-    norms, activations, ropes, scaled_ropes = (
-        Compiled(*args) for args in ((norm, 2), (activate, 1), (rope, 2), (rope, 3))
-    )
-
-    def compiled_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None):
-        if residual is None:
-            return rms_norm(x, weight, eps)
-        return norms((eps, False), x, residual, weight)[0]
-
-    def compiled_layer_norm(x, weight, bias, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if residual is None:
-            return layer_norm(x, weight, bias, eps)
-        return norms((eps, True), x, residual, weight, *(() if bias is None else (bias,)))[0]
-
-    def compiled_act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
-        return activations((activation, True), x)[0]
-
-    def compiled_act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
-        return activations((activation, False), x, *(() if params is None else (params,)))[0]
-
-    def compiled_rope_store(
-        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False,
-        norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None, v_norm: bool = False,
-    ):  # fmt: skip
-        kv_heads, head_dim = kv.shape[2::2]
-        x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
-        if scales is None or q_weight is None:
-            q, k = ropes((eps, kv_heads, interleaved, norm, norm_last), x, rotation, *weights)
-        else:
-            q, k = scaled_ropes((eps, kv_heads, interleaved, "scales", norm_last), x, rotation, scales, *weights)
-        v = x[:, x.shape[1] - kv_heads :]
-        _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
-        return q
-
-    compiled = ModuleType(__name__, __doc__)
-    ops = {"rms_norm": compiled_norm, "layer_norm": compiled_layer_norm, "act_mul": compiled_act_mul}
-    ops |= {"act": compiled_act, "qk_norm_rope_store": compiled_rope_store}
-    vars(compiled).update(vars(sys.modules[__name__]) | ops)
-    return compiled

@@ -23,6 +23,7 @@ import cpu
 from batch_state import BatchState
 from compile_guard import CompileGuard
 from config import EngineConfig
+from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
 from logs import logger
 from memory import (
@@ -76,7 +77,10 @@ class Startup:
         config, model_config = settle(config, model_config)
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
-        self.ops = pick_ops(config.backend, self.device, config.compile)
+        self.ops = pick_ops(config.backend, self.device)
+        self.builder = new_builder(config, self.ops.BACKEND)
+        if self.builder:
+            self.ops = compile_ops(self.builder)
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
@@ -174,7 +178,9 @@ class Startup:
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
-            self.greedy_head = cpu.prepare(model, rows, files)
+            compressed = self.builder and rows == "both" and model.dtype == torch.bfloat16
+            multiplied = self.builder.ask(multiply_job()) if self.builder and compressed else None
+            self.greedy_head = cpu.prepare(model, rows, files, multiplied)
         else:
             self.pack(model)
 
@@ -391,13 +397,13 @@ class Startup:
         """
         worker, compile_seconds = self.worker, 0.0
         with worker.watch():
-            if self.config.compile:
-                import cpu_ops
-
+            if self.builder:
                 begun = time.perf_counter()
-                for rows in (1, cpu_ops.MANY):
+                for rows in (1, MANY):  # these ask for the C++
                     self.model.rehearse(rows, worker.pool)
-                compile_seconds = time.perf_counter() - begun
+                if self.config.compile:
+                    self.builder.wait()
+                    compile_seconds = time.perf_counter() - begun
             token_seconds = self.run_prompts()
             if self.device == "cuda" and captures_graphs(self.config):
                 self.capture()
@@ -595,16 +601,14 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
     return getattr(torch, asked)
 
 
-def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
-    """The one place where the ops are chosen: `kernels`, `cpu_ops` (with `compile`, in part as C++) or `reference`.
+def pick_ops(backend: str, device: str) -> ModuleType:
+    """The one place where the ops are chosen: `kernels`, `cpu_ops` or `reference`.
 
     Raises:
-        ValueError: the backend does not run on this device, or cannot be compiled.
+        ValueError: the backend does not run on this device.
     """
     if backend == "auto":
         backend = "triton" if device == "cuda" else "cpu"
-    if compile and backend != "cpu":
-        raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r} on {device}")
     if backend == "triton":
         if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("backend is 'triton'; on a CPU it runs in Triton's interpreter: set TRITON_INTERPRET=1")
@@ -616,10 +620,33 @@ def pick_ops(backend: str, device: str, compile: bool = False) -> ModuleType:
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
         import cpu_ops
 
-        return cpu_ops.compile_ops() if compile else cpu_ops
+        return cpu_ops
     import reference
 
     return reference
+
+
+def new_builder(config: EngineConfig, backend: str) -> Builder | None:
+    """What makes C++ of ops: with `compile`, and else for a large model on the backend `cpu`, while it serves.
+
+    A small model has answered before its C++ would be there. With `batch_invariant` the ops must not change between two
+    steps, because C++ may round otherwise.
+
+    Raises:
+        ValueError: with `compile`, another backend was chosen, `enforce_eager` too, or there is no compiler.
+    """
+    if config.compile:
+        if backend != "cpu":
+            raise ValueError(f"compile is True; it is for the backend 'cpu', not for {backend!r}")
+        if config.enforce_eager:
+            raise ValueError("compile is True and enforce_eager is True; one of them must be False")
+        if not has_compiler():
+            raise ValueError("compile is True; it needs a C++ compiler (g++ or clang++), and there is none")
+        return Builder(jobs=os.cpu_count() or 1)
+    if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
+        return None
+    small = sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu.SMALL
+    return None if small else Builder(jobs=1, idle=True)
 
 
 def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | None = None) -> None:

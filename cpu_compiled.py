@@ -1,0 +1,356 @@
+"""C++ for a CPU, made ahead of time by AOTInductor: norms, RoPE and activations, and a product of one row.
+
+    Builder     has C++ made, in processes of their own, while torch's operators serve, and keeps it in a `folder`
+    Compiled    a function of this module as C++, once that is there
+    compile_ops `cpu_ops` with the C++ in their place
+
+The C++ passes over the data once or twice, where torch's operators do so up to 20 times. For few rows, most of the
+operators' time is that of calling them. torch.compile would check its guards in every call, which takes longer than the
+work on a few rows; what AOTInductor makes checks nothing. It takes seconds for each function.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from filelock import FileLock  # torch itself needs this package
+
+import cpu
+import cpu_ops
+import reference
+from cpu_ops import _store, _unit
+from logs import logger
+
+MODULES = (sys.modules[__name__], cpu, cpu_ops, reference)  # the code of what is compiled is in these
+MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
+
+Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of tensors, as C++
+
+
+# --- how C++ is made ---
+
+
+class Job(NamedTuple):
+    """A function to make C++ of, for contiguous tensors `like` these in all but their `dynamic` dimensions."""
+
+    name: str  # of the function, which is in this module
+    settings: tuple  # what it takes before the tensors; these become constants
+    like: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each tensor
+    dynamic: tuple[tuple[int, ...], ...]  # of each tensor, the dimensions that may have other sizes
+    threads: int  # of the C++
+    options: tuple[tuple[str, Any], ...] = ()  # Inductor's
+
+    def path(self) -> Path:
+        """Where the C++ is kept. With another torch, CPU or code, it is another file."""
+        text = b"".join(Path(str(module.__file__)).read_bytes() for module in MODULES)
+        machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
+        return folder() / f"{hashlib.sha256(repr((tuple(self), machine)).encode() + text).hexdigest()}.pt2"
+
+    def load(self) -> Runner:
+        """The C++ that is kept."""
+        # This is what `torch._inductor.aoti_load_package` calls; importing that takes seconds.
+        return torch._C._aoti.AOTIModelPackageLoader(str(self.path()), "model", False, 1, -1).run
+
+
+class Late:
+    """C++ that is there or will be.
+
+    Attributes:
+        run: the C++; None until it is there.
+    """
+
+    def __init__(self) -> None:
+        self.run: Runner | None = None
+
+
+def folder() -> Path:
+    """The user's folder for what is compiled."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / "compiled"
+
+
+def has_compiler() -> bool:
+    """Whether there is a C++ compiler that Inductor finds."""
+    from torch._inductor.cpp_builder import get_cpp_compiler  # here, because it takes long
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return False
+    return True
+
+
+class Builder:
+    """Has C++ made, by processes that end with this one.
+
+    Args:
+        jobs: how many processes at a time.
+        idle: these take only what other processes leave of the cores.
+
+    Attributes:
+        failed: why something could not be compiled; empty if all could.
+    """
+
+    def __init__(self, jobs: int, idle: bool = False):
+        self.room, self.idle, self.failed = threading.Semaphore(jobs), idle, ""
+        self.threads: list[threading.Thread] = []
+
+    def ask(self, job: Job) -> Late:
+        """The C++ of a job, which may have to be made first."""
+        late = Late()
+        if job.path().exists():
+            late.run = job.load()
+        else:
+            self.threads.append(threading.Thread(target=self._make, args=(job, late), daemon=True))
+            self.threads[-1].start()
+        return late
+
+    def _make(self, job: Job, late: Late) -> None:
+        """Run the process of a job, and load what it made. After the first failure no other is tried."""
+        with self.room:
+            if self.failed:
+                return
+            process = subprocess.Popen(
+                [sys.executable, "-P", os.path.abspath(__file__)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            with process:
+                assert process.stdin and process.stdout
+                pickle.dump((job, self.idle), process.stdin)
+                process.stdin.flush()  # it stays open, which tells the process that this one lives
+                said = process.stdout.read().decode(errors="replace").strip()
+            if process.returncode:
+                self.failed = said.rpartition("\n")[2] or f"status {process.returncode}"
+                logger.info(f"no more C++ is made, and torch's operators serve: {job.name}: {self.failed}")
+            else:
+                late.run = job.load()
+
+    def wait(self) -> None:
+        """Wait for all that was asked for.
+
+        Raises:
+            ValueError: something could not be compiled.
+        """
+        for thread in self.threads:
+            thread.join()
+        self.threads.clear()
+        if self.failed:
+            raise ValueError(f"compile is True; compiling failed: {self.failed}")
+
+
+def compile_job(job: Job) -> None:
+    """Compile, and keep the result. Where several processes want the same, one compiles."""
+    from torch._inductor import aoti_compile_and_package
+
+    function = functools.partial(getattr(sys.modules[__name__], job.name), *job.settings)
+
+    class Body(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
+            return function(*tensors)
+
+    path, options = job.path(), dict(job.options) | {"cpp.threads": job.threads}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        if path.exists():
+            return
+        like = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in job.like)
+        dynamic = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in job.dynamic)
+        program = torch.export.export(Body(), like, dynamic_shapes=(dynamic,))
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # so that the file appears whole
+            made = aoti_compile_and_package(program, package_path=f"{beside}/it.pt2", inductor_configs=options)
+            os.replace(made, path)
+
+
+def end_with_parent() -> None:
+    """End this process and its compilers once the other end of standard input is gone."""
+    while os.read(0, 1):  # not by `sys.stdin`, because Python waits for its lock when it ends
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    """What the process runs."""
+    job, idle = pickle.load(sys.stdin.buffer)
+    os.setpgrp()  # not a session of its own, because Linux shares the cores among sessions evenly (autogroup)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    if idle and hasattr(os, "SCHED_IDLE"):  # on Linux
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    elif idle:
+        os.nice(19)
+    compile_job(job)
+
+
+# --- what C++ is made of ---
+
+
+# Norms and RoPE are plain formulas here, because what saves operators in `cpu_ops` would become slow loops.
+
+
+def scaled(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x rsqrt(mean(x^2) + eps) weight."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def norm(
+    eps: float, centered: bool, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor
+) -> torch.Tensor:
+    """`rms_norm`, or `layer_norm` where it is centered."""
+    h = residual.add_(x).float()
+    y = scaled(h - h.mean(-1, keepdim=True) if centered else h, weight, eps)
+    return (y + bias[0] if bias else y).to(x.dtype)
+
+
+def activate(activation: str, gated: bool, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+    """`act_mul` where it is gated, else `act`."""
+    return cpu_ops.act_mul(x, activation) if gated else reference.act(x, activation, *params)
+
+
+def rope(
+    eps: float, kv_heads: int, interleaved: bool, kind: str, last: bool, x: torch.Tensor, rotation: torch.Tensor,
+    *more: torch.Tensor,
+) -> list[torch.Tensor]:  # fmt: skip
+    """q and k of `qk_norm_rope_store`, for x [T, heads, D]."""
+    halves, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)  # so that a pair's elements lie along `dim`
+    size = rotation.shape[2]
+    columns, weights = (more[0][:, :, None, None].unbind(1), more[1:]) if kind == "scales" else ((), more)
+
+    def normed(y: torch.Tensor, weight: torch.Tensor | None, column: torch.Tensor | None) -> torch.Tensor:
+        if weight is None:
+            return y
+        if column is not None:
+            return y * column * weight
+        return scaled(y - y.mean(-1, keepdim=True) if kind == "layer" else y, weight, eps)
+
+    def turned(y: torch.Tensor) -> torch.Tensor:
+        if size == 0:
+            return y
+        cos, sin = rotation.unsqueeze(2).unflatten(-1, halves).unbind(1)
+        pairs = y[..., :size].unflatten(-1, halves)
+        pairs = pairs * cos + pairs.flip(dim) * sin
+        return torch.cat((pairs.flatten(-2), y[..., size:]), dim=-1)
+
+    heads = x.shape[1] - 2 * kv_heads
+    parts = zip_longest(x[:, : heads + kv_heads].float().tensor_split((heads,), dim=1), weights, columns)
+    return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
+
+
+def multiply(*tensors: torch.Tensor) -> torch.Tensor:
+    """The product of one row with a compressed weight."""
+    return cpu.multiply(*tensors)
+
+
+def multiply_job() -> Job:
+    """The job for `multiply`, for weights of any shape."""
+    inputs, panels, most, lanes = 128, 64, 2, cpu.LANES  # an example that is large enough for threads
+    words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
+    like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
+    # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
+    limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
+    options = *((limit, 1000) for limit in limits), ("cpp.enable_floating_point_contract_flag", "fast")
+    return Job("multiply", (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
+
+
+class Compiled:
+    """A function of this module, made into C++ for the settings and the sizes that it is called with.
+
+    The settings, the types of the tensors and their shapes but for the first dimension must determine all shapes.
+
+    Args:
+        builder: makes the C++.
+        name: of the function. It takes settings, which become constants, and contiguous tensors.
+        batched: this many of the tensors, the first ones, have a row for each token of a step. For MANY rows the
+            function is compiled again with threads, because starting threads for a few rows takes longer than the work.
+    """
+
+    def __init__(self, builder: Builder, name: str, batched: int):
+        self.builder, self.name, self.batched = builder, name, batched
+        self.made: dict[tuple, Late] = {}
+
+    def __call__(self, settings: tuple, *tensors: torch.Tensor) -> list[torch.Tensor] | None:
+        """What the function returns; None as long as there is no C++ for it."""
+        assert all(tensor.is_contiguous() for tensor in tensors)
+        many = len(tensors[0]) >= MANY
+        key = (many, settings, *[(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+        if (late := self.made.get(key)) is None:
+            late = self.made[key] = self.builder.ask(self.job(many, settings, tensors))
+        return late.run(list(tensors)) if late.run else None
+
+    def job(self, many: bool, settings: tuple, tensors: tuple[torch.Tensor, ...]) -> Job:
+        """The job for these settings and for few rows, or for MANY."""
+        rows = MANY if many else MANY // 8  # an example of the size: 0 and 1 would be special cases
+        like = []
+        for i, tensor in enumerate(tensors):
+            shape = (rows, *tensor.shape[1:]) if i < self.batched else tuple(tensor.shape)
+            like.append((str(tensor.dtype).removeprefix("torch."), shape))
+        dynamic = ((0,),) * self.batched + ((),) * (len(tensors) - self.batched)
+        threads = torch.get_num_threads() if many else 1
+        # Sums are rounded where torch's operators round them, so that both give the same.
+        return Job(self.name, settings, tuple(like), dynamic, threads, (("emulate_precision_casts", True),))
+
+
+def compile_ops(builder: Builder) -> ModuleType:
+    """`cpu_ops` with C++ in the place of five of them, as soon as the builder has made it."""
+    norms, activations = Compiled(builder, "norm", 2), Compiled(builder, "activate", 1)
+    ropes, scaled_ropes = Compiled(builder, "rope", 2), Compiled(builder, "rope", 3)
+
+    def rms_norm(
+        x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        done = None if residual is None else norms((eps, False), x, residual, weight)
+        return done[0] if done else cpu_ops.rms_norm(x, weight, eps, residual)
+
+    def layer_norm(x, weight, bias, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
+        more = () if bias is None else (bias,)
+        done = None if residual is None else norms((eps, True), x, residual, weight, *more)
+        return done[0] if done else cpu_ops.layer_norm(x, weight, bias, eps, residual)
+
+    def act_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+        done = activations((activation, True), x)
+        return done[0] if done else cpu_ops.act_mul(x, activation)
+
+    def act(x: torch.Tensor, activation: str, params: torch.Tensor | None = None) -> torch.Tensor:
+        done = activations((activation, False), x, *(() if params is None else (params,)))
+        return done[0] if done else cpu_ops.act(x, activation, params)
+
+    def qk_norm_rope_store(
+        qkv, q_weight, k_weight, eps: float, rotation, slot_mapping, kv: torch.Tensor, interleaved: bool = False,
+        norm: str = "rms", norm_last: bool = False, scales: torch.Tensor | None = None, v_norm: bool = False,
+    ):  # fmt: skip
+        kv_heads, head_dim = kv.shape[2::2]
+        x, weights = qkv.view(len(qkv), -1, head_dim), () if q_weight is None else (q_weight, k_weight)
+        if scales is None or q_weight is None:
+            done = ropes((eps, kv_heads, interleaved, norm, norm_last), x, rotation, *weights)
+        else:
+            done = scaled_ropes((eps, kv_heads, interleaved, "scales", norm_last), x, rotation, scales, *weights)
+        if done is None:
+            return cpu_ops.qk_norm_rope_store(
+                qkv, q_weight, k_weight, eps, rotation, slot_mapping, kv, interleaved, norm, norm_last, scales, v_norm
+            )
+        (q, k), v = done, x[:, x.shape[1] - kv_heads :]
+        _store(k, _unit(v, eps) if v_norm else v, slot_mapping, kv)
+        return q
+
+    compiled = ModuleType(cpu_ops.__name__, cpu_ops.__doc__)
+    ops = {"rms_norm": rms_norm, "layer_norm": layer_norm, "act_mul": act_mul, "act": act}
+    vars(compiled).update(vars(cpu_ops) | ops | {"qk_norm_rope_store": qk_norm_rope_store})
+    return compiled
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""What is made into C++ gives what torch's operators give, is kept, and keeps nobody waiting or alive."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+import cpu
+import cpu_ops
+import startup
+from cpu_compiled import MANY, Builder, Job, Late, compile_job, compile_ops, multiply_job
+from engine import LLM, SamplingParams
+from oracles import HeadNorm
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+
+
+class Here(Builder):
+    """Compiles at once, in this process, which is faster for many small functions."""
+
+    def ask(self, job: Job) -> Late:
+        if not job.path().exists():
+            with torch.inference_mode(False):
+                compile_job(job)
+        return super().ask(job)
+
+
+@pytest.fixture(scope="module")
+def compiled_ops():
+    return compile_ops(Here(1))
+
+
+def doubling(size: int = 4) -> Job:
+    """A job that is made quickly: SiLU of `size` elements a row."""
+    return Job("activate", ("silu", False), (("float32", (8, size)),), ((0,),), 1)
+
+
+def settled(builder: Builder, job: Job) -> Late:
+    """What a job's process leaves, once it has ended."""
+    late = builder.ask(job)
+    for thread in builder.threads:
+        thread.join()
+    return late
+
+
+def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x, builder = torch.randn(3, 4), Builder(2)
+    late = builder.ask(doubling())
+    assert late.run is None  # nobody waits for it
+    builder.wait()
+    torch.testing.assert_close(late.run([x])[0], torch.nn.functional.silu(x))
+    assert [path.parent for path in tmp_path.rglob("*.pt2")] == [tmp_path / "manta" / "compiled"]
+    monkeypatch.setattr(Builder, "_make", None)
+    torch.testing.assert_close(Builder(1).ask(doubling()).run([x])[0], torch.nn.functional.silu(x))
+    others = doubling(5), doubling()._replace(threads=2), doubling()._replace(settings=("gelu", False))
+    assert len({job.path() for job in (doubling(), *others)}) == 4  # each needs other code
+
+
+def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    builder = Builder(2)
+    for _ in range(2):
+        builder.ask(doubling())
+    builder.wait()
+    made = list(tmp_path.rglob("*.pt2"))
+    assert len(made) == 1 and not [path for path in made[0].parent.iterdir() if path.is_dir()]
+
+
+def test_without_a_compiler_the_operators_serve_and_one_line_says_why(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    builder = Builder(1)
+    with caplog.at_level("INFO", logger="manta"):
+        for size in (4, 5, 6):
+            assert settled(builder, doubling(size)).run is None
+    assert len(caplog.records) == 1 and "no more C++ is made, and torch's operators serve: activate: " in caplog.text
+    with pytest.raises(ValueError, match=r"compiling failed: .*InvalidCxxCompiler"):
+        builder.wait()
+
+
+def test_the_compiling_process_ends_with_its_parent(tmp_path):
+    code = "import cpu_compiled as c\nb = c.Builder(1)\nb.ask(c.multiply_job())\nb.threads[0].join()"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    )
+    while not (children := psutil.Process(parent.pid).children(recursive=True)):
+        assert parent.poll() is None
+    while not (tmp_path / "manta").exists():  # it has begun
+        assert parent.poll() is None
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    gone, alive = psutil.wait_procs(children, timeout=20)
+    assert gone and not alive
+
+
+def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu, "SMALL", 1)
+    allowed, jobs = threading.Event(), []
+
+    def make_later(builder: Builder, job: Job, late: Late) -> None:
+        jobs.append((builder, job))
+        allowed.wait()
+        with builder.room:
+            compile_job(job)  # in this process, which is faster
+            late.run = job.load()
+
+    monkeypatch.setattr(Builder, "_make", make_later)
+    prompts = [f"What is {a} + 58? " * 10 for a in range(20, 28)]
+    params = [SamplingParams(temperature=0.8, seed=3, max_tokens=20 + i, ignore_eos=True) for i in range(len(prompts))]
+
+    def answers(llm: LLM) -> list[list[list[int]]]:
+        some = slice(0, 8), slice(3, 5), slice(0, 1)
+        return [[out.outputs[0].token_ids for out in llm.generate(prompts[s], params[s])] for s in some]
+
+    llm, plain = LLM("demo", dtype="float32"), LLM("demo", dtype="float32", enforce_eager=True)
+    wanted = answers(plain)
+    assert answers(llm) == wanted and not list(tmp_path.rglob("*.pt2"))
+    allowed.set()
+    jobs[0][0].wait()
+    made = len(list(tmp_path.rglob("*.pt2")))
+    assert made == len(jobs) == 6  # norm, RoPE and activation, for few tokens and for many
+    assert answers(llm) == wanted and len(jobs) == made
+    monkeypatch.setattr(Builder, "_make", None)  # all is kept
+    compiled = LLM("demo", dtype="float32", compile=True)
+    assert answers(compiled) == wanted
+    assert compiled.core.facts["compile_seconds"] > 0 == plain.core.facts["compile_seconds"]
+
+
+def test_the_cpp_of_a_compressed_product_is_the_product():
+    torch.manual_seed(0)
+    late, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu.multiply(*tensors)])
+    for shape in ((37, 64), (2048, 1024)):
+        weight, x = torch.randn(shape).bfloat16(), torch.randn(1, shape[1]).bfloat16()
+        got, want = (cpu.CompressedLinear(weight, None, multiplied)(x) for multiplied in (late, plain))
+        torch.testing.assert_close(got, want, atol=1e-3, rtol=2**-7)
+
+
+def test_what_contradicts_compile_is_refused():
+    for options, words in (({"backend": "reference"}, "not for 'reference'"), ({"enforce_eager": True}, "one of them")):
+        with pytest.raises(ValueError, match=f"compile is True.*{words}"):
+            LLM("demo", device="cpu", compile=True, **options)
+
+
+def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_more(monkeypatch):
+    monkeypatch.setattr(startup, "Builder", Here)
+    llm = LLM("demo", dtype="bfloat16", compile=True, max_num_seqs=2)
+    monkeypatch.setattr(Here, "ask", None)
+    layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
+    assert all(
+        isinstance(weight, cpu.CompressedLinear)
+        for weight in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
+    )
+    for some in (questions, questions[:1]):
+        chats = [[{"role": "user", "content": question}] for question in some]
+        answers = llm.chat(chats, SamplingParams(temperature=0, max_tokens=8))
+        assert [answer.outputs[0].text for answer in answers] == ["81", "42"][: len(some)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, MANY - 1, MANY, 3 * MANY + 1])
+def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
+    torch.manual_seed(0)
+    x, weight, gate_up = (torch.randn(*shape).to(dtype) for shape in ((tokens, 96), (96,), (tokens, 66)))
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 1e-6, "rtol": 2**-7}  # both round once
+    for residual in (None, torch.randn(tokens, 96).to(dtype)):
+        sums = [None if residual is None else residual.clone() for _ in range(2)]
+        got, want = (
+            ops.rms_norm(x, weight, 1e-5, total) for ops, total in zip((compiled_ops, cpu_ops), sums, strict=True)
+        )
+        torch.testing.assert_close(got, want, **close)
+        assert residual is None or torch.equal(*sums)
+    for name, more in (("act_mul", ("silu",)), ("act", ("xielu", torch.ones(2)))):
+        got, want = (getattr(ops, name)(gate_up, *more) for ops in (compiled_ops, cpu_ops))
+        torch.testing.assert_close(got, want, **close)
+        assert got.shape == want.shape and got.is_contiguous()
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
+    """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
+    x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
+    x, sums = x.expand(5, -1).contiguous(), [torch.ones(5, 96).bfloat16() for _ in range(4)]
+    for i, ops in enumerate((compiled_ops, cpu_ops)):
+        ops.rms_norm(x, weight, 1e-5, sums[i])
+    got, want = (ops.rms_norm(x, weight, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums, strict=False))
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    got, want = (
+        ops.layer_norm(x, weight, bias, 1e-5, s) for ops, s in zip((compiled_ops, cpu_ops), sums[2:], strict=True)
+    )
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=2**-7)
+    assert torch.equal(sums[2], sums[3])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "norm", "rotated", "interleaved"),
+    [
+        (1, HeadNorm("rms"), 32, False), (7, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
+        (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
+        (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
+        (7, HeadNorm("rms", values=True), 32, False),
+    ],
+)  # fmt: skip
+def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):
+    torch.manual_seed(0)
+    qkv, rotation = torch.randn(tokens, (4 + 2 * 2) * 32).bfloat16(), torch.randn(tokens, 2, rotated)
+    norms = [norm.weights(heads, 32, torch.bfloat16) for heads in (4, 2)]
+    options = norm.options(torch.rand(tokens, 2) + 0.5)
+    slots = torch.randperm(20 * 16)[:tokens]
+    slots[::5] = -1 if tokens > 1 else 300  # -1 stores nothing
+    pools = [torch.zeros(20, 3, 2, 2, 16, 32, dtype=torch.bfloat16) for _ in range(2)]
+    got, want = (
+        ops.qk_norm_rope_store(qkv.clone(), *norms, 1e-6, rotation, slots, pool[:, 1], interleaved, *options)
+        for ops, pool in zip((compiled_ops, cpu_ops), pools, strict=True)
+    )
+    torch.testing.assert_close(got, want, atol=1e-2, rtol=2**-7)  # sums of products that may cancel
+    torch.testing.assert_close(*pools, atol=1e-2, rtol=2**-7)
+    assert pools[0].count_nonzero()
+    alone = qkv[:, : 4 * 32].contiguous()
+    if norms[0] is None or norms[0].ndim == 1:  # without k and v
+        args = (*[norms[0]] * 2, 1e-6, rotation, slots, pools[0][:, 1, :, :0], interleaved, *options)
+        torch.testing.assert_close(compiled_ops.qk_norm_rope_store(alone, *args), want, atol=1e-2, rtol=2**-7)
+        torch.testing.assert_close(*pools, atol=1e-2, rtol=2**-7)
