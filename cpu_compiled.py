@@ -29,7 +29,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock  # torch itself needs this package
 
 import cpu
 import cpu_ops
@@ -161,6 +160,7 @@ class Builder:
 
 def compile_job(job: Job) -> None:
     """Compile, and keep the result. Where several processes want the same, one compiles."""
+    from filelock import FileLock  # torch itself needs this package
     from torch._inductor import aot_compile
 
     function = functools.partial(getattr(sys.modules[__name__], job.name), *job.settings)
