@@ -15,6 +15,7 @@ import functools
 import hashlib
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,7 +29,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock  # torch itself needs this package
 
 import cpu
 import cpu_ops
@@ -59,12 +59,15 @@ class Job(NamedTuple):
         """Where the C++ is kept. With another torch, CPU or code, it is another file."""
         text = b"".join(Path(str(module.__file__)).read_bytes() for module in MODULES)
         machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
-        return folder() / f"{hashlib.sha256(repr((tuple(self), machine)).encode() + text).hexdigest()}.pt2"
+        return folder() / f"{hashlib.sha256(repr((tuple(self), machine)).encode() + text).hexdigest()}.so"
 
     def load(self) -> Runner:
-        """The C++ that is kept."""
-        # This is what `torch._inductor.aoti_load_package` calls; importing that takes seconds.
-        return torch._C._aoti.AOTIModelPackageLoader(str(self.path()), "model", False, 1, -1).run
+        """The C++ that is kept.
+
+        Raises:
+            RuntimeError: there is none, or it is not for this machine.
+        """
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.path()), 1).run
 
 
 class Late:
@@ -113,9 +116,10 @@ class Builder:
     def ask(self, job: Job) -> Late:
         """The C++ of a job, which may have to be made first."""
         late = Late()
-        if job.path().exists():
+        try:
             late.run = job.load()
-        else:
+        except RuntimeError:
+            job.path().unlink(missing_ok=True)
             self.threads.append(threading.Thread(target=self._make, args=(job, late), daemon=True))
             self.threads[-1].start()
         return late
@@ -156,7 +160,8 @@ class Builder:
 
 def compile_job(job: Job) -> None:
     """Compile, and keep the result. Where several processes want the same, one compiles."""
-    from torch._inductor import aoti_compile_and_package
+    from filelock import FileLock  # torch itself needs this package
+    from torch._inductor import aot_compile
 
     function = functools.partial(getattr(sys.modules[__name__], job.name), *job.settings)
 
@@ -172,9 +177,11 @@ def compile_job(job: Job) -> None:
         like = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in job.like)
         dynamic = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in job.dynamic)
         program = torch.export.export(Body(), like, dynamic_shapes=(dynamic,))
-        with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # so that the file appears whole
-            made = aoti_compile_and_package(program, package_path=f"{beside}/it.pt2", inductor_configs=options)
-            os.replace(made, path)
+        made = aot_compile(program.module(), like, options=options)
+        assert isinstance(made, str)  # where the C++ is, in Inductor's own folder
+        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
+            shutil.copy(made, f"{beside}/it.so")
+            os.replace(f"{beside}/it.so", path)  # so that the file appears whole
 
 
 def end_with_parent() -> None:

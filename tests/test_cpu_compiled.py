@@ -62,11 +62,13 @@ def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     assert late.run is None  # nobody waits for it
     builder.wait()
     torch.testing.assert_close(late.run([x])[0], torch.nn.functional.silu(x))
-    assert [path.parent for path in tmp_path.rglob("*.pt2")] == [tmp_path / "manta" / "compiled"]
-    monkeypatch.setattr(Builder, "_make", None)
+    assert [path.parent for path in tmp_path.rglob("*.so")] == [tmp_path / "manta" / "compiled"]
+    monkeypatch.setattr(Builder, "_make", lambda *_: None)
     torch.testing.assert_close(Builder(1).ask(doubling()).run([x])[0], torch.nn.functional.silu(x))
     others = doubling(5), doubling()._replace(threads=2), doubling()._replace(settings=("gelu", False))
     assert len({job.path() for job in (doubling(), *others)}) == 4  # each needs other code
+    others[0].path().write_bytes(b"of another machine")
+    assert Builder(1).ask(others[0]).run is None and not others[0].path().exists()  # it will be made anew
 
 
 def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
@@ -75,7 +77,7 @@ def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
     for _ in range(2):
         builder.ask(doubling())
     builder.wait()
-    made = list(tmp_path.rglob("*.pt2"))
+    made = list(tmp_path.rglob("*.so"))
     assert len(made) == 1 and not [path for path in made[0].parent.iterdir() if path.is_dir()]
 
 
@@ -130,10 +132,10 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
 
     llm, plain = LLM("demo", dtype="float32"), LLM("demo", dtype="float32", enforce_eager=True)
     wanted = answers(plain)
-    assert answers(llm) == wanted and not list(tmp_path.rglob("*.pt2"))
+    assert answers(llm) == wanted and not list(tmp_path.rglob("*.so"))
     allowed.set()
     jobs[0][0].wait()
-    made = len(list(tmp_path.rglob("*.pt2")))
+    made = len(list(tmp_path.rglob("*.so")))
     assert made == len(jobs) == 6  # norm, RoPE and activation, for few tokens and for many
     assert answers(llm) == wanted and len(jobs) == made
     monkeypatch.setattr(Builder, "_make", None)  # all is kept
