@@ -33,6 +33,7 @@ import torch
 import cpu
 import cpu_ops
 import reference
+from cpu import multiply
 from cpu_ops import _store, _unit
 from logs import logger
 
@@ -48,7 +49,7 @@ Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of ten
 class Job(NamedTuple):
     """A function to make C++ of, for contiguous tensors `like` these in all but their `dynamic` dimensions."""
 
-    name: str  # of the function, which is in this module
+    name: str  # of the function, which this module has
     settings: tuple  # what it takes before the tensors; these become constants
     like: tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each tensor
     dynamic: tuple[tuple[int, ...], ...]  # of each tensor, the dimensions that may have other sizes
@@ -257,20 +258,15 @@ def rope(
     return [(normed(turned(y), *w) if last else turned(normed(y, *w))).to(x.dtype) for y, *w in parts]
 
 
-def multiply(*tensors: torch.Tensor) -> torch.Tensor:
-    """The product of one row with a compressed weight."""
-    return cpu.multiply(*tensors)
-
-
 def multiply_job() -> Job:
-    """The job for `multiply`, for weights of any shape."""
+    """The job for `multiply`, the product of one row, with compressed weights of any shape."""
     inputs, panels, most, lanes = 128, 64, 2, cpu.LANES  # an example that is large enough for threads
     words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
     like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
     # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.
     limits = ("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold")
     options = *((limit, 1000) for limit in limits), ("cpp.enable_floating_point_contract_flag", "fast")
-    return Job("multiply", (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
+    return Job(multiply.__name__, (), like, ((0,), (0, 1), (), (0, 1), (0, 1)), torch.get_num_threads(), options)
 
 
 class Compiled:
