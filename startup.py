@@ -178,8 +178,9 @@ class Startup:
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
             files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
-            compressed = self.builder and rows == "both" and model.dtype == torch.bfloat16
-            multiplied = self.builder.ask(multiply_job()) if self.builder and compressed else None
+            multiplied = None
+            if self.builder and rows == "both" and model.dtype == torch.bfloat16:
+                multiplied = self.builder.ask(multiply_job())
             self.greedy_head = cpu.prepare(model, rows, files, multiplied)
         else:
             self.pack(model)
