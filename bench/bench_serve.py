@@ -320,7 +320,8 @@ class Reply:
     """The outcome of a request.
 
     Attributes:
-        times: when each event with text came, in seconds after the request was due; an event has one or more tokens.
+        times: when each event with text came, in seconds after the request was due; an event has one or more tokens. Of
+            an answer without text it is when that ended.
         tokens: length of the output, as the server counts it.
         error: how the request failed; empty if it did not.
     """
@@ -358,6 +359,7 @@ async def read_events(port: int, content: bytes, arrival: float) -> Reply:
     usage = json.loads(before[6:]) if last.startswith(b"data: [DONE]") else {}
     if not usage.get("usage"):
         return Reply(error=f"{status!r} and at the end {before or shown!r}")
+    reply.times = reply.times or [time.perf_counter() - arrival]
     reply.tokens = usage["usage"]["completion_tokens"]
     return reply
 
