@@ -6,7 +6,7 @@
 ARG BASE=ubuntu:24.04
 FROM ${BASE}
 
-# Triton compiles C for each kernel that it launches, and --compile needs a C++ compiler.
+# Triton compiles C for each kernel that it launches, and on a CPU C++ is made of some ops.
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends g++ python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

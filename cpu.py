@@ -1,4 +1,4 @@
-"""What makes torch fast on a CPU: weights packed once, memory that stays mapped, a thread for each core, `--compile`.
+"""What makes torch fast on a CPU: weights packed once, memory that stays mapped, a thread for each core.
 
 All of it is optional: where a CPU, a libc or a torch does not have it, plain torch serves, only slower.
 """
