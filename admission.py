@@ -23,26 +23,13 @@ from dataclasses import dataclass, field
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager, by_column
 from plan import NewRow, StepPlan
-from sequence import FairQueue, GroupQueue, Request, Sequence, SequenceGroup, Status
+from queues import FairQueue, GroupQueue
+from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
 PREEMPTED, FINISHED = 0.2, 0.98  # what they do to the caution of admission: a preemption in 10 requests, about
 MIN_DEATHS = 3  # before a request is held to be guilty: whoever kills workers by hand may do so twice
-
-
-class SchedulingBudget:
-    """What is left of a step: tokens and sequences."""
-
-    __slots__ = ("seqs", "tokens")
-
-    def __init__(self, tokens: int, seqs: int):
-        self.tokens, self.seqs = tokens, seqs
-
-    def take(self, tokens: int, seqs: int = 1) -> None:
-        """Some sequences compute some tokens in the step."""
-        self.tokens -= tokens
-        self.seqs -= seqs
 
 
 @dataclass(slots=True)
@@ -232,7 +219,8 @@ class Admission:
             if self.fair is not None and self.now > group.timeline.begun:
                 self.fair.note_rival(group, running)
             if budget.tokens <= 0 or budget.seqs <= 0:
-                self.held_up = (group.name, "tokens" if self.free_slots else "slots")
+                short = "step" if budget.tokens > 0 else "tokens"  # the next step may be another lane's
+                self.held_up = (group.name, short if self.free_slots else "slots")
                 return
             if any(name == group.name for name, _, _ in self.preempted):  # by this very plan, to make way
                 self.held_up = (group.name, "step")

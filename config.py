@@ -117,8 +117,9 @@ class EngineConfig:
             "scheduling_policy", "scheduler_delay_factor", "enable_chunked_prefill", "preemption_mode",
             "schedule_conservativeness", "async_scheduling", "num_lookahead_slots"),
         "several devices, and processes": (
-            "tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "distributed_executor_backend",
-            "startup_timeout", "step_timeout", "max_worker_restarts"),
+            "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition", "data_parallel_size",
+            "enable_expert_parallel", "distributed_executor_backend", "startup_timeout", "step_timeout",
+            "max_worker_restarts"),
         "limits of a request": ("max_logprobs",),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "sanitize_kv"),
@@ -187,6 +188,13 @@ class EngineConfig:
         10.0,
     )
     tensor_parallel_size: int = option(1, "devices that each hold a share of every weight", 1, 64)
+    pipeline_parallel_size: int = option(
+        1, "stages, each of which holds some of the layers on devices of its own; steps follow each other through them",
+        1, 64,
+    )  # fmt: skip
+    pipeline_layer_partition: str | None = option(
+        None, "how many layers each stage holds, like 12,16 (default: so that all stages read as many bytes)"
+    )
     data_parallel_size: int = option(
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
     )
@@ -278,6 +286,11 @@ class EngineConfig:
         return self.model if self.snapshot else os.path.basename(os.path.abspath(self.model))
 
     @property
+    def world_size(self) -> int:
+        """Ranks of one engine: those of all its stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
     def pools(self) -> bool:
         """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
         return self.task in ("embed", "score", "classify")
@@ -294,11 +307,12 @@ class EngineConfig:
             raise ValueError(
                 f"num_state_snapshots is {self.num_state_snapshots}; without prefix caching it must be 0 or left out"
             )
-        if self.distributed_executor_backend == "uni" and self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {self.tensor_parallel_size}; with distributed_executor_backend 'uni', "
-                "which has one worker, it must be 1"
-            )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if self.distributed_executor_backend == "uni" and (size := getattr(self, name)) > 1:
+                raise ValueError(
+                    f"{name} is {size}; with distributed_executor_backend 'uni', which has one worker, it must be 1"
+                )
+        self._check_stages()
         if self.batch_invariant and self.tensor_parallel_size > 1:  # which rank adds first depends on a message's size
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
@@ -318,6 +332,26 @@ class EngineConfig:
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(
                 f"scheduler_delay_factor is {self.scheduler_delay_factor}; it must be 0 with chunked prefill"
+            )
+
+    def _check_stages(self) -> None:
+        stages, listed = self.pipeline_parallel_size, self.pipeline_layer_partition
+        if stages > self.max_num_seqs:
+            raise ValueError(
+                f"pipeline_parallel_size is {stages}; it must be at most max_num_seqs, {self.max_num_seqs}, because "
+                "each stage works for other sequences"
+            )
+        if stages > 1 and self.enable_expert_parallel and self.data_parallel_size > 1:
+            raise ValueError(
+                f"pipeline_parallel_size is {stages}; with enable_expert_parallel and several engines, which meet in "
+                "every step, it must be 1"
+            )
+        if listed is not None and not re.fullmatch(r"[1-9]\d{0,5}(,[1-9]\d{0,5})*", listed, re.ASCII):
+            raise ValueError(f"pipeline_layer_partition is {listed!r}; it must be counts of layers, like 12,16")
+        if listed is not None and (count := len(listed.split(","))) != stages:
+            raise ValueError(
+                f"pipeline_layer_partition is {listed!r}, {count} counts; there must be one for each stage, and "
+                f"pipeline_parallel_size is {stages}"
             )
 
 

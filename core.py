@@ -79,12 +79,13 @@ class EngineCore:
         if config.log_scheduler:
             self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
-        self.trace = Trace(config.trace + suffix) if config.trace else None
+        self.trace = Trace(config.trace + suffix, config.pipeline_parallel_size) if config.trace else None
         self.recorder = Recorder(self.scheduler, config.data_parallel_rank)
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None  # called with what is wrong; None: nothing
         self.plans: deque[StepPlan] = deque()  # of the steps that run, or are next to
         overlap = self.executor.overlaps if config.async_scheduling is None else config.async_scheduling
-        self.depth = 2 if overlap else 1  # how many of them there are at most
+        self.ahead = 2 if overlap else 1  # how many of them there are of a lane at most,
+        self.depth = config.pipeline_parallel_size - 1 + self.ahead  # and in all
         self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
         self.stat_logger = StatLogger(self.metrics)
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
@@ -175,7 +176,8 @@ class EngineCore:
         news.outputs += refused + self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
-        if self.scheduler.has_work() if start is None else start and self.num_restarts == restarts:
+        more = self.scheduler.has_work() if start is None else start and self.num_restarts == restarts
+        if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
                 self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
@@ -198,9 +200,10 @@ class EngineCore:
         return [group for group in self.scheduler.others if group.request.params.constrained]
 
     def _may_plan_ahead(self) -> bool:
-        """Whether the next step can do without the tokens that the latest one brings, for most of those who run."""
-        waiting = sum(awaits_token(group.seqs[0]) for group in self._constrained())
-        return 2 * waiting <= len(self.scheduler.running)
+        """Whether the next step can do without the tokens that those in flight bring, for most of those who run."""
+        lane = self.scheduler.next_lane()
+        waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
+        return lane.flying < self.ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
     def _make_masks(self) -> list[EngineOutput]:
         """Have masks made for the next step; returns the news of requests that cannot go on."""

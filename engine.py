@@ -23,7 +23,6 @@ from tqdm import tqdm
 from client import Stream
 from config import EngineConfig
 from core import EngineCore
-from embeddings import cosine, numbers
 from grammar import COMPILE_TIMEOUT
 from hub import find_model
 from logs import logger, set_up
@@ -43,6 +42,8 @@ from outputs import (
     RequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    cosine,
+    numbers,
 )
 from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed, read_prompt

@@ -222,7 +222,7 @@ class MpExecutor:
 
     def start(self, config: EngineConfig) -> None:
         """Spawn the workers and wait until they are ready."""
-        size = config.tensor_parallel_size
+        size = config.world_size
         if self.peers:
             try:
                 place = self.peers.meet(config.startup_timeout)
@@ -267,7 +267,7 @@ class MpExecutor:
         """
         results = [self._result(rank, self.waiting[0]) for rank in range(len(self.processes))]
         self.waiting.popleft()
-        return results[0]
+        return joined(results, self.config.tensor_parallel_size)
 
     def forget(self) -> None:
         """Give up the results of plans that were handed over."""
@@ -396,10 +396,10 @@ class MpExecutor:
         rank = killed[0] if killed else rank
         process = self.processes[rank]
         if (code := process.exitcode) == UNGUARDED:
-            size = self.config.tensor_parallel_size
             return ValueError(
-                f"tensor_parallel_size is {size}, so LLM starts processes, which import your script: put what it does "
-                "under `if __name__ == '__main__':`"
+                f"LLM starts {self.config.world_size} worker processes (tensor_parallel_size times "
+                "pipeline_parallel_size), which import your script: put what it does under "
+                "`if __name__ == '__main__':`"
             )
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return WorkerError(f"rank {rank} has died ({how}){self._where()}")
@@ -417,6 +417,19 @@ class MpExecutor:
         if not self.ready:
             return " while it starts"
         return f" in step {self.waiting[0]}" if self.waiting else " while idle"
+
+
+def joined(results: list[StepResult], stage_size: int) -> StepResult:
+    """The result of a step of which each rank has one: the last stage's has the tokens, and the phases are all stages'.
+
+    Args:
+        stage_size: ranks of a stage, which have the same.
+    """
+    result, stages = results[-stage_size], results[::stage_size]
+    if len(stages) > 1:
+        found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
+        result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
+    return result
 
 
 @contextlib.contextmanager
@@ -459,11 +472,11 @@ def new_executor(
     """
     backend = config.distributed_executor_backend
     if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
-        backend = "mp" if config.beside_server or config.tensor_parallel_size > 1 else "uni"
+        backend = "mp" if config.beside_server or config.world_size > 1 else "uni"
     if backend != "uni" and sys.platform == "win32":
         raise ValueError(
-            f"distributed_executor_backend is {backend!r} and tensor_parallel_size {config.tensor_parallel_size}; on "
-            "Windows they must be 'uni' and 1, because worker processes share descriptors and memory as Unix does"
+            f"distributed_executor_backend is {backend!r} for {config.world_size} workers; on Windows it must be 'uni' "
+            "for one, because worker processes share descriptors and memory as Unix does"
         )
     if backend == "torchrun":
         return TorchrunExecutor(lead_or_follow(config, model_config), model_config)

@@ -77,6 +77,37 @@ def layout_of(windows: Sequence[int], shapes: Sequence[tuple[int, ...]] = ()) ->
     )
 
 
+def part_of(whole: KVLayout, shapes: Sequence[tuple[int, ...]], own: Sequence[int]) -> KVLayout:
+    """The layout of a pipeline stage, which has the layers `own` of those that a layout was made for.
+
+    Each stage has a pool of its own, but all use the same block tables. So a stage has the kinds of the whole model. It
+    deals its layers evenly to the kinds of their window and shape, so that its pages are small.
+
+    Args:
+        shapes: what each layer of the whole model holds of a token.
+        own: which of these layers the stage has, in order.
+    """
+    alike = {i: (whole.windows[whole.places[i][0]], shapes[i]) for i in own}
+    kinds = [*zip(whole.windows, whole.shapes, strict=True)]
+    counts = Counter(alike.values())
+    layers = [-(-counts[kind] // kinds.count(kind)) for kind in kinds]
+    unit = math.lcm(*(shape[-1] for _, shape in kinds))
+    size = max(count * math.prod(shape) for count, (_, shape) in zip(layers, kinds, strict=True))
+    places = [(-1, -1)] * len(whole.places)
+    seen: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for i, kind in alike.items():
+        first = kinds.index(kind)
+        turn, place = divmod(seen[kind], layers[first])
+        places[i] = first + turn, place
+        seen[kind] += 1
+    return whole._replace(
+        size=max(1, -(-size // unit)) * unit,
+        layers=tuple(layers),
+        places=tuple(places),
+        total=sum(math.prod(shape) for _, shape in alike.values()),
+    )
+
+
 def most_blocks(windows: Sequence[int], tokens: int, chunk: int, block_size: int, ahead: int = 0) -> list[int]:
     """Blocks of each kind that a sequence holds at most, until it has computed `tokens` tokens.
 

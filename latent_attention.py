@@ -107,10 +107,10 @@ class LatentAttention(Attention):
     matrices = ("q_a", "q_b", "kv_a", "o")
     factors = ("q_a_norm", "kv_a_norm")
 
-    def __init__(self, c: ModelConfig, ops: ModuleType, i: int, heads: int, max_model_len: int, new: New):
+    def __init__(self, c: ModelConfig, ops: ModuleType, i: int, place: int, heads: int, max_model_len: int, new: New):
         latent, row = c.latent, c.row
         assert latent and latent.v_dim <= c.head_dim
-        self.config, self.ops, self.i, self.row, self.heads, self.latent = c, ops, i, row, heads, latent
+        self.config, self.ops, self.place, self.row, self.heads, self.latent = c, ops, place, row, heads, latent
         self.rope, self.batch_invariant = c.layer_ropes[i], False
         q_size, inputs = heads * c.head_dim, c.hidden_size
         self.q_a: Weight | None = None
@@ -161,7 +161,7 @@ class LatentAttention(Attention):
 
     def store(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The queries [T, heads, D] of hidden states x, not rotated yet. The latents of x go into the pool."""
-        rotation, kv, q = step.rotations[self.rope], step.pool[0][self.i], x
+        rotation, kv, q = step.rotations[self.rope], step.pool[0][self.place], x
         latent = linear(x, self.kv_a, self.kv_a_bias)
         self.ops.latent_store(
             latent, self.kv_a_norm, NORM_EPS, rotation, step.batch.slot_mapping[0], kv, bool(self.row.interleaved)
@@ -172,7 +172,7 @@ class LatentAttention(Attention):
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * v_dim] of queries q [T, heads, D], which are rotated in place."""
-        batch, n, kv = step.batch, step.batch.num_decodes, step.pool[0][self.i]
+        batch, n, kv = step.batch, step.batch.num_decodes, step.pool[0][self.place]
         rotation, interleaved = step.rotations[self.rope], bool(self.row.interleaved)
         out = q.new_empty(len(q), self.heads, self.latent.v_dim)
         if n > 0:
@@ -216,7 +216,7 @@ class LatentAttention(Attention):
 
     def rows_of(self, step: Step) -> Iterator[Rows]:
         """A step's rows of many tokens, in groups whose keys and values are made together."""
-        batch, n, size = step.batch, step.batch.num_decodes, step.pool[0][self.i].shape[3]
+        batch, n, size = step.batch, step.batch.num_decodes, step.pool[0][self.place].shape[3]
         device, counts = batch.slots.device, batch.longer
         tokens = [0, *accumulate(count for count, _ in counts)]
         begin = 0

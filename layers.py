@@ -127,7 +127,7 @@ class Attention:
         kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
         self.heads, self.kv_heads, self.rope = heads, kv_heads, c.layer_ropes[i]
-        self.kind, self.place = c.layout(group.size).places[i]
+        self.kind, self.place = c.layout(group.size, group.pipeline.layers).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
         self.gate: Weight | None = new(q_size, c.hidden_size) if row.out_gate else None

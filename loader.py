@@ -64,7 +64,7 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
         ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
             finite; it is named.
     """
-    wanted, device = model.parameters(), model.embedding.device
+    wanted, device = model.parameters(), torch.device(model.device)
     paths = checkpoint_files(folder)
     found: dict[str, str] = {}  # our names and the checkpoint's
     scales = find_scales(paths, model.config.quantization)
@@ -280,20 +280,22 @@ def fill_dummy(model: Transformer, seed: int) -> None:
 
     Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
     """
-    generator = torch.Generator(device=model.embedding.device).manual_seed(seed % 2**63)
+    generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
     wanted = model.parameters()
     for name, part in wanted.items():
         if part.instead_of:  # the tensors that it stands for are made one by one
             continue
-        targets = [piece.target for piece in part.pieces]
+        targets = [piece.target for piece in part.pieces]  # none, where another rank or stage has it
         if len(part.shape) == 1 or "norm" in name:
             scales = name.endswith(("weight", "scale", "scalar"))
             less_one = model.row.unit_offset and not name.endswith(f"{model.row.name('delta')}.norm.weight")
             for target in targets:
                 target.fill_(1.0 if scales and not less_one else 0.0)
             continue
-        like = targets[0] if targets else model.embedding  # an expert of another rank has no target
-        whole = like if targets and like.shape == part.shape else like.new_empty(part.shape)
+        if targets and targets[0].shape == part.shape:
+            whole = targets[0]
+        else:
+            whole = torch.empty(part.shape, dtype=targets[0].dtype if targets else model.dtype, device=model.device)
         whole.normal_(0, part.shape[-2 if part.transposed else -1] ** -0.5, generator=generator)
         for target, source in pairs(whole, part):
             if target is not whole:

@@ -8,22 +8,26 @@ compare them with torch's own count.
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from types import ModuleType
 
 import psutil
 import torch
 
+from batch_state import BatchState
 from config import EngineConfig
 from kv_layout import most_blocks
 from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
 from model_config import ModelConfig
-from parallel import Group
+from parallel import ExpertGroup, Group, Pipeline
 from sizes import Delta
 
 MIB = 2**20
@@ -32,6 +36,7 @@ MIB = 2**20
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
+CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
 LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
 CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
 PROCESSORS = 160  # multiprocessors of a GPU, no fewer than any GPU has; attention_decode keeps pieces for each
@@ -103,9 +108,12 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     rows = config.max_num_seqs
     activations, logits = step_bytes(config, model, largest_step(config, max_model_len))
     sampling, one = rows * sample_bytes(c.vocab_size), logprob_bytes(c.vocab_size, c.vocab_size)
+    decode = step_bytes(config, model, rows, True)
     if config.pools:  # nothing is sampled
         sampling = one = 0
-    decode = step_bytes(config, model, rows, True)
+    if not model.group.pipeline.last:  # nor are there logits
+        logits = sampling = one = 0
+        decode = (decode[0], 0)
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
@@ -115,9 +123,67 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
         graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
-        context=CONTEXT + NCCL * (model.group.size > 1 or shares_experts(model.group)) if cuda else 0,
+        context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
+
+
+def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
+    """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
+    bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
+
+    Args:
+        model: the whole model, on any device.
+
+    Raises:
+        ValueError: the layers cannot be divided so.
+    """
+    count, stages, sources = len(model.layers), config.pipeline_parallel_size, model.config.kv_sources
+    # Layers that read the keys of another layer must be in its stage.
+    apart = [c for c in range(count + 1) if all(not 0 <= source < c for source in sources[c:])]
+    if listed := config.pipeline_layer_partition:
+        ends = [*accumulate(map(int, listed.split(",")))]
+        if ends[-1] != count or not set(ends) <= set(apart):
+            raise ValueError(
+                f"pipeline_layer_partition is {listed!r}; {model.config.architecture} has {count} layers, and a stage "
+                f"may end after {', '.join(map(str, apart[1:]))} of them"
+            )
+    elif stages > len(apart) - 1:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}; {model.config.architecture} has {count} layers, which can be divided "
+            f"in at most {len(apart) - 1} stages"
+        )
+    else:
+        head = model.head.nbytes if isinstance(model.head, torch.Tensor) else 0
+        read = [0, *accumulate(count_bytes(layer.parts()) for layer in model.layers)]
+        read[-1] += head
+
+        @functools.cache
+        def best(end: int, parts: int) -> tuple[int, tuple[int, ...]]:
+            """The bytes of the largest of `parts` stages that have the layers before apart[end], and where they end."""
+            here = apart[end]
+            if parts == 1:
+                return read[here], (here,)
+            tried = ((best(begin, parts - 1), read[here] - read[apart[begin]]) for begin in range(parts - 1, end))
+            most, ends = min((max(before[0], last), before[1]) for before, last in tried)
+            return most, (*ends, here)
+
+        ends = [*best(len(apart) - 1, stages)[1]]
+    return [range(begin, end) for begin, end in pairwise([0, *ends])]
+
+
+def stage_layers(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype
+) -> list[range | None]:
+    """The layers of each pipeline stage; None where one stage has all of them.
+
+    Raises:
+        ValueError: see `split_layers`.
+    """
+    with torch.device("meta"):
+        whole = Transformer(model_config, ops, "meta", dtype, 2, Group())
+    found = split_layers(config, whole)
+    return [*found] if len(found) > 1 else [None]
 
 
 def count_snapshots(config: EngineConfig, model: Transformer, room: int | None = None) -> int:
@@ -333,8 +399,10 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
         return f"  {what:<20}{size / MIB:>12,.1f} MiB  {remark}".rstrip()
 
     yield f"{config.model}: {model.config.architecture}, {parameters:,} parameters in {name}, {where}"
-    if model.group.size > 1:
-        yield f"for each of {model.group.size} ranks:"
+    if model.group.world_size > 1:
+        stages = model.group.pipeline.stages
+        of = f" of stage {model.group.pipeline.stage}, which has the least room of {stages}" if stages > 1 else ""
+        yield f"for each of {model.group.size} ranks{of}:"
     yield line("weights", plan.weights)
     yield line("batch state", plan.state, f"{rows:,} sequences of up to {max_model_len:,} tokens")
     if plan.states:
@@ -371,6 +439,36 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     yield f"requests at the full length of {length:,} that fit: {at_length:,}, of max_num_seqs {rows:,}"
     each = longest(config, layout.windows, count // rows, length)
     yield f"tokens that each of {rows:,} requests may have for all to fit: {each:,}"
+
+
+def plan_stage(
+    config: EngineConfig, model_config: ModelConfig, ops: ModuleType, dtype: torch.dtype, max_model_len: int,
+    pipeline: Pipeline, total: int,
+) -> tuple[Transformer, MemoryPlan, int, str]:  # fmt: skip
+    """The model of a stage on the meta device, its rank's memory plan, bytes for the KV pool, and where that is.
+
+    Args:
+        total: bytes of a GPU; 0: the stage is on this machine's CPU.
+
+    Raises:
+        ValueError: the recurrent states do not fit.
+    """
+    with torch.device("meta"):  # for tensors that are made without a device
+        group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config), pipeline=pipeline)
+        model = Transformer(model_config, ops, "meta", dtype, max_model_len, group)
+    vocab_size, columns = 0 if config.pools else model_config.vocab_size, table_columns(config, max_model_len)
+    sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size
+    plan = plan_memory(config, model, BatchState(*sizes, "meta", len(model.layout.windows)), total > 0)
+    if total:
+        budget = int(total * config.gpu_memory_utilization)
+        where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
+        return model, plan, plan.room(budget, plan.weights + plan.context), where
+    free = available_bytes() - plan.weights * config.world_size
+    room = max(0, int(CPU_KV_SHARE * free / (config.world_size * config.data_parallel_size)))
+    count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
+    plan = replace(plan, states=4 * model.state_size * count)
+    plan.beside_states(2 * room)
+    return model, plan, room, f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
 
 
 def available_bytes() -> int:

@@ -51,7 +51,8 @@ class Transformer:
         device: where the weights go.
         dtype: of weights and activations; norms, RoPE, softmax and logits are computed in float32.
         max_model_len: positions that RoPE is tabulated for.
-        group: the ranks that hold the weights, this process among them.
+        group: the ranks that hold the weights, this process among them, and the stage that they are. What only other
+            stages have is there without memory, so that a checkpoint is checked whole on each rank.
 
     Raises:
         ValueError: the weights cannot be divided among the ranks.
@@ -62,7 +63,10 @@ class Transformer:
     ):
         check_division(config, group)
         self.config, self.ops, self.group, self.row, self.max_model_len = config, ops, group, config.row, max_model_len
-        self.dtype = dtype
+        self.dtype, self.device, pipeline = dtype, device, group.pipeline
+        self.span = range(config.num_layers) if pipeline.layers is None else pipeline.layers
+        self.layout = config.layout(group.size, pipeline.layers)
+        self.state_size = config.state_size(group.size, self.span)
         # With fewer KV heads than ranks, neighbouring ranks hold the same one; the last ranks may hold less vocabulary.
         self.num_heads, self.num_kv_heads = config.num_heads // group.size, max(1, config.num_kv_heads // group.size)
         vocab, size = -(-config.vocab_size // group.size), config.hidden_size
@@ -72,48 +76,63 @@ class Transformer:
             make = torch.empty if group.size == 1 else torch.zeros
             return make(shape, dtype=dtype or self.dtype, device=device)
 
-        self.embedding = new(vocab, size)
+        nothing = torch.empty((), device="meta")
+
+        def elsewhere(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+            return nothing.to(dtype or self.dtype).expand(shape)
+
+        at_first, at_last = (new if here else elsewhere for here in (pipeline.first, pipeline.last))
+        tied = config.head == "logits" and config.tie_word_embeddings
+        self.embedding = (at_last if tied and pipeline.last else at_first)(vocab, size)
         self.positions: torch.Tensor | None = None  # the table of learned positions
         if self.row.name("positions"):
-            self.positions = new(config.max_position + self.row.position_offset, size)
-        heads = self.num_heads
+            self.positions = at_first(config.max_position + self.row.position_offset, size)
+        own_states, heads = [i for i in config.delta_layers if i in self.span], self.num_heads
 
-        def attention(i: int) -> Attention | DeltaNet:
+        def layer(i: int) -> Layer:
+            at = new if i in self.span else elsewhere
+            attention: Attention | DeltaNet
             if i in config.delta_layers:
-                return DeltaNet(config, ops, group.size, config.delta_layers.index(i), new)
-            if config.latent:
-                return LatentAttention(config, ops, i, heads, max_model_len, new)
-            return Attention(config, ops, group, i, heads, new)
+                place = own_states.index(i) if i in self.span else -1
+                attention = DeltaNet(config, ops, group.size, place, at)
+            elif config.latent:
+                attention = LatentAttention(config, ops, i, self.layout.places[i][1], heads, max_model_len, at)
+            else:
+                attention = Attention(config, ops, group, i, heads, at)
+            return Layer(config, ops, group, i, attention, at)
 
-        self.layers = [Layer(config, ops, group, i, attention(i), new) for i in range(config.num_layers)]
-        self.layer_inputs = LayerInputs(config, ops, vocab, new) if config.layer_input_size else None
-        self.norm = Norm(config, ops, size, new)
+        self.layers = [layer(i) for i in range(config.num_layers)]
+        self.layer_inputs = LayerInputs(config, ops, vocab, at_first) if config.layer_input_size else None
+        self.norm = Norm(config, ops, size, at_last)
         self.head: Weight | None = None
         self.head_bias: torch.Tensor | None = None
         if config.head == "logits":
-            self.head = self.embedding if config.tie_word_embeddings else new(vocab, size)
-            self.head_bias = new(vocab) if self.row.head_bias else None
+            if not tied:
+                self.head = at_last(vocab, size)
+            elif pipeline.last:
+                self.head = self.embedding
+            self.head_bias = at_last(vocab) if self.row.head_bias else None
         self.score: torch.Tensor | None = None  # the classification head, the same on each rank
         if config.head == "labels":
-            self.score = torch.empty(len(config.labels), size, dtype=torch.float32, device=device)
+            self.score = at_last(len(config.labels), size, dtype=torch.float32)
         tables = [rope_table(rope, max_model_len, bool(self.row.interleaved)) for rope in config.ropes]
         self.rotations = [table.to(device) for table in tables]
         grown = [query_scales(rope, max_model_len) for rope in config.ropes]
         self.query_scales = [None if scales is None else scales.to(device) for scales in grown]
-        self.layout, self.state_size = config.layout(group.size), config.state_size(group.size)
         # Rounded as a weight, because that is how the models were trained.
         self.embed_scale = float(torch.tensor(config.embed_scale, dtype=dtype, device="cpu"))
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def owners(self) -> Iterator[object]:
-        """All objects that have weights as attributes."""
+        """All objects that have weights of this stage as attributes."""
         yield self
-        yield self.norm
-        if self.layer_inputs:
+        if self.group.pipeline.last:
+            yield self.norm
+        if self.layer_inputs and self.group.pipeline.first:
             yield from (self.layer_inputs, self.layer_inputs.norm)
-        for layer in self.layers:
-            yield from layer.parts()
+        for i in self.span:
+            yield from self.layers[i].parts()
 
     def slots(self) -> dict[str, Slot | StackedSlot]:
         """What of a checkpoint fills our weights, by names without the prefix of the model's body."""
@@ -142,10 +161,12 @@ class Transformer:
     def parameters(self) -> dict[str, Part]:
         """What this rank takes of each tensor of a checkpoint. Where experts may come one by one or stacked, both are
         there, and the stacked tensor says which others it stands for."""
-        return {
-            name: self.part(slot) if isinstance(slot, Slot) else self.stacked_part(slot)
-            for name, slot in self.slots().items()
-        }
+        found = {}
+        for name, slot in self.slots().items():
+            part = self.part(slot) if isinstance(slot, Slot) else self.stacked_part(slot)
+            here = tuple(piece for piece in part.pieces if piece.target.is_meta == (self.device == "meta"))
+            found[name] = part._replace(pieces=here)
+        return found
 
     def num_parameters(self) -> int:
         """Elements of all weights on all ranks, each counted once."""
@@ -278,7 +299,8 @@ class Transformer:
         def replace(owner: object, name: str, make: Callable[[torch.Tensor], Any]) -> None:
             setattr(owner, name, make(getattr(owner, name)))
 
-        places: list[tuple[object, str, Any]] = [(self, "head", pack)]  # first, because it is the largest
+        # The head comes first, because it is the largest.
+        places: list[tuple[object, str, Any]] = [(self, "head", pack)] if self.group.pipeline.last else []
         for owner in self.owners():
             for kind, make in (("matrices", pack), ("stacks", pack_experts)):
                 places += [(owner, name, make) for name in getattr(owner, kind, ())]
@@ -288,21 +310,31 @@ class Transformer:
 
     # --- a step -------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, batch: Batch, pool: torch.Tensor, states: torch.Tensor, incoming: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run one step; keys and values of its tokens go into `pool` [blocks, numbers of a page], see `views`, and the
         `states` [rows, size] of its rows change, see `states_of`.
 
-        Returns the hidden states [T, hidden] after the last norm.
+        Args:
+            incoming: what the stage before has made of the step's tokens, which changes; None on the first stage.
+
+        Returns:
+            the hidden states [T, hidden] after the last norm. On a stage before the last it is what the next one takes:
+            the sums that layers add to [T, hidden], beside the inputs of the layers to come, where layers have some.
         """
-        c, add_up = self.config, self.group.all_reduce
+        c, add_up, inputs = self.config, self.group.all_reduce, None
         step = self.new_step(batch, pool, states)
-        residual = self.embed(batch.input_ids, batch.positions)
-        inputs = None
-        if own := self.layer_inputs:
-            inputs = own(residual, self.look_up(batch.input_ids, own.table))
+        if incoming is None:
+            residual = self.embed(batch.input_ids, batch.positions)
+            if own := self.layer_inputs:
+                inputs = own(residual, self.look_up(batch.input_ids, own.table))
+        else:
+            residual, given = incoming.split((c.hidden_size, incoming.shape[1] - c.hidden_size), 1)
+            residual, inputs = residual.contiguous(), given.view(len(given), -1, max(1, c.layer_input_size))
         x = self.enter(residual)
-        for i, layer in enumerate(self.layers):
-            following = self.layers[i + 1].attn_in if i + 1 < c.num_layers else self.norm
+        for i in self.span:
+            layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
                 y = layer.attention(x, step)
                 x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
@@ -316,30 +348,46 @@ class Transformer:
             x = layer.mlp_out(x) if layer.mlp_out else x
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
-                x = layer.end(residual, None if inputs is None else inputs[:, i], following)
-        return x
+                x = layer.end(residual, None if inputs is None else inputs[:, i - self.span.start], following)
+        if inputs is None or self.group.pipeline.last:
+            return x
+        return torch.cat((x, inputs[:, len(self.span) :].flatten(1)), 1)
+
+    def following(self, i: int) -> Norm | None:
+        """The norm of the sums after layer i: that of the next layer, or the last one. Before another stage there is
+        none, because that stage begins with it."""
+        if i + 1 in self.span:
+            return self.layers[i + 1].attn_in
+        return self.norm if self.group.pipeline.last else None
+
+    @property
+    def incoming_size(self) -> int:
+        """Numbers of each token that come from the stage before."""
+        return self.config.hidden_size + len(self.layers[self.span.start :]) * self.config.layer_input_size
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
         none = self.embedding.new_empty(0, self.config.hidden_size, dtype=self.dtype)
-        for layer in self.layers:
+        for i in self.span:
+            layer = self.layers[i]
             experts = layer.beside.experts if layer.beside else layer.mlp
             if isinstance(experts, ExpertMlp):
                 experts.serve(none)
 
     def rehearse(self, rows: int, pool: torch.Tensor) -> None:
         """Run all but attention's kernels on `rows` tokens that are zeros, without storing their keys and values."""
-        x = self.embedding.new_zeros(rows, self.config.hidden_size, dtype=self.dtype)
+        x = torch.zeros(rows, self.config.hidden_size, dtype=self.dtype, device=self.device)
         zeros = torch.zeros(rows, dtype=torch.int64)
         nowhere = torch.full((len(self.layout.windows), rows), -1)
         batch = Batch(zeros, zeros, nowhere, zeros, zeros, zeros[None, None], 0, zeros, zeros, 1, [])
         step = self.new_step(batch, pool, x.new_empty(0, self.state_size, dtype=torch.float32))
         self.enter(x)
-        for layer in self.layers:
+        for i in self.span:
+            layer = self.layers[i]
             layer.attention.rehearse(x, step)
             y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
-        self.add(y, x, self.norm)
-        if self.head is not None:
+        self.add(y, x, self.following(self.span[-1]))
+        if self.head is not None and self.group.pipeline.last:
             self.logits(x[:1])
 
     def new_step(self, batch: Batch, pool: torch.Tensor, states: torch.Tensor) -> Step:
@@ -349,7 +397,7 @@ class Transformer:
         chunked = self.row.chunked
         layers = self.views(pool)
         plans = [
-            self.ops.plan_decode(of[0], table, *rows, w, 1, chunked and w > 0)
+            self.ops.plan_decode(of[0], table, *rows, w, 1, chunked and w > 0) if of else None
             for of, (table, w) in zip(layers, kinds, strict=False)
         ]
         rotations = [table[batch.positions] for table in self.rotations]
@@ -364,7 +412,8 @@ class Transformer:
         """
         if not self.config.delta:
             return []
-        delta, count, rows = self.config.delta.share(self.group.size), len(self.config.delta_layers), len(states)
+        delta, rows = self.config.delta.share(self.group.size), len(states)
+        count = sum(i in self.span for i in self.config.delta_layers)
         matrices, inputs = states[:, : count * sum(delta.state)].split([count * size for size in delta.state], 1)
         shape = rows, count, delta.value_heads, delta.key_dim, delta.value_dim
         inputs = inputs.view(rows, count, delta.channels, delta.kernel - 1)
@@ -378,15 +427,17 @@ class Transformer:
         """
         layout, found = self.layout, dict[tuple[int, ...], tuple[torch.Tensor, ...]]()
         size = pool.shape[1] // layout.size  # of a block
-        for (parts, heads, dim), layers in zip(layout.shapes, layout.layers, strict=True):
-            if (parts, heads, dim) not in found:
+        kinds = [(layers, *shape) for layers, shape in zip(layout.layers, layout.shapes, strict=True)]
+        for kind in kinds:
+            if kind not in found:
+                layers, parts, heads, dim = kind
                 used = pool[:, : layers * parts * heads * size * dim]
-                found[parts, heads, dim] = used.view(len(pool), layers, parts, heads, size, dim).unbind(1)
-        return [found[shape] for shape in layout.shapes]
+                found[kind] = used.view(len(pool), layers, parts, heads, size, dim).unbind(1) if layers else ()
+        return [found[kind] for kind in kinds]
 
     def enter(self, residual: torch.Tensor) -> torch.Tensor:
-        """What the first layer's attention takes of the embeddings."""
-        norm = self.layers[0].attn_in
+        """What this stage's first layer takes of the sums so far, which at the start are the embeddings."""
+        norm = self.layers[self.span.start].attn_in
         return norm(residual) if norm else residual
 
     def add(self, y: torch.Tensor, residual: torch.Tensor, norm: Norm | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from config import MAX_CONTEXT, read_json
 from config_fields import Fields, label_activation, labels, number, typed, whole
 from families import FAMILIES, Family, Routing, family_of
-from kv_layout import KVLayout, layout_of
+from kv_layout import KVLayout, layout_of, part_of
 from quantization import Quantization, read_quantization
 from sizes import Delta, Experts, Latent, Rope, yarn_mscale
 
@@ -89,21 +89,28 @@ class ModelConfig:
         """The layers with the gated delta rule."""
         return tuple(i for i, source in enumerate(self.kv_sources) if source < 0)
 
-    def state_size(self, ranks: int) -> int:
-        """Float32 numbers of a sequence's state over all layers on each of `ranks`: a multiple of 4, for alignment."""
+    def state_size(self, ranks: int, layers: range) -> int:
+        """Float32 numbers of a sequence's state over `layers` on each of `ranks`: a multiple of 4, for alignment."""
         if not self.delta:
             return 0
-        return -(-len(self.delta_layers) * sum(self.delta.share(ranks).state) // 4) * 4
+        count = sum(i in layers for i in self.delta_layers)
+        return -(-count * sum(self.delta.share(ranks).state) // 4) * 4
 
     def mlp_size(self, layer: int) -> int:
         """Of a layer's dense MLP, which may be twice as wide in layers without keys of their own."""
         return self.intermediate_size * (2 if self.row.wide_mlp and self.kv_sources[layer] != layer else 1)
 
-    def layout(self, ranks: int) -> KVLayout:
-        """How the layers lie in the pages of each rank's pool. Layers without keys of their own have no place there,
-        but that of the layer whose keys they read, if they read any."""
+    def layout(self, ranks: int, layers: range | None = None) -> KVLayout:
+        """How the layers lie in the pages of each rank's pool, or in those of a stage with these `layers`.
+
+        Layers without keys of their own have no place there, but that of the layer whose keys they read, if they read
+        any. Those of other stages have none.
+        """
         owners = [i for i, source in enumerate(self.kv_sources) if source == i]
-        found = layout_of([self.windows[i] for i in owners], [self.page(ranks, i) for i in owners])
+        shapes = [self.page(ranks, i) for i in owners]
+        found = layout_of([self.windows[i] for i in owners], shapes)
+        if layers is not None:
+            found = part_of(found, shapes, [n for n, i in enumerate(owners) if i in layers])
         places = dict(zip(owners, found.places, strict=True))
         return found._replace(places=tuple(places.get(source, (-1, -1)) for source in self.kv_sources))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -112,6 +113,19 @@ class Vector:
     def fail(self, error: str | None) -> None:
         """Note that the engine has given the request up."""
         self.error = error
+
+
+def numbers(pooled: bytes) -> list[float]:
+    """The numbers of a vector, which travels in float32."""
+    return array("f", pooled).tolist()
+
+
+def cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    """The cosine of the angle between two vectors; 0 where one of them is all zeros."""
+    lengths = math.hypot(*a) * math.hypot(*b)
+    if not lengths:
+        return 0.0
+    return max(-1.0, min(1.0, math.fsum(x * y for x, y in zip(a, b, strict=True)) / lengths))  # rounding may pass 1
 
 
 @dataclass

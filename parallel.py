@@ -1,6 +1,8 @@
-"""Tensor parallelism: the ranks that each hold a share of every weight, and what they exchange (`torch.distributed`).
+"""The ranks that run one model together, and what they exchange (`torch.distributed`).
 
-Each rank is a process. All ranks run the same steps in the same order, so that each call below meets its counterparts.
+Each rank is a process. With tensor parallelism each rank holds a share of every weight (`Group`). With pipeline
+parallelism the layers are divided in stages, each with as many ranks, and hidden states go from stage to stage
+(`Pipeline`). All ranks run the same steps in the same order, so that each call below meets its counterparts.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import os
 import re
 import struct
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,8 +34,9 @@ class Group:
         rank: this process's, from 0.
         size: how many there are.
         device: of the tensors that they exchange, `cpu` or `cuda`.
-        local_size: how many of them are on this machine; None is all.
+        local_size: how many of them, in all stages, are on this machine; None is all.
         experts: with expert parallelism, who holds which experts.
+        pipeline: the stage that they are, if the layers are divided in stages.
 
     Every exchange raises ConnectionError if a rank is gone, or late (see `set_timeout`).
     """
@@ -44,16 +48,26 @@ class Group:
         device: str = "cpu",
         local_size: int | None = None,
         experts: ExpertGroup | None = None,
+        pipeline: Pipeline | None = None,
     ):
         assert 0 <= rank < size
-        self.rank, self.size, self.device, self.local_size = rank, size, device, local_size or size
-        self.experts = experts
+        self.rank, self.size, self.device = rank, size, device
+        self.experts, self.pipeline = experts, pipeline or Pipeline()
+        self.local_size = local_size or self.world_size
+        self.link: Any = None  # of the ranks of this stage; None: there is one stage
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks all stages have."""
+        return self.size * self.pipeline.stages
 
     @classmethod
-    def connect(cls, rank: int, size: int, rendezvous: str, device: str) -> Group:
+    def connect(cls, rank: int, size: int, rendezvous: str, device: str, stages: int = 1) -> Group:
         """Meet the other ranks, over gloo on CPUs and NCCL on GPUs. Each rank has a GPU of its own.
 
         Args:
+            rank: this process's among the ranks of all stages, those of the first stage first.
+            size: ranks of each stage.
             rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, and `env://` is
                 what torchrun has put into the environment.
 
@@ -61,40 +75,47 @@ class Group:
             ValueError: there is no GPU for this rank.
             ConnectionError: the others do not come.
         """
-        group = cls(rank, size, device)
-        if size > 1:
+        group = cls(rank % size, size, device, pipeline=Pipeline(rank // size, stages))
+        if (world := group.world_size) > 1:
             assert rendezvous, "several ranks need a place to meet"
             index = rank
             if rendezvous == "env://":
                 index = int(os.environ.get("LOCAL_RANK", rank))
-                group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+                group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             if device == "cuda":
                 if index >= (count := torch.cuda.device_count()):
-                    raise ValueError(f"tensor_parallel_size is {size}; torch sees {count} CUDA devices on this machine")
+                    raise ValueError(
+                        f"tensor_parallel_size is {size} and pipeline_parallel_size {stages}; torch sees {count} CUDA "
+                        "devices on this machine"
+                    )
                 torch.cuda.set_device(index)
-            if group.local_size == size:  # one machine, whose own name may not resolve
+            if group.local_size == world:  # one machine, whose own name may not resolve
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             backend = "nccl" if device == "cuda" else "gloo"
             with group.exchange():
-                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=size)
+                dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=world)
+                if stages > 1:
+                    parts = [dist.new_group([*range(s * size, (s + 1) * size)]) for s in range(stages)]
+                    group.link = parts[group.pipeline.stage]
+                    group.pipeline.connect(group.rank, size)
         return group
 
     def close(self) -> None:
         """Leave the group. No rank may be waiting for another at that time."""
-        if self.size > 1:
+        if self.world_size > 1:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
         """Raise a ConnectionError of one line where torch.distributed says at length that a rank is gone or late."""
-        with told(f"rank {self.rank} has lost the other ranks"):
+        with told(f"rank {self.pipeline.stage * self.size + self.rank} has lost the other ranks"):
             yield
 
     def set_timeout(self, seconds: float) -> None:
         """From now on, give up an exchange that takes longer."""
-        if self.size > 1:
-            assert dist.group.WORLD
-            dist.group.WORLD.set_timeout(timedelta(seconds=seconds))
+        for link in (dist.group.WORLD, self.link, *self.pipeline.links):
+            if link is not None:
+                link.set_timeout(timedelta(seconds=seconds))
 
     def channel(self, timeout: float) -> Channel:
         """A channel between these ranks. All of them must make it at the same time."""
@@ -104,7 +125,7 @@ class Group:
         """The sum of all ranks' `x`, in place of `x`, which is returned."""
         if self.size > 1 and not x.is_meta:
             with self.exchange():
-                dist.all_reduce(x)
+                dist.all_reduce(x, group=self.link)
         return x
 
     def all_gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -114,17 +135,24 @@ class Group:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         if not x.is_meta:
             with self.exchange():
-                dist.all_gather(parts, x)
+                dist.all_gather(parts, x, group=self.link)
         return torch.cat(parts, -1)[..., :width].contiguous()
 
     def min(self, value: int) -> int:
-        """The least of all ranks' `value`."""
-        if self.size == 1:
+        """The least `value` of all ranks in all stages."""
+        return self._reduce(value, dist.ReduceOp.MIN)
+
+    def sum(self, value: int) -> int:
+        """The sum of `value` over all ranks in all stages."""
+        return self._reduce(value, dist.ReduceOp.SUM)
+
+    def _reduce(self, value: int, how: Any) -> int:
+        if self.world_size == 1:
             return value
-        least = torch.tensor(value, device=self.device)
+        reduced = torch.tensor(value, device=self.device)
         with self.exchange():
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        return int(least)
+            dist.all_reduce(reduced, how)
+        return int(reduced)
 
 
 @contextlib.contextmanager
@@ -136,6 +164,62 @@ def told(what: str) -> Iterator[None]:
         said = re.sub(r"^\[\S+\] ", "", str(error))  # without the file and line of C++
         said = said.partition("\n")[0].partition(". ")[0]
         raise ConnectionError(f"{what}: {said}") from None
+
+
+class Pipeline:
+    """One of the stages that the layers are divided in, and what goes from stage to stage.
+
+    Hidden states go to the next stage, to the rank of the same number. What the last stage samples goes back to the
+    first, which needs it as the input of the sequence's next step. Each direction between two ranks has a link of its
+    own, so that on GPUs neither waits for the other.
+
+    A stage does not wait for the next one to take what it sends: it keeps the tensor until it has gone, and meanwhile
+    computes its next step, which is for other sequences (GPipe, Huang et al., 2019; the schedule is PipeDream's).
+
+    Until `live` is set, nothing is exchanged: zeros come in, and what goes out is dropped. In this way a stage warms up
+    by itself.
+
+    Args:
+        stage: this process's, from 0, and stages: how many there are.
+        layers: which it holds; None: all, as a single stage does.
+    """
+
+    def __init__(self, stage: int = 0, stages: int = 1, layers: range | None = None):
+        assert 0 <= stage < stages
+        self.stage, self.stages, self.layers = stage, stages, layers
+        self.first, self.last = stage == 0, stage == stages - 1
+        self.live = False
+        self.links: list[Any] = []  # to the stage before and after this one in the ring of stages
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # what is on its way
+
+    def connect(self, rank: int, size: int) -> None:
+        """Make the links; all ranks of all stages do so at the same time."""
+        self.before, self.after = ((self.stage + step) % self.stages * size + rank for step in (-1, 1))
+        links = {}
+        for stage in range(self.stages):
+            for r in range(size):
+                source, target = stage * size + r, (stage + 1) % self.stages * size + r
+                links[source] = dist.new_group([source, target])
+        me = self.stage * size + rank
+        self.links = [links[self.before], links[me]]
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+        """What the stage before this one in the ring has sent."""
+        if not self.live:
+            return torch.zeros(shape, dtype=dtype, device=device)
+        x = torch.empty(shape, dtype=dtype, device=device)
+        with told(f"stage {self.stage} has lost the stage before it"):
+            dist.recv(x, self.before, self.links[0])
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        """Send `x` to the stage after this one in the ring; it must not be changed afterwards."""
+        if not self.live:
+            return
+        with told(f"stage {self.stage} has lost the stage after it"):
+            while self.sent and self.sent[0][0].is_completed():
+                self.sent.popleft()[0].wait()
+            self.sent.append((dist.isend(x, self.after, self.links[1]), x))
 
 
 class ExpertGroup:
@@ -171,7 +255,7 @@ class ExpertGroup:
         c = config
         if not c.enable_expert_parallel:
             return None
-        return cls(rank, c.tensor_parallel_size, c.data_parallel_rank, c.data_parallel_size)
+        return cls(rank % c.tensor_parallel_size, c.tensor_parallel_size, c.data_parallel_rank, c.data_parallel_size)
 
     def share(self, count: int) -> tuple[int, int]:
         """The first of `count` experts that this rank holds, and how many. Ranks differ by one at most."""
@@ -279,13 +363,13 @@ class Channel:
 
     def __init__(self, group: Group, timeout: float):
         self.group, self.in_step = group, True
-        if group.size > 1:
+        if group.world_size > 1:
             with group.exchange():
                 self.link = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def broadcast(self, message: bytes = b"", source: int = 0) -> bytes:
         """The message of rank `source`, on every rank; the messages that the others pass are ignored."""
-        if self.group.size == 1:
+        if self.group.world_size == 1:
             return message
         head = torch.frombuffer(bytearray(struct.pack(f"<I{HEAD}s", len(message), message)), dtype=torch.uint8)
         with self.group.exchange():
@@ -293,13 +377,13 @@ class Channel:
             length, begin = struct.unpack(f"<I{HEAD}s", head.numpy().tobytes())
             if length <= HEAD:
                 return begin[:length]
-            rest = bytearray(message[HEAD:]) if source == self.group.rank else bytearray(length - HEAD)
+            rest = bytearray(message[HEAD:]) if source == dist.get_rank() else bytearray(length - HEAD)
             dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, self.link)
         return begin + bytes(rest)
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks in their order, on every rank."""
-        return [self.broadcast(message, rank) for rank in range(self.group.size)]
+        return [self.broadcast(message, rank) for rank in range(self.group.world_size)]
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ A stream and a reply in one piece come out of the same iterator, `Run.news`.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import itertools
 import queue
@@ -26,7 +27,7 @@ from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
 from logs import logger
 from messages import text_of
-from outputs import Choices, Generation, Vector
+from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
 from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
@@ -400,6 +401,36 @@ def delta_of(answer: Answer, piece: Piece) -> dict[str, Any]:
         return reasoning_of(piece.text)
     new = call_of(block, "") if piece.begins else {"function": {"arguments": piece.text}}
     return {"tool_calls": [{"index": answer.number(piece.at), **new}]}
+
+
+def vectors(kind: str, key: str, found: list[bytes], encoding_format: str) -> list[dict[str, Any]]:
+    """The entries of /v1/embeddings (`kind` "embedding") and /pooling: numbers, or their float32 bytes in base64."""
+    encode = numbers if encoding_format == "float" else lambda pooled: base64.b64encode(pooled).decode()
+    return [{"object": kind, "index": i, key: encode(pooled)} for i, pooled in enumerate(found)]
+
+
+def scores(found: list[float]) -> list[dict[str, Any]]:
+    """The entries of /score."""
+    return [{"object": "score", "index": i, "score": score} for i, score in enumerate(found)]
+
+
+def ranks(found: list[float], documents: list[str], top_n: int, with_documents: bool) -> list[dict[str, Any]]:
+    """The entries of /rerank: the `top_n` best documents, the best first, and among equals the first first."""
+    best = sorted(range(len(found)), key=lambda i: (-found[i], i))[:top_n]
+    return [
+        {"index": i, "relevance_score": found[i]} | ({"document": {"text": documents[i]}} if with_documents else {})
+        for i in best
+    ]
+
+
+def classes(found: list[bytes], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """The entries of /classify: each prompt's probabilities, and the label of the highest one."""
+    entries = []
+    for i, pooled in enumerate(found):
+        probs = numbers(pooled)
+        label = labels[max(range(len(probs)), key=probs.__getitem__)]
+        entries.append({"index": i, "label": label, "probs": probs, "num_classes": len(probs)})
+    return entries
 
 
 def sse(event: dict[str, Any], long: bool = False) -> bytes:

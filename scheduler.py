@@ -23,6 +23,7 @@ be made before the result of the last one is in: it must know that a token will 
 that turns out to be a sequence's last, the plan has run a row too many, whose token is dropped.
 
 Sequences that decode are a batch of their own (`DecodeBatch`): a step looks at those of them that need a block, or end.
+Where the model is divided in pipeline stages, those who run are divided among as many lanes, whose steps take turns.
 """
 
 from __future__ import annotations
@@ -32,46 +33,19 @@ from bisect import insort
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ints
-from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
-from admission import Admission, SchedulingBudget
+from admission import Admission
 from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
-from sequence import OUTPUT_WEIGHT, DecodeBatch, DecodeRows, Request, Sequence, SequenceGroup, Status, WaitClock
+from queues import OUTPUT_WEIGHT
+from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status, WaitClock
 
 MAX_REPORTS = 1000  # finished requests whose report is kept
-
-
-@dataclass(slots=True)
-class Flight:
-    """A step from its planning to its result: what is left of its budget, and whose its rows are."""
-
-    plan: StepPlan
-    budget: SchedulingBudget
-    planned_at: float  # in the clock's seconds
-    decodes: DecodeRows = field(default_factory=DecodeRows)  # the first rows,
-    decode_step: int = 0  # and the step of their batch
-    others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, computed with these)
-    grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, the one before being full
-    is_prefill: bool = False  # a step of prompts alone, in the classic order
-
-    @property
-    def seqs(self) -> list[Sequence]:
-        """The sequence of each row."""
-        return [*self.decodes.seqs, *(seq for seq, _, _ in self.others)]
-
-    def take(self, seq: Sequence, count: int) -> None:
-        """`seq`, which is none of the decodes, computes `count` more tokens in this step."""
-        if count > 1:
-            seq.group.timeline.chunk(count)
-        seq.num_computed += count
-        self.budget.take(count)
-        self.others.append((seq, count, seq.num_computed))
 
 
 class Scheduler:
@@ -119,9 +93,9 @@ class Scheduler:
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.waiting, self.swapped = self.admission.waiting, self.admission.swapped
-        self.running: list[SequenceGroup] = []  # in order of `key`: those whose sequence is one of the decodes,
-        self.decodes = DecodeBatch(config.max_num_seqs, config.block_size, config.num_lookahead_slots)
-        self.others: list[SequenceGroup] = []  # and those at whom each step must look, in any order
+        self.running: list[SequenceGroup] = []  # in order of `key`
+        size = config.max_num_seqs, config.block_size, config.num_lookahead_slots
+        self.lanes = Lanes(config.pipeline_parallel_size, *size)
         self.requests: dict[str, Request] = {}
         self.in_flight: deque[Flight] = deque()
         self.arrivals = self.step = 0
@@ -233,13 +207,19 @@ class Scheduler:
             if len(self.reports) > MAX_REPORTS:
                 self.reports.popitem(last=False)
 
+    @property
+    def others(self) -> list[SequenceGroup]:
+        """All groups at whom each step of their lane must look."""
+        return [group for lane in self.lanes for group in lane.others]
+
     # --- planning ---------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
-        budget = SchedulingBudget(self.config.max_num_batched_tokens, self.config.max_num_seqs)
-        flight = Flight(plan, budget, now)
+        lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
+        budget = SchedulingBudget(self.config.max_num_batched_tokens, most)
+        flight = Flight(plan, lane, budget, now)
         self.admission.begin_step(now)
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
             self._stop_running(now)  # all queue anew, so that whoever may run now comes in in order
@@ -267,8 +247,13 @@ class Scheduler:
         if self.admission.fair is not None:
             self.admission.fair.advance(computed + (OUTPUT_WEIGHT - 1) * len(flight.decodes.seqs))
         self.in_flight.append(flight)
+        lane.flying += 1
         self.step += 1
         return plan
+
+    def next_lane(self) -> Lane:
+        """The lane that the next step is of."""
+        return self.lanes.next(len(self.waiting) + len(self.swapped))
 
     def _schedule_mixed(self, flight: Flight) -> str:
         """The default: decodes first, then prompts, cut where the budget ends (Sarathi-Serve, Agrawal et al., 2024).
@@ -309,7 +294,8 @@ class Scheduler:
         """Preempt the last of those who run, for `cause` to have its room; returns who that was."""
         victim = self.running.pop()
         if victim.seqs[0].batch is None:
-            self.others.remove(victim)
+            assert victim.lane
+            victim.lane.others.remove(victim)
         self.admission.preempt(victim, plan, cause)
         return victim
 
@@ -324,7 +310,7 @@ class Scheduler:
         """Give their first tokens to groups that are let in, of those that have one of `statuses`."""
         for group in self.admission.let_in(flight.plan, flight.budget, self.running, statuses):
             insort(self.running, group, key=lambda group: group.key)
-            self.others.append(group)
+            flight.lane.put(group)
             if group.beams is not None:
                 self._schedule_beams(group, flight, flight.budget.tokens, just_entered=True)
             else:
@@ -337,19 +323,19 @@ class Scheduler:
 
         Of the decodes only those are looked at that need a block, or end. Returns whether a group was preempted.
         """
-        before = len(self.admission.preempted)
-        to_come = self.config.max_num_seqs - len(self.admission.free_slots)  # sequences, or the slots kept for them
-        due = [seq.group for seq in self.decodes.pop_due()]
+        before, lane, decodes = len(self.admission.preempted), flight.lane, flight.lane.decodes
+        to_come = lane.width  # sequences, or the slots kept for them
+        due = [seq.group for seq in decodes.pop_due()]
         shares: dict[str, int] = {}
-        if self.admission.fair is not None and self.others:
-            shares = self.admission.divide(self.others, flight.budget.tokens - to_come, self.running)
-        for group in sorted(self.others + due, key=lambda group: group.key):
+        if self.admission.fair is not None and lane.others:
+            shares = self.admission.divide(lane.others, flight.budget.tokens - to_come, self.running)
+        for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
             seq = group.seqs[0]
             if seq.batch is not None and seq.num_known + 1 >= group.limit:  # its last token is about to be sampled
                 self.admission.stop_decoding(seq)
-                self.others.append(group)
+                lane.others.append(group)
             if seq.batch is None:
                 to_come -= group.width
             left = flight.budget.tokens
@@ -359,8 +345,8 @@ class Scheduler:
                 break
             if (taken := left - flight.budget.tokens) > 1 and group.request.client in shares:
                 shares[group.request.client] -= taken
-        flight.decodes, flight.decode_step = self.decodes.run(), self.decodes.steps
-        flight.budget.take(len(self.decodes), seqs=len(self.decodes))
+        flight.decodes, flight.decode_step = decodes.run(), decodes.steps
+        flight.budget.take(len(decodes), seqs=len(decodes))
         return len(self.admission.preempted) > before
 
     def _most_tokens(self, group: SequenceGroup, left: int, shares: dict[str, int]) -> int:
@@ -398,7 +384,7 @@ class Scheduler:
             if seq.batch is not None:
                 flight.grown.append(seq)
         if seq.batch is not None:
-            self.decodes.expect(seq)
+            seq.batch.expect(seq)
         if self.space.states:
             self.space.states.keep(seq, flight.plan)
         if seq.batch is None:
@@ -449,6 +435,7 @@ class Scheduler:
     def update(self, plan: StepPlan, result: StepResult) -> Outputs:
         """Take the result of the oldest plan in flight; returns the news for the clients."""
         flight = self.in_flight.popleft()
+        flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
         self.stats.landed(self.config.max_num_batched_tokens - flight.budget.tokens, flight.decodes, self.clock())
         if flight.is_prefill:
@@ -479,16 +466,20 @@ class Scheduler:
                 self.admission.prompt_done(seq.group)
             seq.tokens.append(token)
             news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
-            if seq.batch is None and self._only_decodes(seq):
-                self.decodes.join(seq)
-        others = (group for group in self.others if group.status is Status.RUNNING)
-        self.others = [group for group in others if group.seqs[0].batch is None]
+            if seq.batch is None and seq.group.lane is flight.lane and self._only_decodes(seq):
+                flight.lane.decodes.join(seq)
+        others = (group for group in flight.lane.others if group.status is Status.RUNNING)
+        flight.lane.others = [group for group in others if group.seqs[0].batch is None]
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
         if beams or any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
+        while found := self.lanes.surplus(flight.lane):
+            seq, lane = found
+            self.admission.stop_decoding(seq)
+            lane.put(seq.group)
         if self.admission.trial.suspects:
             self._clear_suspects()
         return news
@@ -504,15 +495,16 @@ class Scheduler:
         if not (seqs := flight.decodes.seqs):
             return Outputs()
         ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]
-        names, token_ids = self.decodes.land(flight.decode_step, flight.decodes, token_ids)
+        decodes = flight.lane.decodes
+        names, token_ids = decodes.land(flight.decode_step, flight.decodes, token_ids)
         self.stats.decoded(len(token_ids))
         for seq in flight.grown:
             if seq.batch is not None:
-                self.decodes.deliver(seq)
+                decodes.deliver(seq)
                 self.space.publish(seq, len(seq.tokens) - 1)
         outputs = []
         for seq in ends:
-            self.decodes.deliver(seq)
+            decodes.deliver(seq)
             outputs.append(self._output_of(seq, True))
         if ends:
             ended = {(output.request_id, output.index) for output in outputs}
@@ -603,6 +595,7 @@ class Scheduler:
         trial, outputs, now = self.admission.trial, [], self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
         self.in_flight.clear()
+        self.lanes.forget()
         guilty = None
         if cause and lost:
             guilty = trial.died(seqs, self.requests.values())
@@ -626,7 +619,9 @@ class Scheduler:
 
     def _stop_running(self, now: float) -> None:
         """All who run compute their tokens again; no step may be in flight."""
-        running, self.running, self.others = self.running, [], []
+        running, self.running = self.running, []
+        for lane in self.lanes:
+            lane.others = []
         for group in running:
             group.timeline.note(started_over=True)
             self.admission.recompute(group, now)
@@ -693,8 +688,9 @@ class Scheduler:
                 assert not seq.host_tables and seq.num_computed < seq.num_known <= group.limit
                 assert len(seq.tables) == len(self.space.windows)
                 assert all(len(table) * self.config.block_size >= seq.num_computed for table in seq.tables)
-                assert (group in self.others) == (seq.batch is None)
-        seqs, rows = self.decodes.current.seqs, self.decodes.current.rows
-        assert [seq.place for seq in seqs] == list(range(len(seqs)))
-        assert all(seq.batch is self.decodes and seq.slot >= 0 for seq in seqs)
-        assert rows == [(seq.slot, 1) for seq in seqs]
+                assert group.lane and (group in group.lane.others) == (seq.batch is None)
+        for lane in self.lanes:
+            seqs, rows = lane.decodes.current.seqs, lane.decodes.current.rows
+            assert [seq.place for seq in seqs] == list(range(len(seqs)))
+            assert all(seq.batch is lane.decodes and seq.group.lane is lane and seq.slot >= 0 for seq in seqs)
+            assert rows == [(seq.slot, 1) for seq in seqs]

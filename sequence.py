@@ -9,8 +9,8 @@ permits, and no request needs room for all its samples at once. Beams are one gr
 chosen among all of them: they run in the same step or not at all, and so two searches that are half let in cannot block
 each other.
 
-`GroupQueue` holds the groups that do not run, `DecodeBatch` the sequences that do nothing but decode, and `Timeline`
-remembers where a group's time went.
+`DecodeBatch` holds the sequences that do nothing but decode, `Lane` those that run in the same steps, `Flight` is such
+a step, and `Timeline` remembers where a group's time went. The queues of those who do not run are in `queues.py`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ import enum
 import hashlib
 from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
 from itertools import compress
 from typing import Any
 
 from beam import BeamSearch
+from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
 
-UNPLACED = 2**62  # class of a group that stands behind another one of its client, under the policy `fair`
-OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `FairQueue`)
 MAX_CHUNKS = 64  # of a prompt that are listed one by one: enough for 128k tokens in steps of 2,048
 MAX_IN_FLIGHT = 4  # steps that may be without a result at the same time; the engine has two
 
@@ -126,8 +124,8 @@ class SequenceGroup:
 
     __slots__ = (
         "awaited", "beams", "births", "charged_output", "charged_prompt", "finish_reason", "first_token_at", "index",
-        "key", "limit", "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline", "token_at",
-        "width",
+        "key", "lane", "limit", "num_preemptions", "request", "seed", "seqs", "spare_slots", "status", "timeline",
+        "token_at", "width",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int, clock: WaitClock):
@@ -139,6 +137,7 @@ class SequenceGroup:
         self.limit = 0  # tokens at which its sequences end
         self.width = 1  # sequences that it may come to have
         self.spare_slots: list[int] = []  # for them, while running
+        self.lane: Lane | None = None  # while running
         self.beams: BeamSearch | None = None
         self.births: list[tuple[Sequence, Sequence, int]] = []  # (new beam, its parent, tokens that they share)
         self.awaited = False  # it computes the prompt that held samples of its request wait for
@@ -284,220 +283,6 @@ class Request:
         }
 
 
-class GroupQueue:
-    """Groups of one status, first to go first. O(log n) to push and pop.
-
-    An entry of the heap whose group was aborted, or has got another place since, is skipped when met.
-    """
-
-    def __init__(self, status: Status):
-        self.status = status
-        self.heap: list[tuple[Key, SequenceGroup]] = []
-        self.size = 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        return (group for _, group in self.heap if group.status is self.status)
-
-    def push(self, group: SequenceGroup) -> None:
-        """Put `group` in its place."""
-        group.status = self.status
-        heappush(self.heap, (group.key, group))
-        self.size += 1
-
-    def first(self) -> SequenceGroup:
-        """The group that goes next; the queue must not be empty."""
-        while (group := self.heap[0][1]).status is not self.status or group.key != self.heap[0][0]:
-            heappop(self.heap)
-        return group
-
-    def pop(self, status: Status) -> SequenceGroup:
-        """Take the group that goes next out of the queue, into `status`."""
-        group = self.first()
-        heappop(self.heap)
-        group.status = status
-        self.size -= 1
-        if not self.size:  # else an old entry would be good again, should its group ever come back to the same place
-            self.heap.clear()
-        return group
-
-    def abort(self, group: SequenceGroup) -> None:
-        """Take `group` out for good."""
-        group.status = Status.FINISHED
-        self.size -= 1
-
-
-@dataclass(slots=True)
-class Client:
-    """One of those among whom the policy `fair` divides the engine; `FairQueue` says what its counter means."""
-
-    number: int  # for `explain`, because its name may tell who it is; a new one if it was forgotten
-    counter: int = 0
-    outstanding: int = 0  # the part of it that was charged for groups which have yet to finish
-    num_requests: int = 0  # that have yet to finish
-    backlog: list[tuple[tuple[int, int], SequenceGroup]] = field(default_factory=list)  # never let in, a heap
-
-    @property
-    def settled(self) -> int:
-        """Its counter, as far as it was charged for what has been served."""
-        return self.counter - self.outstanding
-
-
-class FairQueue(GroupQueue):
-    """The groups that wait, the client that has had the least first: virtual token counters.
-
-    After "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each client has a counter of the tokens
-    that it has had, where those that the prefix cache had are free and those of the output count `OUTPUT_WEIGHT`. Of
-    each client the first to arrive stands in line, in the class that its counter gives, and the others stand behind it.
-    A group that is let in keeps its class for life. Its client is charged at once with all that it may come to have, so
-    that the next one of the client stands further back, as in start-time fair queueing (Goyal et al., SIGCOMM 1996).
-    When the group ends, what it did not have is given back, and the one of its client in line may move forward.
-
-    So there is one order of all queues at any time. It never changes among those who have been let in, so that two
-    groups cannot push each other out by turns. One who has not been let in never falls back, but behind an earlier one
-    of its client.
-
-    A client of which nobody waits comes back with a counter of at least `virtual_time`, or it could save up its share
-    while it asks for nothing. That time is what somebody has had who always got an equal part of each step. It is at
-    least what the client of the latest group to be let in had had, for some clients leave a part of theirs to others.
-    It moves on with every step: however many clients come, each of them once, nobody waits for ever.
-
-    Every operation takes the time of a heap's, and a step costs the same however many wait.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(Status.WAITING)
-        self.clients: dict[str, Client] = {}
-        self.num_active = self.num_seen = 0  # clients with requests, and all that were given a number
-        self.virtual_time = self.rest = 0  # in tokens, and what a step's tokens left when they were divided
-        self.idle: list[tuple[int, str]] = []  # (counter, name) of clients to forget once the time has passed it
-
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        for key, group in self.heap:
-            if group.charged_prompt and group.status is self.status and group.key == key:
-                yield group
-        for client in self.clients.values():
-            yield from (group for _, group in client.backlog if group.status is self.status)
-
-    def arrive(self, request: Request) -> None:
-        """`request` is about to queue."""
-        if (client := self.clients.get(request.client)) is None:
-            self.num_seen += 1
-            client = self.clients[request.client] = Client(self.num_seen)
-        self.num_active += not client.num_requests
-        client.num_requests += 1
-
-    def depart(self, request: Request) -> None:
-        """`request` has ended, and so have all its groups."""
-        client = self.clients[request.client]
-        client.num_requests -= 1
-        if not client.num_requests:
-            self.num_active -= 1
-            heappush(self.idle, (client.counter, request.client))
-
-    def advance(self, tokens: int) -> None:
-        """A step brings `tokens` tokens, those of the output counted as often as they weigh."""
-        passed, self.rest = divmod(self.rest + tokens, max(1, self.num_active))
-        self.virtual_time += passed
-        while self.idle and self.idle[0][0] <= self.virtual_time:
-            counter, name = heappop(self.idle)
-            if (client := self.clients.get(name)) and not client.num_requests and client.counter == counter:
-                del self.clients[name]
-
-    def push(self, group: SequenceGroup) -> None:
-        """Put `group` in its place; if it was never let in, that is behind those of its client that came before."""
-        if group.charged_prompt:
-            super().push(group)
-            return
-        group.status = self.status
-        self.size += 1
-        client, (_, arrival, index) = self.clients[group.request.client], group.key
-        if (first := self._first_of(client)) is None:
-            client.counter = max(client.counter, self.virtual_time)
-        elif (arrival, index) < first.key[1:]:  # a sample that was held, and is to stand in line instead
-            first.key = (UNPLACED, *first.key[1:])
-            self.heap = [entry for entry in self.heap if entry[1] is not first]  # few: one of each client, or preempted
-            heapify(self.heap)
-        group.key = (UNPLACED, arrival, index)
-        heappush(client.backlog, ((arrival, index), group))
-        self._place(client)
-
-    def pop(self, status: Status) -> SequenceGroup:
-        """As `GroupQueue.pop`; the next one of its client comes to stand in line."""
-        group = super().pop(status)
-        self._place(self.clients[group.request.client])
-        return group
-
-    def abort(self, group: SequenceGroup) -> None:
-        """As `GroupQueue.abort`; the next one of its client comes to stand in line."""
-        super().abort(group)
-        self._place(self.clients[group.request.client])
-
-    def _first_of(self, client: Client) -> SequenceGroup | None:
-        """Who of a client's groups that were never let in came first."""
-        while client.backlog and client.backlog[0][1].status is not self.status:
-            heappop(client.backlog)
-        return client.backlog[0][1] if client.backlog else None
-
-    def _place(self, client: Client) -> None:
-        """Have the first of a client stand where its counter says, unless it stands further forward."""
-        if (first := self._first_of(client)) and client.counter < first.key[0]:
-            first.key = (client.counter, *first.key[1:])
-            heappush(self.heap, (first.key, first))
-
-    def charge(self, group: SequenceGroup, prompt: int, output: int) -> None:
-        """`group` is let in for the first time: it will compute `prompt` tokens and write `output` at most."""
-        client = self.clients[group.request.client]
-        self.virtual_time = max(self.virtual_time, client.settled)
-        group.charged_prompt, group.charged_output = prompt, output
-        cost = prompt + OUTPUT_WEIGHT * output
-        client.counter += cost
-        client.outstanding += cost
-
-    def settle(self, group: SequenceGroup) -> None:
-        """`group` has ended: its client is charged with what it has had, instead of all that it might have had."""
-        client, seq, num_prompt = self.clients[group.request.client], group.seqs[0], group.request.num_prompt
-        output = seq.num_tokens - num_prompt
-        # A request may be aborted in the midst of its prompt. `lost` is what it had computed before a preemption.
-        left = 0 if output else num_prompt - max(seq.num_computed, seq.lost)
-        left = max(0, min(left, group.charged_prompt))  # even if less of it is cached by now
-        client.counter -= left + OUTPUT_WEIGHT * (group.charged_output - output * group.width)
-        client.outstanding -= group.charged_prompt + OUTPUT_WEIGHT * group.charged_output
-        self._place(client)
-
-    def note_rival(self, group: SequenceGroup, running: Ints[SequenceGroup]) -> None:
-        """Note of the first in line, which has waited, who was served instead; see `rival_of`."""
-        if "served_instead" not in group.timeline.stays[-1]:
-            group.timeline.note(served_instead=self.rival_of(group.request, running))
-
-    def rival_of(self, request: Request, running: Ints[SequenceGroup]) -> dict[str, int] | None:
-        """Which other client has most of the sequences that run, by its number, and how many; None if none has any."""
-        sequences: defaultdict[str, int] = defaultdict(int)
-        for group in running:
-            if (name := group.request.client) != request.client:
-                sequences[name] += len(group.seqs)
-        count, name = max(((count, name) for name, count in sequences.items()), default=(0, ""))
-        return {"client": self.clients[name].number, "sequences": count} if count else None
-
-    def account(self, request: Request) -> dict[str, int]:
-        """Whose request it is, as a number, and its client's counter."""
-        client = self.clients[request.client]
-        return {"number": client.number, "counter": client.counter, "virtual_time": self.virtual_time}
-
-    def check_integrity(self, requests: Collection[Request]) -> None:
-        """Assert that the books agree with `requests`, all that have yet to finish."""
-        assert self.num_active == len({request.client for request in requests})
-        for name, client in self.clients.items():
-            groups = [group for request in requests if request.client == name for group in request.groups]
-            charged = sum(group.charged_prompt + OUTPUT_WEIGHT * group.charged_output for group in groups)
-            assert client.outstanding == charged and client.settled >= 0
-            first = self._first_of(client)
-            for _, group in client.backlog:
-                assert group.status is not self.status or (group is first) == (group.key[0] < UNPLACED)
-
-
 @dataclass(slots=True)
 class DecodeRows:
     """What a step says of its decodes, one entry each; a list that was handed out is not changed any more."""
@@ -620,6 +405,123 @@ class DecodeBatch:
             tokens, first = self.kept[seq.place :: self.width], seq.next_delivery % self.num_kept
             seq.delivered += (tokens + tokens)[first : first + count]
             seq.next_delivery = self.latest + 1
+
+
+class Lane:
+    """The groups that run in the same steps: those whose sequence is one of the `decodes`, and the `others`, at whom
+    each step must look.
+
+    Where the model's layers are divided in pipeline stages, there are as many lanes. Their steps take turns: while one
+    lane's step is in the first stage, the step of the lane before it is in the second. A sequence's next token needs
+    its last one, so it cannot be in two stages at a time. These are vLLM's virtual engines, but all lanes share the
+    queues and the blocks.
+    """
+
+    def __init__(self, decodes: DecodeBatch):
+        self.decodes, self.others = decodes, list[SequenceGroup]()
+        self.flying = 0  # steps of it that are in flight
+
+    @property
+    def width(self) -> int:
+        """Sequences that it may come to have."""
+        return len(self.decodes) + sum(group.width for group in self.others if group.status is Status.RUNNING)
+
+    def put(self, group: SequenceGroup) -> None:
+        """`group` runs in this lane's steps from now on. It is looked at in the next of them."""
+        group.lane = self
+        self.others.append(group)
+
+
+class Lanes:
+    """All lanes of a scheduler.
+
+    Args:
+        count: how many there are.
+        width: sequences that run at once, in all of them.
+        block_size, num_lookahead_slots: see `DecodeBatch`.
+    """
+
+    def __init__(self, count: int, width: int, block_size: int, num_lookahead_slots: int):
+        self.all, self.width = [Lane(DecodeBatch(width, block_size, num_lookahead_slots)) for _ in range(count)], width
+        self.turn = 0  # of the lane whose step was planned last
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self.all)
+
+    def share(self, waiting: int) -> int:
+        """Sequences that may run in a step: of several lanes each shall have as many, where `waiting` may come in."""
+        if len(self.all) == 1:
+            return self.width
+        return -(-(sum(lane.width for lane in self.all) + waiting) // len(self.all))
+
+    def next(self, waiting: int) -> Lane:
+        """The lane whose turn it is: of those that have something to run, one with the fewest steps in flight."""
+        if len(self.all) == 1:
+            return self.all[0]
+        most = self.share(waiting) if waiting else 0
+        in_turn = self.all[self.turn + 1 :] + self.all[: self.turn + 1]
+        with_work = [lane for lane in in_turn if (width := lane.width) or width < most]
+        return min(with_work or in_turn, key=lambda lane: lane.flying)
+
+    def take_turn(self, waiting: int) -> tuple[Lane, int]:
+        """The lane that a step is planned of now, and how many sequences may run in it."""
+        lane = self.next(waiting)
+        self.turn = self.all.index(lane)
+        return lane, self.share(waiting)
+
+    def surplus(self, lane: Lane) -> tuple[Sequence, Lane] | None:
+        """A sequence that decodes in `lane` and had better run in another one, which has fewer; None: there is none."""
+        if len(self.all) == 1 or not len(lane.decodes):
+            return None
+        other = min(self.all, key=lambda lane: lane.width)
+        return (lane.decodes.current.seqs[-1], other) if other.width + 1 < lane.width else None
+
+    def forget(self) -> None:
+        """The steps in flight will not land."""
+        for lane in self.all:
+            lane.flying = 0
+
+
+class SchedulingBudget:
+    """What is left of a step: tokens and sequences."""
+
+    __slots__ = ("seqs", "tokens")
+
+    def __init__(self, tokens: int, seqs: int):
+        self.tokens, self.seqs = tokens, seqs
+
+    def take(self, tokens: int, seqs: int = 1) -> None:
+        """Some sequences compute some tokens in the step."""
+        self.tokens -= tokens
+        self.seqs -= seqs
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step from its planning to its result: what is left of its budget, and whose its rows are."""
+
+    plan: StepPlan
+    lane: Lane
+    budget: SchedulingBudget
+    planned_at: float  # in the clock's seconds
+    decodes: DecodeRows = field(default_factory=DecodeRows)  # the first rows,
+    decode_step: int = 0  # and the step of their batch
+    others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, computed with these)
+    grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, the one before being full
+    is_prefill: bool = False  # a step of prompts alone, in the classic order
+
+    @property
+    def seqs(self) -> list[Sequence]:
+        """The sequence of each row."""
+        return [*self.decodes.seqs, *(seq for seq, _, _ in self.others)]
+
+    def take(self, seq: Sequence, count: int) -> None:
+        """`seq`, which is none of the decodes, computes `count` more tokens in this step."""
+        if count > 1:
+            seq.group.timeline.chunk(count)
+        seq.num_computed += count
+        self.budget.take(count)
+        self.others.append((seq, count, seq.num_computed))
 
 
 class WaitClock:

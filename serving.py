@@ -22,12 +22,11 @@ from typing import Any, NamedTuple
 
 from gevent.threadpool import ThreadPool
 
-import embeddings
 from checks import in_parts
 from config import VERSION, ServerConfig
 from exposition import exposition
 from messages import item_messages
-from outputs import Vector
+from outputs import Vector, cosine, numbers
 from processes import Board
 from protocol import (
     CHAT,
@@ -49,7 +48,7 @@ from protocol import (
     without_folders,
 )
 from reading import Parsers, Reading
-from replies import Client, Job, Run, run_requests
+from replies import Client, Job, Run, classes, ranks, run_requests, scores, vectors
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from structure import structure_of
@@ -210,7 +209,7 @@ class Api:
         """A vector for each prompt."""
         prompts = self._inputs(fields, "embed")
         found = self._pool("embd-", fields, caller, prompts, fields["dimensions"])
-        data = embeddings.vectors("embedding", "embedding", found, fields["encoding_format"])
+        data = vectors("embedding", "embedding", found, fields["encoding_format"])
         return self._listed("embd-", fields, caller, prompts, data)
 
     def pool(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -219,13 +218,13 @@ class Api:
         if fields["task"] not in (None, task, "classify" if task == "score" else task):
             raise ApiError(400, f"task is {fields['task']}; this server's is {task}", "task")
         found = self._pool("pool-", fields, caller, prompts, fields["dimensions"])
-        data = embeddings.vectors("pooling", "data", found, fields["encoding_format"])
+        data = vectors("pooling", "data", found, fields["encoding_format"])
         return self._listed("pool-", fields, caller, prompts, data)
 
     def classify(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """The probability of each label for each prompt."""
         prompts = self._inputs(fields, "classify", "score")
-        data = embeddings.classes(self._pool("classify-", fields, caller, prompts), self.facts["labels"])
+        data = classes(self._pool("classify-", fields, caller, prompts), self.facts["labels"])
         return self._listed("classify-", fields, caller, prompts, data)
 
     def score(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
@@ -235,14 +234,14 @@ class Api:
             message = f"text_1 has {len(first)} texts for {len(second)} of text_2; it must have as many, or 1"
             raise ApiError(400, message, "text_1")
         found, prompts = self._compare("score-", fields, caller, first, second)
-        return self._listed("score-", fields, caller, prompts, embeddings.scores(found))
+        return self._listed("score-", fields, caller, prompts, scores(found))
 
     def rerank(self, fields: dict[str, Any], caller: Caller) -> dict[str, Any]:
         """Documents in the order of how well they answer a query."""
         documents = fields["documents"]
         found, prompts = self._compare("rerank-", fields, caller, [fields["query"]], documents)
         top_n = fields["top_n"] or len(documents)
-        results = embeddings.ranks(found, documents, top_n, fields["return_documents"])
+        results = ranks(found, documents, top_n, fields["return_documents"])
         count = sum(len(ids) for _, ids in prompts)
         used = {"prompt_tokens": count, "total_tokens": count}
         return {"id": "rerank-" + caller.name, "model": fields["model"], "usage": used, "results": results}
@@ -259,11 +258,11 @@ class Api:
         if self.facts["task"] == "score":
             pairs = zip(first * (len(second) // len(first)), second, strict=True)
             prompts: list[Any] = [self._prompt(fields, pair, True) for pair in pairs]
-            return [embeddings.numbers(found)[0] for found in self._pool(kind, fields, caller, prompts)], prompts
+            return [numbers(found)[0] for found in self._pool(kind, fields, caller, prompts)], prompts
         prompts = [self._prompt(fields, text, True) for text in first + second]
-        found = [embeddings.numbers(pooled) for pooled in self._pool(kind, fields, caller, prompts)]
+        found = [numbers(pooled) for pooled in self._pool(kind, fields, caller, prompts)]
         left = found[: len(first)] * (len(second) // len(first))
-        return [embeddings.cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
+        return [cosine(a, b) for a, b in zip(left, found[len(first) :], strict=True)], prompts
 
     def _inputs(self, fields: dict[str, Any], *tasks: str) -> list[tuple[str | None, list[int]]]:
         self._need_task(*tasks)

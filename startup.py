@@ -27,6 +27,7 @@ from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
 from logs import logger
 from memory import (
+    CPU_KV_SHARE,
     available_bytes,
     blocks_per_seq,
     captures_graphs,
@@ -35,19 +36,20 @@ from memory import (
     gpu_bytes,
     largest_step,
     plan_memory,
+    plan_stage,
     report,
+    stage_layers,
     table_columns,
 )
 from model import Transformer
 from model_config import ModelConfig
-from parallel import ExpertGroup, Group
+from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from pooling import settle
 from sampling_params import PoolingParams
 from sanitizer import KVSanitizer
 from worker import Worker
 
-CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
 PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
 SWAP_SPACE = 4.0  # GiB of the host pool, by default
 MAX_HOST_POOLS = 16  # host blocks for each block of the device, at most: each costs the scheduler 200 bytes
@@ -83,8 +85,11 @@ class Startup:
             self.ops = compile_ops(self.builder)
         dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.max_model_len = check_sizes(config, model_config, self.device)
-        self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device)
-        self.group.experts = ExpertGroup.of(config, rank)
+        stages = config.pipeline_parallel_size
+        self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device, stages)
+        self.group.experts, pipeline = ExpertGroup.of(config, rank), self.group.pipeline
+        if stages > 1 or config.pipeline_layer_partition:
+            pipeline.layers = stage_layers(config, model_config, self.ops, dtype)[pipeline.stage]
         check_room(config, model_config, dtype, self.max_model_len, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
@@ -110,8 +115,9 @@ class Startup:
         with self.phase("warm-up"):
             self.worker.info = self.facts(*self.warm_up())
         self.worker.exchange(0)
+        pipeline.live = pipeline.stages > 1
         self.worker.info["startup"] = self.seconds
-        if config.sanitize_kv:
+        if config.sanitize_kv and pipeline.first:  # the other stages have the same tables, and do not know all tokens
             self.worker.sanitizer = KVSanitizer(
                 pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.model.layout.windows,
                 states, len(host_states),
@@ -148,7 +154,7 @@ class Startup:
             "device": torch.cuda.get_device_name() if self.device == "cuda" else "cpu",
             "backend": self.ops.BACKEND,
             "parameters": self.num_parameters,
-            "kv_bytes": worker.pool.nbytes * self.group.size,
+            "kv_bytes": self.group.sum(worker.pool.nbytes),
             "memory": asdict(self.memory) | {"predicted": self.memory.step, "measured": self.measured},
             "windows": list(self.model.layout.windows),
             "blocks_per_request": self.blocks_per_seq(),
@@ -196,6 +202,7 @@ class Startup:
         config, ops = self.config, self.ops
         with torch.inference_mode(), torch.device("meta"):
             group, dtype = Group(0, self.group.size, experts=ExpertGroup.of(config)), self.model.dtype
+            group.pipeline = self.group.pipeline
             model = Transformer(self.model_config, ops, "meta", dtype, self.max_model_len, group)
             self.pack(model)
             pairs, staged = torch.empty(1, 2, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
@@ -206,14 +213,18 @@ class Startup:
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):
-                        twin.forward(twin.shape_of(np.full(count, length), np.ones(count, dtype=bool)))
+                        shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
+                        twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
                     return
                 for adjusted in (True, False):
                     for count, length in (self.warm_up_prompts(), (1, 1)):
                         shape = twin.shape_of(np.full(count, length), np.ones(count, dtype=bool))
-                        logits, news = twin.forward(shape._replace(adjusted=adjusted))
-                        ops.logprobs(logits, news[0].long(), int(adjusted))
-                model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
+                        shape = shape._replace(adjusted=adjusted)
+                        logits, news = twin.forward(shape, incoming=twin.receive(shape, StepPlan(0)))
+                        if group.pipeline.last:
+                            ops.logprobs(logits, news[0].long(), int(adjusted))
+                if group.pipeline.last:
+                    model.logits(torch.empty(config.max_num_seqs, self.model_config.hidden_size, dtype=dtype))
                 for moved in (pool, states) if model.state_size else (pool,):
                     ops.copy_blocks(moved, pairs)
                     ops.swap_blocks(moved, moved, pairs)
@@ -379,9 +390,9 @@ class Startup:
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
-        if config.pools:
+        if config.pools or not self.group.pipeline.last:
             return torch.cuda.max_memory_allocated() - held
-        logits = model.logits(model.embedding[:1].repeat(config.max_num_seqs, 1))
+        logits = self.some_logits()
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = worker.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
@@ -434,9 +445,14 @@ class Startup:
         if len(worker.host_states):
             moves |= {"state_out": [(0, 0)], "state_in": [(0, 0)]}
         worker.execute(StepPlan(2, released=[row.slot for row in new], **moves))
-        if self.guard:  # the head's product for many rows may be another specialization
-            self.model.logits(self.model.embedding[:1].repeat(self.config.max_num_seqs, 1))
+        if self.guard and self.group.pipeline.last:  # the head's product for many rows may be another specialization
+            self.some_logits()
         return seconds / (count * length)
+
+    def some_logits(self) -> torch.Tensor:
+        """Logits of as many rows as a step may have, from hidden states of zeros."""
+        size = self.config.max_num_seqs, self.model_config.hidden_size
+        return self.model.logits(torch.zeros(size, dtype=self.model.dtype, device=self.device))
 
     def run_pooled(self, count: int, length: int) -> float:
         """Run prompts that are pooled, `count` of `length` tokens and one of one; returns seconds per prompt token."""
@@ -474,15 +490,20 @@ class Startup:
             ones = np.ones(size, dtype=np.int32)
             shape = worker.shape_of(ones, ones > 0)
             shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
+        if not self.group.pipeline.first:
+            rows, dtype = self.config.max_num_seqs, self.model.dtype
+            worker.incoming = torch.zeros(rows, self.model.incoming_size, dtype=dtype, device=self.device)
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
             worker.exchange(shape.rows)
-            worker.forward(shape)  # compiles kernels, and lets libraries allocate what they cannot during a capture
+            incoming = None if self.group.pipeline.first else worker.incoming[: shape.tokens]
+            # This compiles kernels, and lets libraries allocate what they cannot during a capture.
+            worker.forward(shape, incoming=incoming)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                _, news = worker.forward(shape)  # the next graph reuses the memory of these logits
-            worker.graphs[shape] = graph, news
+            with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of these logits
+                logits, news = worker.forward(shape, incoming=incoming)
+            worker.graphs[shape] = graph, logits, news
         worker.rows = None  # the batch state holds the rows of the last graph
         worker.exchange(None)
 
@@ -570,7 +591,7 @@ def check_room(
     matrices = (
         attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
     )
-    size = matrices * dtype.itemsize // config.tensor_parallel_size + max_model_len * 2 * c.head_dim * 4
+    size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
     if size > free:
         raise ValueError(
@@ -669,26 +690,11 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     config, model_config = settle(config, model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
-    columns = table_columns(config, max_model_len)
     import reference  # its shapes are every backend's
 
-    with torch.device("meta"):  # for tensors that are made without a device
-        group = Group(0, config.tensor_parallel_size, experts=ExpertGroup.of(config))  # this group never meets
-        model = Transformer(model_config, reference, "meta", dtype, max_model_len, group)
-    vocab_size = 0 if config.pools else model_config.vocab_size
-    sizes = config.max_num_seqs, max_model_len, columns, config.block_size, vocab_size
-    state = BatchState(*sizes, "meta", len(model.layout.windows))
-    plan = plan_memory(config, model, state, device == "cuda")
-    if total:
-        budget = int(total * config.gpu_memory_utilization)
-        room = plan.room(budget, plan.weights + plan.context)
-        where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
-    else:
-        free = available_bytes() - plan.weights * config.tensor_parallel_size
-        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
-        count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
-        plan = replace(plan, states=4 * model.state_size * count)
-        plan.beside_states(2 * room)
-        where = f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
+    stages = stage_layers(config, model_config, reference, dtype)
+    pipelines = [Pipeline(i, len(stages), layers) for i, layers in enumerate(stages)]
+    plans = [plan_stage(config, model_config, reference, dtype, max_model_len, stage, total) for stage in pipelines]
+    model, plan, room, where = min(plans, key=lambda found: found[2] // found[1].block)
     for line in report(config, model, plan, room, where):
         print(line)

@@ -1,8 +1,8 @@
 """A timeline of every step, for Perfetto (ui.perfetto.dev) or chrome://tracing: `--trace FILE`.
 
-Three lanes: what the engine does, what rank 0's worker does on the host, and what its device does. The format is
-Chrome's JSON array of events. The file is valid JSON after every step, so that it can be read whenever and however the
-engine ends.
+Three lanes: what the engine does, what rank 0's worker does on the host, and what its device does. Of a pipeline each
+stage has two lanes of its own. The format is Chrome's JSON array of events. The file is valid JSON after every step, so
+that it can be read whenever and however the engine ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from config import DiagnosticFile
 from plan import StepPlan, StepResult
 
-LANES = ("engine", "worker", "device")
 LAST = "update"  # phase of a step
 
 
@@ -26,17 +25,20 @@ class Trace:
 
     Args:
         path: of the file, which is replaced.
+        stages: of the pipeline.
 
     Raises:
         ValueError: there can be no such file.
     """
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, stages: int = 1):
         self.file = DiagnosticFile("trace", path, tail=b"\n]\n")
         self.start = time.perf_counter()
+        each = [""] if stages == 1 else [f" {i}" for i in range(stages)]
+        self.lanes = ["engine", *(f"{lane}{stage}" for stage in each for lane in ("worker", "device"))]
         events = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": lane}}
-            for tid, lane in enumerate(LANES)
+            for tid, lane in enumerate(self.lanes)
         ]
         self.file.write(b"[" + ",\n".join(map(json.dumps, events)).encode())
         self.events: list[str] = []  # that are not in the file yet
@@ -58,7 +60,7 @@ class Trace:
             self._write(lane, name, begin, stop, {"step": result.step})
 
     def _write(self, lane: str, name: str, begin: float, stop: float, facts: dict[str, Any]) -> None:
-        event = {"name": name, "ph": "X", "pid": 0, "tid": LANES.index(lane), "args": facts}
+        event = {"name": name, "ph": "X", "pid": 0, "tid": self.lanes.index(lane), "args": facts}
         microseconds = {"ts": round((begin - self.start) * 1e6, 3), "dur": round((stop - begin) * 1e6, 3)}
         self.events.append(json.dumps(event | microseconds))
         if name == LAST:

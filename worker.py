@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -66,6 +67,7 @@ class Worker:
         watch: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ):
         self.config, self.model, self.ops, self.group = config, model, model.ops, model.group
+        self.pipeline, self.sampled = model.group.pipeline, Sampled(state)
         self.pool, self.host_pool, self.state, self.device = pool, host_pool, state, state.device
         self.states, self.host_states = states, host_states
         self.greedy_head, self.watch = greedy_head, watch
@@ -74,7 +76,9 @@ class Worker:
         self.marks: list[Mark] | None = None  # of the step that is being launched; None without a trace
         self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}  # with each graph's news
+        # With each graph the tensors of `forward` that it fills.
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
 
     def facts(self) -> dict[str, Any]:
@@ -97,7 +101,8 @@ class Worker:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
         except (torch.OutOfMemoryError, LateCompile) as error:
-            if (peers := self.group.experts) and peers.engines > 1:  # the others wait for this step's messages
+            peers = self.group.experts  # who shares the experts, and other stages, wait for this step's messages
+            if (peers and peers.engines > 1) or self.pipeline.stages > 1:
                 raise
             self.state.forget()
             return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
@@ -119,6 +124,7 @@ class Worker:
         self.state.enter(plan)
         if plan.new:  # a slot may belong to another sequence now
             self.rows = None
+            self.sampled.forget([row.slot for row in plan.new])
         if plan.swap_out or plan.swap_in or plan.copies or plan.state_out or plan.state_in or plan.state_copies:
             self.mark("move_blocks")
             self.move_blocks(plan)
@@ -171,7 +177,8 @@ class Worker:
         result = StepResult(plan.step, [-1] * len(plan.rows))
         for i, row in enumerate(plan.rows):
             part = self.run_rows(StepPlan(plan.step, rows=[row], new=plan.new)).result()
-            result.pooled[i] = part.pooled[0]
+            if self.pipeline.last:
+                result.pooled[i] = part.pooled[0]
         return Launched(result)
 
     def run_tokens_one_by_one(self, plan: StepPlan) -> Launched:
@@ -197,13 +204,18 @@ class Worker:
             rows = self.rows = self.enter_rows(plan)
         self.state.apply(self.ops)
         shape = rows.shape
+        incoming = self.receive(shape, plan) if self.pipeline.stages > 1 else None
         if shape in self.graphs and not len(rows.asked) and self.exchanged in (None, shape.rows):
             self.mark("decode")
-            graph, news = self.graphs[shape]
+            graph, logits, news = self.graphs[shape]
             graph.replay()
         else:
-            logits, news = self.forward(shape, plan, rows.scoring)
+            logits, news = self.forward(shape, plan, rows.scoring, incoming)
         self.mark("results")
+        if self.pipeline.live:
+            self.send(rows, logits, news)
+        if not self.pipeline.last:
+            return self.done(Launched(StepResult(plan.step, [-1] * len(plan.rows))))
         launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
         if self.config.pools:
             wanted = {row.slot: row.pooling for row in plan.new}  # each prompt enters and is done in the same step
@@ -212,11 +224,35 @@ class Worker:
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
             self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
             launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
+        return self.done(launched)
+
+    def done(self, launched: Launched) -> Launched:
+        """Mark the end of a step whose last work has been launched."""
         self.mark("")  # ends the last phase, before the event that says that the step is done
         if self.device == "cuda":
             launched.done = torch.cuda.Event()
             launched.done.record()
         return launched
+
+    def receive(self, shape: StepShape, plan: StepPlan) -> torch.Tensor | None:
+        """What the stage before has made of the step's tokens. The first stage gets what earlier steps have sampled."""
+        pipeline, device = self.pipeline, self.device
+        self.mark("receive")
+        if pipeline.first:
+            self.sampled.take(plan.rows, lambda count: pipeline.receive((count,), torch.int32, device))
+            return None
+        x = pipeline.receive((shape.tokens, self.model.incoming_size), self.model.dtype, device)
+        return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
+
+    def send(self, rows: Rows, hidden: torch.Tensor, news: torch.Tensor) -> None:
+        """Send on what this stage has made of a step. The last one sends what it has sampled back to the first."""
+        count = 0 if self.config.pools else len(rows.sampling)
+        if self.pipeline.first and count:
+            self.sampled.expect(rows.slots, self.to_device(rows.slots))
+        if not self.pipeline.last:
+            self.pipeline.send(hidden.clone() if rows.shape in self.graphs else hidden)
+        elif count:
+            self.pipeline.send(news[0, :count].clone())
 
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
@@ -228,7 +264,8 @@ class Worker:
         state.enter_rows(rows, samples, shape)
         wanted = state.num_logprobs[rows[:, 0]]
         asked = np.flatnonzero(samples & (wanted >= 0))
-        return Rows(plan.rows, shape, np.flatnonzero(samples), asked, wanted[asked].tolist(), scoring)
+        sampling = np.flatnonzero(samples)
+        return Rows(plan.rows, shape, sampling, rows[sampling, 0], asked, wanted[asked].tolist(), scoring)
 
     def scoring_of(self, rows: list[tuple[int, int]]) -> Scoring | None:
         """What of its known tokens a step with these `rows` scores, before their tokens count as computed."""
@@ -293,15 +330,20 @@ class Worker:
         return StepShape(rows, tokens, 0 if one else num_decodes, int(samples.sum()), longest, adjusted)
 
     def forward(
-        self, shape: StepShape, plan: StepPlan | None = None, scoring: Scoring | None = None
+        self,
+        shape: StepShape,
+        plan: StepPlan | None = None,
+        scoring: Scoring | None = None,
+        incoming: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make the inputs, run the model, sample and update the state, for the rows that the batch state holds.
 
         Apart from the shape, everything is read from the device. So one CUDA graph serves every step of that shape.
-        The `plan` is for the sanitizer. What there is to score goes into `scoring`.
+        The `plan` is for the sanitizer. What there is to score goes into `scoring`. `incoming` is of the stage before.
 
         Returns:
             logits [samples, vocab], and what `post_update` returns. Where prompts are pooled: twice what comes of it.
+            On a stage before the last: hidden states in place of logits, and news that say nothing.
         """
         self.mark("prepare_inputs")
         state, ops, n = self.state, self.ops, shape.num_decodes
@@ -320,9 +362,14 @@ class Worker:
             shape.max_query_len, held,
         )  # fmt: skip
         self.mark("model")
-        hidden = self.model.forward(batch, self.pool, self.states)
+        hidden = self.model.forward(batch, self.pool, self.states, incoming)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
+        if not self.pipeline.last:  # the tokens that will be sampled count from now on
+            if self.config.pools:
+                return hidden, hidden
+            self.mark("post_update")
+            return hidden, self.post_update(shape, torch.zeros(shape.samples, dtype=torch.int64, device=self.device))
         if self.config.pools:
             self.mark("pool")
             vectors = self.vectors(hidden, starts)
@@ -345,10 +392,15 @@ class Worker:
                 found = state.sample(ops, logits, sampling, adjust)
             ids = found
         self.mark("post_update")
-        news = ops.post_update(
-            state.token_ids, state.num_known, state.num_computed, slots, starts, state.sample_index[: shape.rows],
-            ids, state.stop_bits, adjust)  # fmt: skip
-        return logits, news
+        return logits, self.post_update(shape, ids, adjust)
+
+    def post_update(self, shape: StepShape, ids: torch.Tensor, adjust: Any = None) -> torch.Tensor:
+        """Write what the rows have sampled into the batch state; returns the news, see `ops.post_update`."""
+        state = self.state
+        return self.ops.post_update(
+            state.token_ids, state.num_known, state.num_computed, state.slots[: shape.rows],
+            state.query_starts[: shape.rows + 1], state.sample_index[: shape.rows], ids, state.stop_bits, adjust,
+        )  # fmt: skip
 
     def vectors(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """A vector for each prompt [B, hidden or labels] float32 of hidden states [T, hidden].
@@ -458,7 +510,8 @@ class Rows:
 
     planned: list[tuple[int, int]]  # [B] slot and number of tokens of each; see `StepPlan`
     shape: StepShape
-    sampling: np.ndarray  # [R] rows that sample
+    sampling: np.ndarray  # [R] rows that sample,
+    slots: np.ndarray  # and their slots
     asked: np.ndarray  # [A] those of them whose log-probabilities are wanted
     counts: list[int]  # [A] how many of the likeliest ids each of these wants
     scoring: Scoring | None = None  # what is scored of their known tokens; None: nothing, as in every step of decodes
@@ -467,6 +520,44 @@ class Rows:
     def decode(self) -> bool:
         """Whether every row has one token and samples. The next step with these rows finds its inputs on the device."""
         return self.shape.samples == self.shape.tokens
+
+
+class Sampled:
+    """On the first of several stages: the tokens that steps have sampled, or will have, and that are still to come.
+
+    A step has placeholders where its tokens will be. They come in the order of the steps, and must be there when a
+    later step runs one of their sequences. So the first stage waits for no more of them than it needs.
+    """
+
+    def __init__(self, state: BatchState):
+        self.state = state
+        self.to_come: deque[tuple[np.ndarray, torch.Tensor, torch.Tensor]] = deque()  # slots, twice, and tokens' places
+        self.counts = np.zeros(len(state.num_blocks), dtype=np.int32)  # how many of them are of each slot
+
+    def expect(self, slots: np.ndarray, on_device: torch.Tensor) -> None:
+        """A step has run whose tokens of `slots` [R] will come; the placeholders are the last that the state knows."""
+        on_device = on_device.long()
+        self.to_come.append((slots.copy(), on_device, self.state.num_known[on_device].long() - 1))
+        self.counts[slots] += 1
+
+    def forget(self, slots: list[int]) -> None:
+        """Other sequences have these slots now."""
+        if self.counts[slots].any():
+            for expected, _, _ in self.to_come:
+                expected[np.isin(expected, slots)] = -1
+            self.counts[slots] = 0
+
+    def take(self, rows: list[tuple[int, int]], receive: Callable[[int], torch.Tensor]) -> None:
+        """`receive` the tokens [R] of earlier steps, until those of the sequences in these `rows` are there."""
+        wanted = [slot for slot, _ in rows]
+        while self.to_come and self.counts[wanted].any():
+            slots, on_device, places = self.to_come.popleft()
+            ids, live = receive(len(slots)), slots >= 0
+            self.counts[slots[live]] -= 1
+            if not live.all():
+                kept = to_device(torch.from_numpy(live), self.state.device)
+                ids, on_device, places = ids[kept], on_device[kept], places[kept]
+            self.state.token_ids[on_device, places] = ids
 
 
 @dataclass(slots=True)

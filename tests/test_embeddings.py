@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from embeddings import cosine
+from outputs import cosine
 from plan import EngineOutput
 from scripted import COMPLETIONS, FACTS, MISSING, TOKENIZER, ScriptedClient, client_of, post, refusal, vector_of
 

@@ -25,11 +25,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "checks", "config", "embeddings", "exposition", "messages", "outputs", "processes", "protocol", "reading",
+        "checks", "config", "exposition", "messages", "outputs", "processes", "protocol", "reading",
         "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
     "viewers": {"checks", "client", "config", "processes", "protocol", "replies"},
     "exposition": {"metrics"},
-    "embeddings": set(),
     "bodies": {"config", "protocol"},
     "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
     "checks": {"config", "messages", "sampling_params"},
@@ -57,7 +56,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "embeddings", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "client", "config", "core", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
         "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
@@ -83,10 +82,11 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "sampling_params": {"config"},
     "plan": {"sampling_params"},
     "pooling": {"config", "model_config", "sampling_params"},
-    "sequence": {"beam", "sampling_params"},
+    "sequence": {"beam", "plan", "sampling_params"},
+    "queues": {"sequence"},
     "metrics": {"sequence"},
-    "scheduler": {"admission", "beam", "config", "kv_cache", "metrics", "plan", "sequence"},
-    "admission": {"config", "kv_cache", "plan", "sequence"},
+    "scheduler": {"admission", "beam", "config", "kv_cache", "metrics", "plan", "queues", "sequence"},
+    "admission": {"config", "kv_cache", "plan", "queues", "sequence"},
     "kv_cache": {"config", "kv_layout", "plan", "sequence"},
     "kv_layout": set(),
     "beam": set(),
@@ -112,7 +112,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "rope": {"sizes"},
     "loader": {"dequantize", "hub", "model"},
     "dequantize": {"quantization"},
-    "memory": {"config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
+    "memory": {
+        "batch_state", "config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
     "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
@@ -135,8 +136,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
 }  # fmt: skip
 STDLIB_ONLY = {
     "admission", "beam", "config", "config_fields", "families", "kv_cache", "kv_layout", "live", "logs", "metrics",
-    "model_config",
-    "plan", "pooling", "quantization", "sampling_params", "scheduler", "sequence", "sizes",
+    "model_config", "plan", "pooling", "quantization", "queues", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
     "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",

@@ -234,8 +234,8 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     for _ in range(10):
         engine.step()
     looked, first = [], len(engine.plans)
-    look = engine.scheduler.decodes.expect
-    engine.scheduler.decodes.expect = lambda seq: looked.append((engine.scheduler.step, seq)) or look(seq)
+    look = engine.scheduler.lanes.all[0].decodes.expect
+    engine.scheduler.lanes.all[0].decodes.expect = lambda seq: looked.append((engine.scheduler.step, seq)) or look(seq)
     for _ in range(8):
         engine.step()
     plans = engine.plans[first:]
@@ -247,7 +247,7 @@ def test_a_decode_step_looks_at_who_needs_it(depth):
     assert seq.num_undelivered > 0 and seq.num_tokens == len(seq.delivered) + seq.num_undelivered
     with pytest.raises(AssertionError):
         seq.tokens  # noqa: B018 (it is to be refused: some have not been delivered)
-    engine.scheduler.decodes.deliver(seq)
+    engine.scheduler.lanes.all[0].decodes.deliver(seq)
     output = seq.tokens[6:]
     assert len(output) == seq.num_tokens - 6 and not seq.num_undelivered
     assert output == engine.outputs["2"] == expected(prompt(6, 2), 40, 64, ignore_eos=True)[: len(output)]
