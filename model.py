@@ -330,8 +330,9 @@ class Transformer:
             if own := self.layer_inputs:
                 inputs = own(residual, self.look_up(batch.input_ids, own.table))
         else:
-            residual, given = incoming.split((c.hidden_size, incoming.shape[1] - c.hidden_size), 1)
-            residual, inputs = residual.contiguous(), given.view(len(given), -1, max(1, c.layer_input_size))
+            residual = incoming[:, : c.hidden_size].contiguous()
+            if c.layer_input_size:
+                inputs = incoming[:, c.hidden_size :].unflatten(1, (-1, c.layer_input_size))
         x = self.enter(residual)
         for i in self.span:
             layer, following = self.layers[i], self.following(i)
