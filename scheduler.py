@@ -293,6 +293,8 @@ class Scheduler:
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt the last of those who run, for `cause` to have its room; returns who that was."""
         victim = self.running.pop()
+        for flight in self.in_flight:  # it may run again before they land
+            flight.dropped.update(victim.seqs)
         if victim.seqs[0].batch is None:
             assert victim.lane
             victim.lane.others.remove(victim)
@@ -448,7 +450,7 @@ class Scheduler:
             request = seq.group.request
             if request.groups and (scores := request.take_scores(computed, result.scores.get(i, []))):
                 news.outputs.append(EngineOutput(request.request_id, [], prompt_logprobs=scores))
-            if seq.slot < 0:  # aborted or preempted while the step ran, or ended by the one before
+            if not flight.brings(seq):
                 continue
             if computed >= (seq.num_published + 1) * self.config.block_size:
                 self.space.publish(seq, computed)
@@ -494,9 +496,9 @@ class Scheduler:
         """Give the decodes of a step their tokens; returns the news. `stopped` are the indices of rows that end."""
         if not (seqs := flight.decodes.seqs):
             return Outputs()
-        ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and seqs[i].slot >= 0]
+        ends = [seqs[i] for i in sorted(stopped) if i < len(seqs) and flight.brings(seqs[i])]
         decodes = flight.lane.decodes
-        names, token_ids = decodes.land(flight.decode_step, flight.decodes, token_ids)
+        names, token_ids = decodes.land(flight, token_ids)
         self.stats.decoded(len(token_ids))
         for seq in flight.grown:
             if seq.batch is not None:
@@ -630,8 +632,8 @@ class Scheduler:
         """Requests that have come past where workers died are suspect no more."""
         flying: Counter[Sequence] = Counter()  # tokens of steps that have yet to land
         for flight in self.in_flight:
-            flying.update(flight.decodes.seqs)
-            flying.update({seq: count for seq, count, _ in flight.others})
+            rows = [(seq, 1) for seq in flight.decodes.seqs] + [(seq, count) for seq, count, _ in flight.others]
+            flying.update({seq: count for seq, count in rows if seq not in flight.dropped})
         self.admission.trial.landed(lambda seq: seq.num_computed - flying[seq])
 
     def reset_prefix_cache(self) -> None:

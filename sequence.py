@@ -379,17 +379,18 @@ class DecodeBatch:
         self.shared = True
         return self.current
 
-    def land(self, step: int, ran: DecodeRows, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
+    def land(self, flight: Flight, token_ids: list[int]) -> tuple[list[tuple[str, int]], list[int]]:
         """Take what a step has brought to the decodes that it ran; returns the names and tokens of those who live.
 
         Steps land in order. A sequence that has left the batch meanwhile may still run, for its last token.
         """
+        step, ran = flight.decode_step, flight.decodes
         names = ran.names
         if ran.departures == self.current.departures:  # each has the place that it had
             at = step % self.num_kept * self.width
             self.kept[at : at + len(token_ids)] = array("i", token_ids)
         else:
-            live = [seq.slot >= 0 for seq in ran.seqs]
+            live = [flight.brings(seq) for seq in ran.seqs]
             names, token_ids = [*compress(names, live)], [*compress(token_ids, live)]
             for seq, token in zip(compress(ran.seqs, live), token_ids, strict=True):
                 self.deliver(seq)
@@ -509,11 +510,16 @@ class Flight:
     others: list[tuple[Sequence, int, int]] = field(default_factory=list)  # (sequence, tokens, computed with these)
     grown: list[Sequence] = field(default_factory=list)  # decodes that get a new block, the one before being full
     is_prefill: bool = False  # a step of prompts alone, in the classic order
+    dropped: set[Sequence] = field(default_factory=set)  # preempted since: what they sample is sampled again
 
     @property
     def seqs(self) -> list[Sequence]:
         """The sequence of each row."""
         return [*self.decodes.seqs, *(seq for seq, _, _ in self.others)]
+
+    def brings(self, seq: Sequence) -> bool:
+        """Whether `seq` gets what the step has sampled: it has not been aborted, preempted or ended meanwhile."""
+        return seq.slot >= 0 and seq not in self.dropped
 
     def take(self, seq: Sequence, count: int) -> None:
         """`seq`, which is none of the decodes, computes `count` more tokens in this step."""

@@ -32,7 +32,8 @@ class Scenario:
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
-                 poison=None, states=None):  # fmt: skip
+                 poison=None, states=None, stages=1):  # fmt: skip
+        stages = min(stages, seqs)
         blocks += 4 * len(windows) - 4  # so that each kind can have some
 
         def needed(length):
@@ -40,10 +41,10 @@ class Scenario:
 
         self.limit, self.fair = max(n for n in range(2, 41) if needed(n) <= blocks), policy == "fair"
         self.engine = Engine(
-            blocks, self.limit, host, windows, 1.5, depth, states, block_size=size, max_num_seqs=seqs,
+            blocks, self.limit, host, windows, 1.5, stages - 1 + depth, states, block_size=size, max_num_seqs=seqs,
             max_num_batched_tokens=tokens if chunked else 40, enable_prefix_caching=caching,
             enable_chunked_prefill=chunked, preemption_mode=mode, scheduling_policy=policy,
-            schedule_conservativeness=reserve, num_lookahead_slots=ahead,
+            schedule_conservativeness=reserve, num_lookahead_slots=ahead, pipeline_parallel_size=stages,
         )  # fmt: skip
         self.poison = str(poison)  # the name of the one that kills
         self.engine.kills = lambda ran: self.poison in ran
@@ -146,6 +147,7 @@ def run_scenario(seed: int) -> Scheduler:
         rng.random() < 0.7, rng.random() < 0.7, rng.choice(("auto", "recompute", "swap")),
         rng.choice(("fcfs", "priority", "fair")), rng.choice((0.0, 0.0, 1.0)), rng.choice(KINDS),
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
+        rng.choice((1, 1, 2, 3)),
     )  # fmt: skip
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
@@ -181,7 +183,8 @@ class Traffic(RuleBasedStateMachine):
         tokens=st.integers(6, 20), caching=st.booleans(), chunked=st.booleans(),
         mode=st.sampled_from(("auto", "recompute", "swap")), policy=st.sampled_from(("fcfs", "priority", "fair")),
         reserve=st.sampled_from((0.0, 1.0)), windows=st.sampled_from(KINDS), ahead=st.integers(0, 3),
-        depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3), states=st.sampled_from(STATES))  # fmt: skip
+        depth=st.integers(1, 2), poison=st.none() | st.integers(0, 3), states=st.sampled_from(STATES),
+        stages=st.integers(1, 3))  # fmt: skip
     def start(self, **drawn):
         self.scenario = Scenario(**drawn)
 

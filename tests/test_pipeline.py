@@ -1,0 +1,270 @@
+"""Pipeline stages: which layers each has, the same tokens as without them, and lanes whose steps overlap."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import reference
+from batch_state import BatchState
+from config import EngineConfig
+from engine import LLM, SamplingParams
+from fake_worker import Engine, expected
+from kv_layout import layout_of, part_of
+from loader import fill_dummy
+from memory import split_layers, stage_layers
+from model import Batch, Transformer
+from model_config import ModelConfig
+from parallel import Group, Pipeline
+from plan import StepPlan
+from test_families import GEMMA4, shape
+from worker import Sampled
+
+STORY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = ["ROMEO:\n", "Enter the KING, with his lords and", "To be, or not to be, that is", "What is 23 + 58?"] * 2
+MIXED = [
+    STORY, SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0, use_beam_search=True, n=2, max_tokens=20),
+    SamplingParams(temperature=0.8, seed=5, max_tokens=40, ignore_eos=True, logprobs=2, repetition_penalty=1.3),
+] * 2  # fmt: skip
+STARVED = {"num_gpu_blocks_override": 32, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
+KINDS = {  # of layers: windows, states, latents, inputs of their own, keys of other layers
+    "plain": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 5, "tie_word_embeddings": True},
+    "windows": {
+        "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 7, "sliding_window": 9, "head_dim": 16,
+        "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2
+        + ["sliding_attention"], "tie_word_embeddings": True},
+    "inputs": {
+        "architectures": ["Gemma4ForCausalLM"], **GEMMA4, "hidden_size_per_layer_input": 8, "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3},
+}  # fmt: skip
+
+
+def model_config(tmp_path: Path, **raw: Any) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(shape() | raw))
+    return ModelConfig.from_folder(str(tmp_path))
+
+
+def new_model(config: ModelConfig, stage: int = 0, layers: list[range] | None = None) -> Transformer:
+    """A model, or one of its stages, with made-up weights."""
+    pipeline = Pipeline(stage, len(layers), layers[stage]) if layers else Pipeline()
+    model = Transformer(config, reference, "cpu", torch.float32, 64, Group(pipeline=pipeline))
+    fill_dummy(model, 3)
+    return model
+
+
+def run(model: Transformer, incoming: torch.Tensor | None = None) -> torch.Tensor:
+    """What the model makes of a prompt of 21 tokens and of one token more."""
+    kinds, size = len(model.layout.windows), 16
+    pool = torch.zeros(4 * kinds, model.layout.size * size)
+    states = torch.zeros(2, model.state_size)
+    tables = torch.arange(4 * kinds, dtype=torch.int32).view(kinds, 2, 2)
+    state = BatchState(2, 64, 4, size, 99, "cpu", kinds)
+    state.block_tables[:, :, :2] = tables
+    slots, starts = torch.tensor([1, 0], dtype=torch.int32), torch.tensor([0, 1, 22], dtype=torch.int32)
+    state.token_ids[:, :21] = torch.arange(42, dtype=torch.int32).view(2, 21)
+    found = reference.prepare_inputs(
+        state.token_ids, state.num_computed, state.block_tables, slots, starts, 22, size
+    )  # fmt: skip
+    batch = Batch(*found, slots, state.block_tables, 1, starts, starts[1:] - 1, 21, [(21, 2)])
+    return model.forward(batch, pool, states, incoming)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_hand_on_what_the_whole_model_computes(tmp_path: Path, kind: str) -> None:
+    """To the bit: between two stages nothing is rounded."""
+    config = model_config(tmp_path, **KINDS[kind])
+    whole = run(new_model(config))
+    model = Transformer(config, reference, "meta", torch.float32, 64, Group())
+    most = 2 if kind == "inputs" else 3
+    for stages in range(2, most + 1):
+        layers = split_layers(EngineConfig(pipeline_parallel_size=stages), model)
+        x, parts = None, [new_model(config, stage, layers) for stage in range(stages)]
+        for part in parts:
+            x = run(part, x)
+        assert torch.equal(x, whole)
+        assert len({part.num_parameters() for part in parts}) == 1  # each knows of the whole checkpoint,
+        held = [sum(piece.target.numel() for name in part.parameters().values() for piece in name.pieces)
+                for part in parts]  # fmt: skip
+        assert sum(held) < 2 * parts[0].num_parameters() and max(held) < parts[0].num_parameters()  # and holds a part
+
+
+@pytest.mark.parametrize(
+    ("given", "stages", "want"),
+    [
+        ({"num_hidden_layers": 8}, 4, [2, 2, 2, 2]),
+        ({"num_hidden_layers": 8, "vocab_size": 5000}, 2, [7, 1]),  # the head is as large as six layers
+        ({"num_hidden_layers": 3}, 3, [1, 1, 1]),
+    ],
+)
+def test_layers_are_divided_by_bytes(tmp_path: Path, given: dict[str, Any], stages: int, want: list[int]) -> None:
+    config = model_config(tmp_path, architectures=["LlamaForCausalLM"], **given)
+    found = stage_layers(EngineConfig(pipeline_parallel_size=stages), config, reference, torch.float32)
+    assert [len(layers or ()) for layers in found] == want
+    assert [i for layers in found for i in layers or ()] == list(range(given["num_hidden_layers"]))
+
+
+def test_layers_are_divided_as_asked_for(tmp_path: Path) -> None:
+    config = model_config(tmp_path, architectures=["LlamaForCausalLM"], num_hidden_layers=4)
+    asked = EngineConfig(pipeline_parallel_size=2, pipeline_layer_partition="1,3")
+    assert stage_layers(asked, config, reference, torch.float32) == [range(1), range(1, 4)]
+    for fields, said in (
+        (
+            {"pipeline_parallel_size": 2, "pipeline_layer_partition": "2,3"},
+            r"is '2,3'; .* has 4 layers, and a stage may",
+        ),
+        ({"pipeline_parallel_size": 5}, r"is 5; .* has 4 layers, which can be divided in at most 4 stages"),
+        ({"pipeline_layer_partition": "3"}, r"is '3'; .* has 4 layers"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            stage_layers(EngineConfig(**fields), config, reference, torch.float32)
+    for fields, said in (
+        ({"pipeline_layer_partition": "1,3"}, r"'1,3', 2 counts; .* pipeline_parallel_size is 1"),
+        ({"pipeline_layer_partition": "1;3"}, r"'1;3'; it must be counts of layers, like 12,16"),
+        ({"pipeline_parallel_size": 0}, "must be at least 1"),
+        ({"pipeline_parallel_size": 8, "max_num_seqs": 4}, "must be at most max_num_seqs, 4"),
+        ({"pipeline_parallel_size": 2, "distributed_executor_backend": "uni"}, "'uni', which has one worker"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            EngineConfig(**fields)
+
+
+def test_a_stage_has_the_kinds_of_the_whole_model_and_smaller_pages() -> None:
+    windows, shapes = [9, 9, 9, 9, 9, 0] * 4, [(2, 2, 16)] * 24
+    whole = layout_of(windows, shapes)
+    halves = [part_of(whole, shapes, range(begin, begin + 12)) for begin in (0, 12)]
+    for half, own in zip(halves, (range(12), range(12, 24)), strict=True):
+        assert half.windows == whole.windows and half.shapes == whole.shapes
+        assert half.total * 2 == whole.total and half.size <= whole.size / 2 + 64
+        places = [half.places[i] for i in own]
+        assert len(set(places)) == 12 and all(
+            half.windows[kind] == windows[i] for i, (kind, _) in zip(own, places, strict=True)
+        )
+        assert all(place < half.layers[kind] for kind, place in places)
+    assert part_of(whole, shapes, [0]).layers.count(0) > 0  # no layer of some kinds, whose blocks it does not fill
+
+
+def test_the_first_stage_waits_for_no_more_tokens_than_it_needs() -> None:
+    state = BatchState(4, 32, 2, 16, 99, "cpu")
+    sampled, came = Sampled(state), iter([torch.tensor([71, 72]), torch.tensor([73, 74])])
+
+    def expect(*slots: int) -> None:
+        state.num_known[list(slots)] += 1
+        sampled.expect(np.array(slots), torch.tensor(slots))
+
+    receive: Callable[[int], torch.Tensor] = lambda count: next(came).int()  # noqa: E731
+    expect(0, 1)
+    expect(2, 3)
+    sampled.take([(1, 1)], receive)
+    assert state.token_ids[:, 0].tolist() == [71, 72, 0, 0]
+    sampled.take([(0, 1), (1, 1)], receive)  # nothing is to come of these
+    sampled.forget([3])  # another sequence has the slot now, and its token must stay
+    state.token_ids[3, 0] = 5
+    sampled.take([(3, 1)], receive)
+    assert state.token_ids[:, 0].tolist() == [71, 72, 0, 5]
+    sampled.take([(2, 1)], receive)
+    assert state.token_ids[:, 0].tolist() == [71, 72, 73, 5] and not sampled.to_come
+
+
+def test_lanes_have_as_many_sequences_and_take_turns() -> None:
+    engine = Engine(pipeline_parallel_size=3, depth=3, max_num_seqs=12, max_num_batched_tokens=12)
+    for i in range(9):
+        engine.add(f"{i}", [1 + i, 2, 3], max_tokens=6 if i < 3 else 30, ignore_eos=True)
+    assert [len(engine.step().new) for _ in range(3)] == [3, 3, 3]
+    assert [engine.scheduler.lanes.turn for _ in range(6) if engine.step()] == [1, 2, 0, 1, 2, 0]
+    while len(engine.finished) < 3:  # the first lane loses its sequences, and gets some of the others'
+        engine.step()
+    assert [len(engine.step().rows) for _ in range(9)][3:] == [2] * 6
+    while engine.scheduler.has_work():
+        engine.step()
+    for i in range(9):
+        assert engine.outputs[f"{i}"] == expected([1 + i, 2, 3], 6 if i < 3 else 30, 64, ignore_eos=True)
+
+
+# --- engines ----------------------------------------------------------------------------------------------------------
+
+
+def tokens(llm: LLM) -> list[list[list[int]]]:
+    outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
+    llm.core.check_integrity()
+    return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def answers(make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
+    return tokens(make_llm())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pipeline_parallel_size": 2, "block_size": 8},
+        {"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
+        {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute", "sanitize_kv": True},
+        pytest.param(
+            {"pipeline_parallel_size": 3, "block_size": 8, "enable_chunked_prefill": False}, marks=pytest.mark.long
+        ),
+        pytest.param({"pipeline_parallel_size": 2, "block_size": 8, "batch_invariant": True}, marks=pytest.mark.long),
+        pytest.param({"pipeline_parallel_size": 4, **STARVED, "async_scheduling": False}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_stages_give_the_tokens_of_one(
+    make_llm: Callable[..., LLM], answers: list[list[list[int]]], fields: dict[str, Any]
+) -> None:
+    llm = make_llm(threads=1, **fields)
+    assert tokens(llm) == answers and tokens(llm) == answers  # the second time prefixes are cached
+    metrics = llm.core.metrics()
+    assert (metrics["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
+    assert metrics["num_worker_restarts_total"] == 0 and metrics["prefix_cache_hits_total"] > 0
+    llm.core.close()
+
+
+def test_a_stage_that_is_killed_is_replaced(make_llm: Callable[..., LLM], answers: list[list[list[int]]]) -> None:
+    llm = make_llm(threads=1, pipeline_parallel_size=3)
+    core, submit, counts = llm.core, llm.core.executor.submit, itertools.count()
+
+    def submit_and_kill(plan: StepPlan) -> None:
+        submit(plan)
+        if (count := next(counts)) in (2, 30, 55):
+            os.kill(core.executor.processes[(2, 0, 1)[(2, 30, 55).index(count)]].pid, signal.SIGKILL)
+
+    core.executor.submit = submit_and_kill
+    assert tokens(llm) == answers and core.metrics()["num_worker_restarts_total"] == 3
+    core.close()
+
+
+def spans(path: Path) -> Iterator[tuple[str, float, float]]:
+    """The lane, begin and end of every phase of a trace in which a worker runs its layers, in microseconds."""
+    events = json.loads(path.read_text())
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    for event in events:
+        if event["ph"] == "X" and event["name"] == "model":
+            yield lanes[event["tid"]], event["ts"], event["ts"] + event["dur"]
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_stages_work_at_the_same_time_for_different_sequences(
+    make_llm: Callable[..., LLM], tmp_path: Path, count: int
+) -> None:
+    """Of one sequence the first stage must wait for what the last one samples."""
+    llm = make_llm(threads=1, pipeline_parallel_size=2, trace=str(tmp_path / "trace"))
+    llm.generate([[5 + i, 6, 7] for i in range(count)], SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
+    llm.core.close()
+    busy: dict[str, list[tuple[float, float]]] = {"worker 0": [], "worker 1": []}
+    for lane, begin, end in spans(tmp_path / "trace"):
+        if lane in busy:
+            busy[lane].append((begin, end))
+    first, second = busy.values()
+    overlap = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in first for b in second)
+    assert first and second and (overlap > 0) == (count > 1)
