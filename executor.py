@@ -133,16 +133,30 @@ class TorchrunExecutor(UniExecutor):
     def __init__(self, config: EngineConfig, model_config: ModelConfig):
         super().__init__(config, model_config, "env://")
         self.overlaps = False
-        self.size = config.tensor_parallel_size
+        self.size, self.stages = config.world_size, config.pipeline_parallel_size
+        self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
         self.worker.group.set_timeout(self.step_timeout)
         self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
         self.finalize = weakref.finalize(self, let_go, self.channel)  # this also runs when the process ends
 
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan over. Of several stages this one, the first, runs it now, and then it is the next one's turn."""
+        super().submit(plan)
+        if self.stages > 1:
+            with self.channel.turn():
+                self.channel.broadcast(self.codec.encode(plan))
+                self.worker.launch(plan)
+
     def result(self) -> StepResult:
-        """The result of the oldest plan that was handed over; all ranks run it now."""
+        """The result of the oldest plan that was handed over. With one stage all ranks run it now."""
         with self.channel.turn():
-            self.channel.broadcast(self.codec.encode(self.steps[0]))
-            return super().result()
+            if self.stages == 1:
+                self.channel.broadcast(self.codec.encode(self.steps[0]))
+                return super().result()
+            step = self.steps.popleft().step
+            while (result := self.codec.decode(self.channel.receive(self.last))).step != step:
+                pass  # an earlier step, which was given up
+            return result
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """What a method of `Worker` returns on each rank.
@@ -611,9 +625,11 @@ def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineCon
             "start with `torchrun --nproc-per-node=N` in place of `python`"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if config.tensor_parallel_size not in (EngineConfig.tensor_parallel_size, size):
-        raise ValueError(f"tensor_parallel_size is {config.tensor_parallel_size}; torchrun has started {size} ranks")
-    config = dataclasses.replace(config, tensor_parallel_size=size)
+    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if size % stages or ranks not in (EngineConfig.tensor_parallel_size, size // stages):
+        beside = f" and pipeline_parallel_size {stages}" if stages > 1 else ""
+        raise ValueError(f"tensor_parallel_size is {ranks}{beside}; torchrun has started {size} ranks")
+    config = dataclasses.replace(config, tensor_parallel_size=size // stages)
     end_with_parent(signal.SIGTERM)  # when torchrun is killed, rank 0 drains and ends all
     if rank:
         follow(config, model_config, rank)
@@ -640,6 +656,8 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
             answered = answer(worker, message, codec)
             if isinstance(message, Call):
                 channel.all_gather(answered)
+            elif config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size:
+                channel.send(answered)
     except ConnectionError as error:
         logger.error(str(error))
         sys.stdout.flush()

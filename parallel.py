@@ -363,6 +363,7 @@ class Channel:
 
     def __init__(self, group: Group, timeout: float):
         self.group, self.in_step = group, True
+        self.sent: deque[tuple[Any, torch.Tensor]] = deque()  # what is on its way
         if group.world_size > 1:
             with group.exchange():
                 self.link = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -380,6 +381,23 @@ class Channel:
             rest = bytearray(message[HEAD:]) if source == dist.get_rank() else bytearray(length - HEAD)
             dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), source, self.link)
         return begin + bytes(rest)
+
+    def send(self, message: bytes) -> None:
+        """Send rank 0 a message, which may take it later."""
+        for data in (struct.pack("<I", len(message)), message):
+            x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self.sent.append((dist.isend(x, 0, self.link), x))
+        while len(self.sent) > 2 and self.sent[0][0].is_completed():
+            self.sent.popleft()
+
+    def receive(self, source: int) -> bytes:
+        """On rank 0: the next message that rank `source` has sent."""
+        length = torch.empty(4, dtype=torch.uint8)
+        with self.group.exchange():
+            dist.recv(length, source, self.link)
+            message = torch.empty(struct.unpack("<I", length.numpy().tobytes())[0], dtype=torch.uint8)
+            dist.recv(message, source, self.link)
+        return message.numpy().tobytes()
 
     def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks in their order, on every rank."""
