@@ -226,7 +226,7 @@ class EngineProcess(Child):
     def __init__(self, config: EngineConfig, coordinator: socket.socket | None = None):
         rank, environment = config.data_parallel_rank, {}
         if several := config.data_parallel_size > 1:  # each has GPUs of its own
-            first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
+            first, count = rank * config.world_size, config.world_size
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
@@ -298,14 +298,15 @@ def check_gpus(config: EngineConfig) -> None:
     Raises:
         ValueError: there are some, but not enough. An engine without one would quietly run on the CPU.
     """
-    size, ranks = config.data_parallel_size, config.tensor_parallel_size
+    size, ranks = config.data_parallel_size, config.world_size
     if size == 1 or config.device == "cpu":
         return
     found = visible_gpus()
     if found and len(found) < size * ranks:
         raise ValueError(
-            f"data_parallel_size is {size}, with tensor_parallel_size {ranks}, which takes {size * ranks} GPUs; there "
-            f"are {len(found)}"
+            f"data_parallel_size is {size}, with tensor_parallel_size {config.tensor_parallel_size} and "
+            f"pipeline_parallel_size {config.pipeline_parallel_size}, which takes {size * ranks} GPUs; there are "
+            f"{len(found)}"
         )
 
 

@@ -410,10 +410,10 @@ class MpExecutor:
         rank = killed[0] if killed else rank
         process = self.processes[rank]
         if (code := process.exitcode) == UNGUARDED:
+            ranks, stages = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
             return ValueError(
-                f"LLM starts {self.config.world_size} worker processes (tensor_parallel_size times "
-                "pipeline_parallel_size), which import your script: put what it does under "
-                "`if __name__ == '__main__':`"
+                f"tensor_parallel_size is {ranks} and pipeline_parallel_size {stages}, so LLM starts processes, which "
+                "import your script: put what it does under `if __name__ == '__main__':`"
             )
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return WorkerError(f"rank {rank} has died ({how}){self._where()}")

@@ -62,7 +62,7 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
     Args:
         config: the engine's options.
         model_config: the model's shape.
-        rank: which of `tensor_parallel_size` workers this is.
+        rank: which of `world_size` workers this is.
         rendezvous: where several workers meet; see `Group.connect`.
 
     Raises:

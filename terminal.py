@@ -504,6 +504,6 @@ def open_model(flags: argparse.Namespace, options: AnswerOptions) -> Model:
         raise ValueError("skip_tokenizer_init is True; where text comes and goes it must be False")
     if isinstance(options, ChatOptions) and not Tokenizer(config.folder).has_chat_template:
         raise ValueError(f"{config.model} has no chat template; `{PROG} complete` goes on from a text")
-    if config.distributed_executor_backend == "auto" and config.tensor_parallel_size == 1:
+    if config.distributed_executor_backend == "auto" and config.world_size == 1:
         config = dataclasses.replace(config, distributed_executor_backend="uni")
     return LocalModel(config, options.sampling)

@@ -60,7 +60,7 @@ def test_the_library_answers(system: str) -> None:
 def test_worker_processes_are_refused_on_windows(monkeypatch, options: dict[str, Any]) -> None:
     config = EngineConfig(device="cpu", **options)
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(ValueError, match=r"is 'mp' and tensor_parallel_size [12]; on Windows they must be 'uni' and 1"):
+    with pytest.raises(ValueError, match=r"is 'mp' for [12] workers; on Windows it must be 'uni' for one"):
         new_executor(config, ModelConfig.from_folder(config.model))
 
 
