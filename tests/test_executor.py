@@ -456,8 +456,8 @@ def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path):
     done = run_script(tmp_path, "if True:")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.splitlines()[-1] == (
-        "ValueError: tensor_parallel_size is 2 and pipeline_parallel_size 1, so LLM starts processes, which import your "
-        "script: put what it does under `if __name__ == '__main__':`"
+        "ValueError: tensor_parallel_size is 2 and pipeline_parallel_size 1, so LLM starts processes, which import "
+        "your script: put what it does under `if __name__ == '__main__':`"
     )
     assert done.stderr.count("Traceback") == 1
 
