@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -232,13 +232,22 @@ class AsyncLLM:
         await self._call("reset_prefix_cache")
         return True
 
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What a method of `Worker` returns on each device.
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a method of `Worker` returns on each device; see `LLM.collective_rpc`.
 
         Raises:
-            ValueError: there is no such method, or it failed.
+            ValueError: there is no such method, it failed or took longer than `timeout`, or it is a function, which
+                is not sent to the engine's process.
         """
-        return await self._call("collective_rpc", method, *args)
+        if not isinstance(method, str):
+            raise ValueError(f"method is {method!r}; for AsyncLLM it must be the name of a method of the worker")
+        return await self._call("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
 
     @property
     def errored(self) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
 from model_config import ModelConfig
-from plan import EngineCoreRequest, EngineOutput, Outputs, StateRoom, StepPlan
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -298,14 +298,17 @@ class EngineCore:
         self.plans.clear()
         return self.scheduler.start_over(lost, cause)
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `Worker` returns on each rank.
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
 
         Raises:
             ValueError: it failed.
+            TimeoutError: it took longer than `timeout` seconds.
             WorkerError: so did the worker.
         """
-        return self.executor.collective_rpc(method, *args)
+        return self.executor.collective_rpc(method, timeout, args, kwargs)
 
     def utility(self, method: str, *args: Any) -> Any:
         """What one of `UTILITIES` returns: the methods that clients may call by name.

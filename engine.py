@@ -14,7 +14,7 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
 from typing import Any, Concatenate, ParamSpec
 
@@ -340,13 +340,26 @@ class LLM:
         self.core.reset_prefix_cache()
         return True
 
-    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        """What a method of `Worker` returns on each device.
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a method of `Worker` returns on each device, or a function that is called with the worker.
+
+        Args:
+            method: the method's name, or the function. Worker processes import the function by its module's name. From
+                them come only numbers, texts, bytes, lists and dicts.
+            timeout: seconds that it may take (default: as long as a step may).
+            args, kwargs: what it is called with, after the worker.
 
         Raises:
-            ValueError: there is no such method.
+            ValueError: there is no such method, it failed, or it cannot be sent.
+            TimeoutError: it took longer.
         """
-        return self.core.collective_rpc(method, *args)
+        return self.core.collective_rpc(method, timeout, args, kwargs)
 
     def generate(
         self,

@@ -25,7 +25,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
@@ -35,7 +35,7 @@ from tqdm import tqdm
 from config import EngineConfig
 from logs import logger, set_up
 from model_config import ModelConfig
-from plan import Call, Reply, StepPlan, StepResult
+from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 NEVER = 1e9  # seconds
@@ -89,15 +89,23 @@ class UniExecutor:
         step = self.steps.popleft()
         return step.result() if self.overlaps else self.worker.step(step)
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `Worker` returns on each rank.
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
 
         Raises:
             ValueError: there is no such method.
+            TimeoutError: it took longer than `timeout`. It runs in this thread, which cannot be interrupted.
         """
-        if not callable(getattr(self.worker, method, None)):
-            raise ValueError(f"the worker has no method {method!r}")
-        return [getattr(self.worker, method)(*args)]
+        begun = time.monotonic()
+        if isinstance(method, str):
+            value = Call.of(0, method, args, kwargs).run(self.worker)
+        else:
+            value = method(self.worker, *args, **kwargs or {})
+        if timeout is not None and (took := time.monotonic() - begun) > timeout:
+            raise TimeoutError(f"timeout is {timeout:g} s; the call took {took:.1f} s")
+        return [value]
 
     def check(self) -> None:
         """See whether all workers live; this one does."""
@@ -158,13 +166,19 @@ class TorchrunExecutor(UniExecutor):
                 pass  # an earlier step, which was given up
             return result
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
         """What a method of `Worker` returns on each rank.
 
         Raises:
-            ValueError: it failed.
+            ValueError: it failed; or it is a function, which is not sent between hosts; or there is a timeout, after
+                which the ranks would be out of step.
         """
-        call = Call(0, method, list(args))
+        if not isinstance(method, str) or timeout is not None:
+            what = f"timeout is {timeout}" if isinstance(method, str) else f"method is {method!r}"
+            raise ValueError(f"{what}; under torchrun method must be a name, and timeout None")
+        call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
             replies = self.channel.all_gather(answer(self.worker, call, self.codec))
@@ -287,16 +301,19 @@ class MpExecutor:
         """Give up the results of plans that were handed over."""
         self.waiting.clear()
 
-    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """What a method of `Worker` returns on each rank.
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
 
         Raises:
-            ValueError: it failed.
+            ValueError: it failed, or the function cannot be sent.
+            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped.
             WorkerError: as for `result`.
         """
-        call_id = next(self.call_ids)
-        self._send(Call(call_id, method, list(args)))
-        return self._replies(call_id, self.step_timeout)
+        call = Call.of(next(self.call_ids), method, args, kwargs)
+        self._send(call)
+        return self._replies(call.call_id, self.step_timeout if timeout is None else timeout, timeout is not None)
 
     def check(self) -> None:
         """See whether all workers live, and whether those that have nothing to do would notice if they had.
@@ -337,6 +354,8 @@ class MpExecutor:
             result = self.early[rank].popleft() if self.early[rank] else self._read(rank, min(left, BEAT))
             if result is None or self.trouble:
                 self._look()
+            if isinstance(result, Reply) and result.call_id:  # of a call that was given up
+                continue
             if isinstance(result, Reply):
                 raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
             if result is not None:
@@ -373,20 +392,21 @@ class MpExecutor:
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
-    def _replies(self, call_id: int, timeout: float) -> list[Any]:
+    def _replies(self, call_id: int, timeout: float, may_be_late: bool = False) -> list[Any]:
         """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
         replies: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
         while late := [rank for rank in range(len(self.results)) if rank not in replies]:
             if time.monotonic() > deadline:
+                if may_be_late:
+                    raise TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
                 raise self._stuck(late[0], timeout)
             self._look()
             for rank in late:
                 reply = self._read(rank, TURN)
                 if isinstance(reply, StepResult):
                     self.early[rank].append(reply)
-                elif reply:
-                    assert reply.call_id == call_id
+                elif reply and reply.call_id in (0, call_id):  # else it is of an earlier call, which was given up
                     if reply.error:
                         raise ValueError(reply.error)
                     replies[rank] = reply.value
@@ -546,19 +566,17 @@ def worker_main(
     send(codec.encode(Reply(0, worker.facts())))
     launched: deque[Any] = deque()
     while True:
-        step = launched[0].step if launched else 0
         try:
             if launched and launched[0].ready():
                 send(codec.encode(launched.popleft().result()))
             elif data := plans.read(LOOK if launched else NEVER):  # a plan may come while the device runs another
                 message = codec.decode(data)
                 if isinstance(message, StepPlan):
-                    step = message.step
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec))
         except Exception as error:
-            send(codec.encode(Reply(step, error=f"{type(error).__name__}: {error}")))
+            send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
 
 
@@ -567,7 +585,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
     if isinstance(message, StepPlan):
         return codec.encode(worker.step(message))
     try:
-        return codec.encode(Reply(message.call_id, getattr(worker, message.method)(*message.args)))
+        return codec.encode(Reply(message.call_id, message.run(worker)))
     except Exception:  # the caller hears of it
         return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
 

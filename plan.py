@@ -6,12 +6,16 @@ A plan carries differences, not batches: the workers keep the state of every seq
 
 from __future__ import annotations
 
+import pickle
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from sampling_params import PoolingParams, SamplingParams
+
+Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
+Kwargs = Mapping[str, Any] | None  # of a method
 
 
 @dataclass(slots=True, kw_only=True)
@@ -179,6 +183,40 @@ class Call:
     call_id: int
     method: str
     args: list[Any] = field(default_factory=list)
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    # Engine to worker, over memory that they share: a function with its arguments, pickled, in place of a method
+    function: bytes = b""
+
+    @classmethod
+    def of(cls, call_id: int, method: Method, args: Sequence[Any], kwargs: Kwargs) -> Call:
+        """The call of a method of `Worker`, or of a function, which another process imports by its module's name.
+
+        Raises:
+            ValueError: the function cannot be sent.
+        """
+        if isinstance(method, str):
+            return cls(call_id, method, [*args], dict(kwargs or {}))
+        try:
+            return cls(call_id, "", function=pickle.dumps((method, args, kwargs or {})))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"method is {method!r}, which worker processes cannot be sent ({error}); it must be the name of a "
+                "method, or a function of a module that they can import"
+            ) from None
+
+    def run(self, worker: Any) -> Any:
+        """What it returns when it is called with this worker.
+
+        Raises:
+            ValueError: the worker has no such method. Whatever else it raises.
+        """
+        if self.function:
+            function, args, kwargs = pickle.loads(self.function)
+            return function(worker, *args, **kwargs)
+        method = getattr(worker, self.method, None)
+        if not callable(method):
+            raise ValueError(f"the worker has no method {self.method!r}")
+        return method(*self.args, **self.kwargs)
 
 
 @dataclass(slots=True)

@@ -413,6 +413,35 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
         mp_llm.core.collective_rpc("no_such_method")
 
 
+def double_of(worker: Any, number: int, plus: int = 0) -> list[int]:
+    return [worker.group.rank, 2 * number + plus]
+
+
+def slow(worker: Any) -> str:
+    time.sleep(1)
+    return "late"
+
+
+def test_functions_and_timeouts_of_calls(llm, mp_llm):
+    for each in (llm, mp_llm):
+        assert each.collective_rpc(double_of, 60.0, (4,), {"plus": 1}) == [[0, 9]]  # a process imports this file first
+        assert each.collective_rpc("facts", timeout=60.0)[0]["backend"] == "cpu"
+        with pytest.raises(
+            TimeoutError, match=r"timeout is 0\.5 s; the call took 1|rank 0 has not replied within 0\.5 s"
+        ):
+            each.collective_rpc(slow, timeout=0.5)
+        assert each.collective_rpc(double_of, args=(1,)) == [[0, 2]]  # what came late is dropped
+        assert tokens(each.generate(PROMPTS[:1], STORY, use_tqdm=False))[0][0]
+    with pytest.raises(ValueError, match=r"method is <function .*<lambda>.*which worker processes cannot be sent"):
+        mp_llm.collective_rpc(lambda worker: 0)
+    with pytest.raises(ValueError, match=r"Encoding objects of type .*Worker is unsupported"):
+        mp_llm.collective_rpc(itself)
+
+
+def itself(worker: Any) -> Any:
+    return worker
+
+
 def test_an_llm_that_is_gone_has_no_processes(make_llm):
     llm = make_llm(distributed_executor_backend="mp")
     pid = worker(llm)
