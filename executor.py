@@ -257,7 +257,7 @@ class MpExecutor:
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
             config = dataclasses.replace(config, expert_rendezvous=place)
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(start_method())
         self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
         self.rings += [self.plans, *self.results]
@@ -464,6 +464,27 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
         result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
     return result
+
+
+def start_method() -> str:
+    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says (vLLM has VLLM_WORKER_MULTIPROC_METHOD).
+
+    A process that has loaded torch is not forked. The child could not use CUDA, if it is in use, and has none of the
+    threads that torch's operators wait for.
+
+    Raises:
+        ValueError: this system has no such method.
+    """
+    asked, allowed = os.environ.get("MANTA_WORKER_MULTIPROC_METHOD", "spawn"), multiprocessing.get_all_start_methods()
+    if asked not in allowed:
+        raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
+    if asked == "fork" and (torch := sys.modules.get("torch")):
+        why = "has loaded torch, whose threads a fork lacks"
+        if torch.cuda.is_initialized():
+            why = "has initialised CUDA, which a fork cannot use"
+        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process {why}: workers are spawned")
+        return "spawn"
+    return asked
 
 
 @contextlib.contextmanager
