@@ -151,6 +151,8 @@ def test_what_torchrun_has_not_started_is_refused(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"tensor_parallel_size is 3; torchrun has started 2 ranks"):
         LLM(DEMO, device="cpu", distributed_executor_backend="torchrun", tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=r"is 1 and pipeline_parallel_size 4; torchrun has started 2 ranks"):
+        LLM(DEMO, device="cpu", distributed_executor_backend="torchrun", pipeline_parallel_size=4)
     for name in ("RANK", "MASTER_PORT"):
         monkeypatch.delenv(name)
     with pytest.raises(ValueError, match=r"'torchrun', but RANK, MASTER_PORT not set in the environment: start with "):
@@ -210,7 +212,8 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
     log, nodes = tmp_path / "log", []
     try:
@@ -218,6 +221,7 @@ def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path) -> None:
             meet = ["--nnodes", "2", "--node-rank", str(i), "--master-addr", "10.213.77.1", "--master-port", "29500"]
             launch = [sys.executable, *TORCHRUN, *meet, "--nproc-per-node", "1", "server.py"]
             flags = [*FLAGS, "--device", "cpu", "--dtype", "float32", "--port", "8000"]
+            flags += ["--pipeline-parallel-size", str(stages)]
             command = ["ip", "netns", "exec", host, *launch, *flags]
             with open(log, "a") as file:
                 nodes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=file))
