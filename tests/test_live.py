@@ -456,8 +456,10 @@ def read(response: HTTPResponse) -> Any:
 
 
 def test_the_stream_shows_requests_that_run_and_are_preempted(server: Server) -> None:
+    count = 24  # so many that they take several events, however fast the machine is
+
     def ask() -> None:
-        fields = {"prompt": ["Once upon a time"] * 4, "max_tokens": 90, "ignore_eos": True}
+        fields = {"prompt": ["Once upon a time"] * count, "max_tokens": 90, "ignore_eos": True}
         answers.append(json.loads(server.post("/v1/completions", fields)[1])["id"])
 
     answers: list[str] = []
@@ -465,7 +467,7 @@ def test_the_stream_shows_requests_that_run_and_are_preempted(server: Server) ->
     with live(server) as response:
         assert response.headers["Content-Type"] == "text/event-stream"
         asker.start()
-        while totals["finished"] < 4:
+        while totals["finished"] < count:
             (engine,) = read(response)["engines"]
             assert sum(length for _, length in engine["blocks"]) == 16
             seen += engine["requests"]
@@ -475,7 +477,7 @@ def test_the_stream_shows_requests_that_run_and_are_preempted(server: Server) ->
             totals["preempted"] += sum(step["preempted"] for step in engine["steps"])
     asker.join()
     assert {row["id"] for row in seen} == {*answers} and server.get(f"/explain/{answers[0]}")[0] == 200
-    assert {"running", "swapped"} <= {row["state"] for row in seen} and len({row["key"] for row in seen}) == 4
+    assert {"running", "swapped"} <= {row["state"] for row in seen} and len({row["key"] for row in seen}) == count
     assert totals["out"] and totals["preempted"] and totals["steps"] >= 90
 
 

@@ -111,7 +111,7 @@ def make(folder, monkeypatch):
         monkeypatch.setattr(module, "PROCESSORS", 2)
     monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
     for name in ("all_reduce", "all_gather"):
-        monkeypatch.setattr(parallel.dist, name, lambda *args: None)
+        monkeypatch.setattr(parallel.dist, name, lambda *args, group=None: None)
 
     def make_startup(shape: dict | None = None, size: int = 1, **fields) -> Startup:
         monkeypatch.setattr(Group, "connect", lambda *args: Group(0, size))

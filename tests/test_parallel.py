@@ -218,5 +218,7 @@ def test_a_misshapen_tensor_is_told_by_its_whole_shape(checkpoints, tmp_path):
 
 def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 4; torch sees 3 CUDA devices on this machine"):
+    with pytest.raises(
+        ValueError, match="tensor_parallel_size is 4 and pipeline_parallel_size 1; torch sees 3 CUDA devices"
+    ):
         Group.connect(3, 4, "env://", "cuda")
