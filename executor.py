@@ -145,7 +145,8 @@ class TorchrunExecutor(UniExecutor):
         self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
         self.worker.group.set_timeout(self.step_timeout)
         self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
-        self.finalize = weakref.finalize(self, let_go, self.channel)  # this also runs when the process ends
+        # This also runs when the process ends.
+        self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.catch_up)
 
     def submit(self, plan: StepPlan) -> None:
         """Hand a plan over. Of several stages this one, the first, runs it now, and then it is the next one's turn."""
@@ -172,12 +173,10 @@ class TorchrunExecutor(UniExecutor):
         """What a method of `Worker` returns on each rank.
 
         Raises:
-            ValueError: it failed; or it is a function, which is not sent between hosts; or there is a timeout, after
-                which the ranks would be out of step.
+            ValueError: it failed; or it is a function, or there is a timeout, after which ranks would be out of step.
         """
         if not isinstance(method, str) or timeout is not None:
-            what = f"timeout is {timeout}" if isinstance(method, str) else f"method is {method!r}"
-            raise ValueError(f"{what}; under torchrun method must be a name, and timeout None")
+            raise ValueError(f"method is {method!r} and timeout {timeout}; under torchrun they must be a name and None")
         call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
@@ -200,9 +199,11 @@ class TorchrunExecutor(UniExecutor):
         self.finalize()
 
 
-def let_go(channel: Any) -> None:
-    """Tell the other ranks to end, and log the error if one has ended already."""
+def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
+    """Tell the other ranks to end, once nothing is on its way; and log the error if one has ended already."""
     try:
+        if channel.in_step:
+            catch_up()
         channel.close()
     except ConnectionError as error:
         logger.error(str(error))
@@ -455,10 +456,7 @@ class MpExecutor:
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
     """The result of a step of which each rank has one: the last stage's has the tokens, and the phases are all stages'.
-
-    Args:
-        stage_size: ranks of a stage, which have the same.
-    """
+    The `stage_size` ranks of a stage have the same."""
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
@@ -467,10 +465,7 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
 
 
 def start_method() -> str:
-    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says (vLLM has VLLM_WORKER_MULTIPROC_METHOD).
-
-    A process that has loaded torch is not forked. The child could not use CUDA, if it is in use, and has none of the
-    threads that torch's operators wait for.
+    """How worker processes start, by MANTA_WORKER_MULTIPROC_METHOD. A process that has loaded torch is not forked.
 
     Raises:
         ValueError: this system has no such method.

@@ -239,10 +239,15 @@ class Worker:
         pipeline, device = self.pipeline, self.device
         self.mark("receive")
         if pipeline.first:
-            self.sampled.take(plan.rows, lambda count: pipeline.receive((count,), torch.int32, device))
+            self.catch_up(plan.rows)
             return None
         x = pipeline.receive((shape.tokens, self.model.incoming_size), self.model.dtype, device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
+
+    def catch_up(self, rows: list[tuple[int, int]] | None = None) -> None:
+        """On the first stage: receive what earlier steps have sampled for these `rows`, or all that is to come."""
+        receive = self.pipeline.receive
+        self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
 
     def send(self, rows: Rows, hidden: torch.Tensor, news: torch.Tensor) -> None:
         """Send on what this stage has made of a step. The last one sends what it has sampled back to the first."""
@@ -547,10 +552,10 @@ class Sampled:
                 expected[np.isin(expected, slots)] = -1
             self.counts[slots] = 0
 
-    def take(self, rows: list[tuple[int, int]], receive: Callable[[int], torch.Tensor]) -> None:
-        """`receive` the tokens [R] of earlier steps, until those of the sequences in these `rows` are there."""
-        wanted = [slot for slot, _ in rows]
-        while self.to_come and self.counts[wanted].any():
+    def take(self, rows: list[tuple[int, int]] | None, receive: Callable[[int], torch.Tensor]) -> None:
+        """`receive` the tokens [R] of earlier steps, until those of the sequences in these `rows` are there; or all."""
+        wanted = [slot for slot, _ in rows or ()]
+        while self.to_come and (rows is None or self.counts[wanted].any()):
             slots, on_device, places = self.to_come.popleft()
             ids, live = receive(len(slots)), slots >= 0
             self.counts[slots[live]] -= 1
