@@ -49,7 +49,8 @@ PAUSE, PER_TOKEN = (5.0, 15.0), 0.025  # seconds from an answer to the next requ
 LEAD = 120.0  # seconds before the first arrival in which conversations begin
 APPS, SHARED, SYSTEM = 100, 0.5, 256  # system prompts, the share of conversations with one, and the tokens of each
 WARM_UP = 0.3  # share of the requests, the first, that no figure counts
-POLICIES = ("by prefix", "least loaded", "round robin")
+POLICIES = ("by prefix", "least loaded", "round robin")  # the first two are the router's
+TWO = "less of two"  # the engine of two drawn at random that has the lower load, as the router does not do it
 
 
 class Device(NamedTuple):
@@ -208,18 +209,17 @@ class ScheduledEngine:
         if not scheduler.has_work():
             return 0.0
         self.plan = scheduler.schedule()
-        flight = scheduler.in_flight[0]
-        rows = sum(count == 1 for _, count in self.plan.rows)
-        context = sum(seq.num_computed for seq in flight.seqs)
-        return self.device.seconds(sum(count for _, count in self.plan.rows) - rows, rows, context)
+        seqs, tokens = scheduler.in_flight[0].seqs, sum(count for _, count in self.plan.rows)
+        rows = sum(seq.num_computed > seq.group.request.num_prompt for seq in seqs)
+        return self.device.seconds(tokens - rows, rows, sum(seq.num_computed for seq in seqs))
 
 
 class ModelEngine:
     """What `ScheduledEngine` does with requests of one sequence each, as long as the pool has room for all who run.
 
-    Prompts are cut to a step's budget in order of arrival, beside one token of each sequence that decodes, and who has
-    run stays in the prefix cache until its blocks are needed, the least recent first and the end of it before the
-    beginning. All blocks of a request are reserved when it is let in; system prompts stay for good.
+    Prompts are cut to a step's budget in order of arrival, beside one token of each sequence that decodes. Who has run
+    stays in the prefix cache until its blocks are needed, the least recent first, and its end before its beginning. All
+    blocks of a request are reserved when it is let in, where the scheduler takes those of its answer one by one.
     """
 
     def __init__(self, config: EngineConfig, device: Device):
@@ -231,9 +231,9 @@ class ModelEngine:
         self.reached = 0  # of its tokens
         self.sampling: list[Job] = []  # whose first token this step brings
         self.busy = False
-        self.apps: set[int] = set()
-        self.kept: OrderedDict[int, int] = OrderedDict()  # blocks of each conversation that nobody uses, oldest first
-        self.free = POOL  # blocks that are neither used nor kept
+        # Blocks of each conversation that does not run, and at -2 - app of system prompts; the oldest first
+        self.kept: OrderedDict[int, int] = OrderedDict()
+        self.free = POOL  # blocks that are neither kept nor of those who run
 
     @property
     def size(self) -> int:
@@ -292,37 +292,40 @@ class ModelEngine:
         if not self.waiting or self.running == self.config.max_num_seqs:
             return None
         job = self.waiting[0]
-        kept, blocks = self.kept.pop(job.chat, 0), self._blocks(job)
-        self.free += kept  # its own are used again
-        while self.free < blocks and self.kept:
-            chat, others = self.kept.popitem(last=False)
+        kept, known, head = self.kept.pop(job.chat, 0), self.kept.pop(-2 - job.app, 0), job.shared // size
+        self.free += kept + known  # they are used again
+        while self.free < (blocks := self._blocks(job) + head) and self.kept:
+            oldest, others = self.kept.popitem(last=False)
             given = min(others, blocks - self.free)
             self.free += given
             if others > given:
-                self.kept[chat] = others - given
-                self.kept.move_to_end(chat, last=False)
+                self.kept[oldest] = others - given
+                self.kept.move_to_end(oldest, last=False)
         if self.free < blocks:
-            self.free -= kept
-            self.kept[job.chat] = kept
+            self._keep(job, known, kept)
             return None
         self.waiting.popleft()
-        self.free -= blocks
         self.running += 1
-        known = job.shared // size if job.app in self.apps else 0
-        if job.app >= 0 and not known:
-            self.apps.add(job.app)
-            self.free -= job.shared // size
-        job.begun, job.cached = now, min(known + kept, (job.prompt - 1) // size) * size
+        self.free -= blocks - head
+        self._keep(job, head, 0)
+        found = known + (kept if known == head else 0)
+        job.begun, job.cached = now, min(found, (job.prompt - 1) // size) * size
         self.reached = job.cached
         return job
 
     def _leave(self, job: Job) -> None:
         """Its full blocks stay findable."""
-        size = self.config.block_size
-        full = (job.prompt + job.output - 1 - job.shared) // size
         self.running -= 1
-        self.free += self._blocks(job) - full + self.kept.pop(job.chat, 0)
-        self.kept[job.chat] = full
+        self.free += self._blocks(job) + self.kept.pop(job.chat, 0) + self.kept.pop(-2 - job.app, 0)
+        head, size = job.shared // self.config.block_size, self.config.block_size
+        self._keep(job, head, (job.prompt + job.output - 1 - job.shared) // size)
+
+    def _keep(self, job: Job, head: int, rest: int) -> None:
+        """Keep so many blocks of its system prompt and of the rest, as the latest."""
+        self.free -= head + rest
+        for name, blocks in ((job.chat, rest), (-2 - job.app, head)):
+            if blocks:
+                self.kept[name] = blocks
 
 
 # --- the simulation ---------------------------------------------------------------------------------------------------
@@ -369,7 +372,13 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
                 spreads.append(max(sizes) * len(sizes) / total)
         front, tokens = fronts[rng.randrange(routers)], job.tokens() if policy == "by prefix" else []
         begun = time.perf_counter()
-        rank = next(turns) if policy == "round robin" else front.choose(tokens, "", 1, alive)
+        if policy == "round robin":
+            rank = next(turns)
+        elif policy == TWO:
+            rank = min(rng.sample(alive, 2), key=front.loads.__getitem__)
+            front.loads[rank] += 1
+        else:
+            rank = front.choose(tokens, "", 1, alive)
         routing.append(time.perf_counter() - begun)
         engines[rank].add(job, job.at)
         if idle[rank]:
@@ -448,15 +457,15 @@ def scale_figures(
 ) -> Figures:
     """Run the simulation for numbers of engines, loads and policies.
 
-    Then come runs with real schedulers beside the model, with `checked` requests each, and for the most engines and
-    the highest load runs with many routers, and with one that remembers more.
+    Then come, for the most engines and the highest load, runs with many routers and with one that remembers more; and
+    runs with real schedulers beside the model.
 
     Args:
         trace: of lengths, see `read_lengths`.
         requests: of the runs for numbers of engines, loads and policies, in all.
         engines: how many there are; more of them get more requests, as each of them needs some.
         loads: share of the rate that the engines could keep up with if nothing were cached.
-        checked: see above.
+        checked: requests of each run with real schedulers.
         processes: runs that go on at a time.
     """
     weights = {size: max(size, 200) for size in engines}
@@ -464,12 +473,12 @@ def scale_figures(
     few, most, high = min(engines), max(engines), max(loads)
     cells = [Cell(size, load, round(unit * weights[size])) for size in sorted(engines, reverse=True) for load in loads]
     half = round(unit * weights[most] / 2)
-    cells.append(Cell(most, high, half, POLICIES[:2], routers=32))
+    cells.append(Cell(most, high, half, (*POLICIES[:2], TWO), routers=32))
     cells.append(Cell(most, high, half, POLICIES[:1], remembered=2**22))
     both = (ScheduledEngine, ModelEngine)
     cells += [Cell(size, load, checked, kinds=both) for size in sorted({few, min(8 * few, most)}) for load in loads]
     lengths, figures = read_lengths(trace), []
-    with multiprocessing.get_context("spawn").Pool(processes, maxtasksperchild=1) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
         for result in [pool.apply_async(cell_figures, (cell, lengths)) for cell in cells]:
             figures += result.get()
             print(f"{figures[-1]['engines']} engines at {figures[-1]['load']:.0%}: done", file=sys.stderr)
