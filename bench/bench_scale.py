@@ -209,9 +209,9 @@ class ScheduledEngine:
         if not scheduler.has_work():
             return 0.0
         self.plan = scheduler.schedule()
-        seqs, tokens = scheduler.in_flight[0].seqs, sum(count for _, count in self.plan.rows)
+        seqs, computed = scheduler.in_flight[0].seqs, sum(count for _, count in self.plan.rows)
         rows = sum(seq.num_computed > seq.group.request.num_prompt for seq in seqs)
-        return self.device.seconds(tokens - rows, rows, sum(seq.num_computed for seq in seqs))
+        return self.device.seconds(computed - rows, rows, sum(seq.num_computed for seq in seqs))
 
 
 class ModelEngine:
@@ -527,8 +527,11 @@ def plan_figures(trace: Path | None, steps: int = 256) -> Figures:
     return figures
 
 
-def loads_figures(engines: Sequence[int], messages: int = 20_000) -> Figures:
-    """Bytes of the loads, and how many messages a second the coordinator's process takes from so many connections."""
+def loads_figures(engines: Sequence[int], messages: int = 200_000) -> Figures:
+    """Bytes and microseconds of the loads, and how many messages a second the coordinator's process takes.
+
+    It is sent them on so many connections as there are engines, by one process that writes as fast as it can.
+    """
     codec, figures = Codec(), []
     for size in engines:
         process = CoordinatorProcess(size, 60.0)
@@ -551,10 +554,13 @@ def loads_figures(engines: Sequence[int], messages: int = 20_000) -> Figures:
                 sock.close()
         finally:
             process.stop()
-        published = len(to_frame(codec, Loads(last)))
+        begun = time.perf_counter()
+        for _ in range(500):
+            published = len(to_frame(codec, Loads(last)))
+        encoding = (time.perf_counter() - begun) / 500
         figures.append({
             "engines": size, "Load bytes": len(frames[-1][-1]), "Loads bytes": published,
-            "KB/s to each API process": round(published / INTERVAL / 1e3, 1),
+            "Loads us": round(encoding * 1e6, 1), "KB/s to each API process": round(published / INTERVAL / 1e3, 1),
             "Load messages/s taken": round(rounds * size / took),
         })  # fmt: skip
     return figures
