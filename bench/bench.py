@@ -5,6 +5,9 @@ Each line below goes after `python bench/bench.py`:
     scheduler                                    microseconds of planning a decode step, per sequence
     prefix --trace mooncake_conversation.jsonl   prefix-cache hits against the size of the pool
     routing --trace mooncake_conversation.jsonl  hits of several engines, by how requests are routed
+    scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
+    plans                                        bytes of a step's plan and of its news, by how many sequences decode
+    loads                                        messages and bytes through the coordinator, by number of engines
     ring                                         the shared-memory ring: round trips, and a million messages
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while their worker is killed, again and again
@@ -48,6 +51,7 @@ if not __package__:  # from a clone: the engine's files lie one folder up
 import bench_embed
 import bench_engine
 import bench_process
+import bench_scale
 import bench_serve
 import bench_structured
 from config import VERSION, EngineConfig
@@ -326,6 +330,21 @@ def add_peers(command: argparse.ArgumentParser, names: list[str]) -> None:
     command.add_argument("--peer-python", action="append", default=[], help="each peer's Python")
 
 
+def add_scale(commands: Any) -> None:
+    """Add what tells how far engines behind one router scale."""
+    scale, plans, loads = (commands.add_parser(name) for name in ("scale", "plans", "loads"))
+    for command in (scale, plans):
+        command.add_argument(
+            "--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: made-up lengths"
+        )
+    for command in (scale, loads):
+        command.add_argument("--engines", type=int, nargs="+", default=[2, 8, 32, 100, 300, 1000])
+    scale.add_argument("--requests", type=int, default=1_000_000)
+    scale.add_argument("--loads", type=float, nargs="+", default=[0.7, 0.9], help="of what engines can do uncached")
+    scale.add_argument("--checked", type=int, default=20_000, help="requests of each run with real schedulers")
+    scale.add_argument("--processes", type=int, default=1, help="runs at a time; more make routing look slower")
+
+
 def add_streams(commands: Any) -> None:
     """Add what measures streams of a server."""
     streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
@@ -424,6 +443,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine on a CPU")
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
     add_embed(commands)
+    add_scale(commands)
     add_streams(commands)
     add_structured(commands)
     make = commands.add_parser("make-model")
@@ -443,6 +463,14 @@ def main() -> None:
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
     elif args.command == "routing":
         figures = bench_process.routing_figures(args.trace, args.engines, args.pools)
+    elif args.command == "scale":
+        figures = bench_scale.scale_figures(
+            args.trace, args.requests, args.engines, args.loads, args.checked, args.processes
+        )
+    elif args.command == "plans":
+        figures = bench_scale.plan_figures(args.trace)
+    elif args.command == "loads":
+        figures = bench_scale.loads_figures(args.engines)
     elif args.command == "ring":
         figures = bench_process.ring_figures(args.messages)
     elif args.command == "executor":

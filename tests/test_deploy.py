@@ -1,0 +1,139 @@
+"""The manifests for Kubernetes, against what the server knows: its options, its routes, and how it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from config import DEMO, EngineConfig, ServerConfig
+from flags import OptionParser, from_flags
+from processes import KEEP_ALIVE, STOP_TIMEOUT
+from scripted import ScriptedClient, client_of
+
+FOLDER = Path(__file__).parent.parent / "docs" / "deploy" / "kubernetes"
+FILES = {path.stem: list(yaml.safe_load_all(path.read_text())) for path in FOLDER.glob("*.yaml")}
+SERVERS = ("gpu", "cpu", "engines")
+KEYS = {"api-key", "metrics-key"}  # of the Secret that README.md makes
+
+
+def pod(name: str) -> dict[str, Any]:
+    (deployment,) = FILES[name]
+    return deployment["spec"]["template"]["spec"]
+
+
+def container(name: str) -> dict[str, Any]:
+    (only,) = pod(name)["containers"]
+    return only
+
+
+def options(name: str) -> tuple[EngineConfig, ServerConfig]:
+    """What the server makes of the arguments, where the Secret's metrics key is `secret`; it refuses what is wrong."""
+    parser = OptionParser(EngineConfig, ServerConfig)
+    flags = parser.read([word.replace("$(METRICS_KEY)", "secret") for word in container(name)["args"]])
+    return from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
+
+
+def test_these_are_all():
+    assert set(FILES) == {*SERVERS, "common", "monitor"}
+    kinds = [document["kind"] for name in sorted(FILES) for document in FILES[name]]
+    assert kinds == ["PersistentVolumeClaim", "Service", "Deployment", "Deployment", "Deployment", "ServiceMonitor"]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_the_server_knows_its_options(name):
+    engine, server = options(name)
+    assert engine.model != DEMO and server.metrics_key == "secret"
+    assert server.port == container(name)["ports"][0]["containerPort"]
+    limits = container(name)["resources"]["limits"]
+    gpus = limits.get("nvidia.com/gpu", 0)
+    if gpus:
+        assert gpus == engine.data_parallel_size * engine.world_size
+    else:  # it would take all of the node's
+        assert engine.threads == limits["cpu"] and engine.num_gpu_blocks_override
+        assert engine.num_gpu_blocks_override * engine.block_size >= engine.max_model_len
+    assert (engine.tensor_parallel_size > 1) == any(volume["name"] == "shm" for volume in pod(name)["volumes"])
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_it_has_time_to_drain(name):
+    engine, server = options(name)
+    (sleep, before) = container(name)["lifecycle"]["preStop"]["exec"]["command"]
+    processes = engine.data_parallel_size + (engine.data_parallel_size > 1)  # engines, and a coordinator
+    needed = int(before) + server.drain_timeout + KEEP_ALIVE + STOP_TIMEOUT * processes
+    assert sleep == "sleep" and pod(name)["terminationGracePeriodSeconds"] > needed
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_it_has_time_to_start(name):
+    probe = container(name)["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] >= 1.5 * options(name)[0].startup_timeout
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_probes_tell_what_they_are_to_tell(name):
+    """Without a key; and a server that replaces its workers is not ready, but it lives."""
+    engine = ScriptedClient()
+    http = client_of(engine, api_key=("key",))
+    probes = {kind: container(name)[f"{kind}Probe"]["httpGet"] for kind in ("startup", "readiness", "liveness")}
+    assert {probe["port"] for probe in probes.values()} == {"http"}
+    assert [http.get(probe["path"]).status_code for probe in probes.values()] == [200, 200, 200]
+    engine.trouble = "rank 0 has died; the workers are started anew"
+    assert [http.get(probe["path"]).status_code for probe in probes.values()] == [503, 503, 200]
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_names_agree(name):
+    (deployment,) = FILES[name]
+    claim, service = FILES["common"]
+    (monitor,) = FILES["monitor"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert labels == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+    assert monitor["spec"]["selector"]["matchLabels"] == service["metadata"]["labels"]
+    (port,), (ours,), (scraped,) = service["spec"]["ports"], container(name)["ports"], monitor["spec"]["endpoints"]
+    assert port["targetPort"] == ours["name"] and scraped["port"] == port["name"]
+    assert port["port"] == ours["containerPort"]
+    volumes = {volume["name"]: volume for volume in pod(name)["volumes"]}
+    assert volumes["models"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container(name)["volumeMounts"]}
+    assert set(mounts.values()) == set(volumes) and {"/models", "/tmp"} <= set(mounts)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_keys_come_from_the_secret(name):
+    secrets = {
+        entry["name"]: entry["valueFrom"]["secretKeyRef"] for entry in container(name)["env"] if "valueFrom" in entry
+    }
+    assert {secret["name"] for secret in secrets.values()} == {"manta"}
+    assert {secret["key"] for secret in secrets.values() if not secret.get("optional")} == KEYS
+    assert secrets["MANTA_API_KEY"]["key"] == "api-key"
+    (monitor,) = FILES["monitor"]
+    read = monitor["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert read == {"name": secrets["METRICS_KEY"]["name"], "key": secrets["METRICS_KEY"]["key"]}
+    http = client_of(ScriptedClient(), api_key=("key",), metrics_key="secret")
+    header = {"Authorization": "Bearer secret"}  # as the operator sends it
+    assert http.get(monitor["spec"]["endpoints"][0]["path"], headers=header).status_code == 200
+    made = (FOLDER.parent / "README.md").read_text()
+    assert all(f"--from-literal={key}=" in made for key in {secret["key"] for secret in secrets.values()})
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_it_needs_no_rights(name):
+    home = {entry["name"]: entry.get("value") for entry in container(name)["env"]}["HOME"]
+    assert home in {mount["mountPath"] for mount in container(name)["volumeMounts"]}  # the root is read-only
+    assert pod(name)["securityContext"]["runAsNonRoot"] and pod(name)["securityContext"]["runAsUser"] > 0
+    assert container(name)["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVERS[1:])
+def test_they_differ_only_where_they_must(name):
+    own = {"args", "resources", "volumeMounts"}
+    first, other = container(SERVERS[0]), container(name)
+    assert {key for key in first | other if first.get(key) != other.get(key)} <= own
+    first, other = pod(SERVERS[0]), pod(name)
+    differing = {key for key in first | other if first.get(key) != other.get(key)}
+    assert differing <= {"containers", "volumes", "terminationGracePeriodSeconds"}
