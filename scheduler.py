@@ -217,14 +217,14 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plan the next step: who runs, with how many tokens, and what moves in memory for it."""
         now, plan = self.clock(), StepPlan(self.step)
-        lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
-        budget = SchedulingBudget(self.config.max_num_batched_tokens, most)
-        flight = Flight(plan, lane, budget, now)
         self.admission.begin_step(now)
         if self.admission.trial.settled and not any(earlier.seqs for earlier in self.in_flight):
             self._stop_running(now)  # all queue anew, so that whoever may run now comes in in order
             self.admission.drop_swapped(now)
             self.admission.start_turn()
+        lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
+        budget = SchedulingBudget(self.config.max_num_batched_tokens, most)
+        flight = Flight(plan, lane, budget, now)
         if self.admission.trial.settled:
             reason = "trial"
         elif self.config.enable_chunked_prefill:
