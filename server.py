@@ -47,14 +47,15 @@ import batch
 import terminal
 from bodies import parse_json
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
-from engine_process import check_gpus, launch, new_client
+from engine_process import check_engines, follow_server, launch
 from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, split_command
+from hosts import read_secret
 from hub import find_model
 from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
-from processes import Board, Child, Gunicorn, listen
+from processes import Board, Gunicorn, Kept, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
@@ -82,7 +83,13 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-QUIET = ("health", "metrics", "live", "page")  # routes that programs ask for all the time, and what the page is made of
+QUIET = (
+    "health",
+    "metrics",
+    "live",
+    "page",
+    "scaling",
+)  # routes that programs ask for all the time, and what the page is made of
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
@@ -253,15 +260,20 @@ def log_request(
     logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
 
 
+def body_of(api: Api) -> dict[str, Any]:
+    """The JSON object that this request brings."""
+    g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+    hold = g.body.enter_context(api.board.holding())
+    return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+
+
 def view_of(api: Api, route: str) -> Callable[[], Response]:
     """The view of one of `protocol.ROUTES`: a body comes in, and goes out as JSON or as events."""
 
     def view() -> Response:
-        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-        hold = g.body.enter_context(api.board.holding())
+        body = body_of(api)
         caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
-        longest = api.facts["max_model_len"]
-        answer = api.answer(route, parse_json(read_body(api.config, api.board, hold), api.config, longest), caller)
+        answer = api.answer(route, body, caller)
         return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
     return view
@@ -298,6 +310,7 @@ def add_routes(app: Flask, api: Api) -> None:
         ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
+        ("/scale", "scaling", lambda: reply(api.scaling())),
         ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
         ("/live", "live", lambda: stream(api.live(g.client), api.config)),
@@ -305,6 +318,7 @@ def add_routes(app: Flask, api: Api) -> None:
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
     for method, rule, name, view in (
+        ("POST", "/scale", "scale", lambda: reply(api.scale(body_of(api)))),
         ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
         ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
         ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.cancel_response(id, g.client))),
@@ -472,7 +486,8 @@ def serve(argv: list[str]) -> None:
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
         engine_config = with_policy(engine_config, config)
-        check_gpus(engine_config)
+        check_engines(engine_config)
+        secret = read_secret(engine_config, os.environ)
         engine_config = find_model(engine_config, weights="plan" not in flags)
         model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
         if "plan" in flags:
@@ -482,6 +497,8 @@ def serve(argv: list[str]) -> None:
             return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
+        if engine_config.headless:
+            return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
@@ -492,15 +509,14 @@ def serve(argv: list[str]) -> None:
     names = config.served_model_name or (engine_config.model_name,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board = os.getpid(), Board()
-    children: list[Child] = []
+    children: list[Kept] = []
     try:
-        engines, coordinator = launch(engine_config, children)
-        facts = engines[0].facts
+        fleet = launch(engine_config, children, board, secret)
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            return create_app(Api(new_client(engines, coordinator), tokenizer, facts, config, names, board), spans)
+            return create_app(Api(fleet.new_client(), tokenizer, fleet.facts, config, names, board), spans)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:

@@ -88,7 +88,7 @@ class Startup:
         check_room(config, model_config, dtype, self.max_model_len, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
-        self.sharers = self.group.local_size * config.data_parallel_size  # they share this machine's cores and memory
+        self.sharers = self.group.local_size * config.local_engines  # they share this machine's cores and memory
         self.greedy_head: cpu.GreedyHead | None = None
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
@@ -685,7 +685,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
     else:
         free = available_bytes() - plan.weights * config.tensor_parallel_size
-        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * config.data_parallel_size)))
+        room = max(0, int(CPU_KV_SHARE * free / (config.tensor_parallel_size * (config.local_engines or 1))))
         count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
         plan = replace(plan, states=4 * model.state_size * count)
         plan.beside_states(2 * room)
