@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from config import VERSION, EngineConfig
-from executor import MpExecutor, Peers, WorkerError, new_executor
+from executor import MpExecutor, Peers, TorchrunExecutor, UniExecutor, WorkerError, lead_or_follow
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -410,3 +413,56 @@ class EngineCore:
         if m["measured"] > 1.05 * m["predicted"]:
             note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
         return note
+
+
+def new_executor(
+    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+) -> UniExecutor | MpExecutor:
+    """The executor that the options ask for.
+
+    Raises:
+        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`; or this is Windows, where one
+            worker is the most.
+        SystemExit: this is a rank that follows, and is done.
+    """
+    backend, size = config.distributed_executor_backend, config.world_size
+    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
+        backend = "mp" if config.beside_server or size > 1 else "uni"
+        if size > room(config) and not peers:
+            from ray_executor import join_cluster
+
+            backend = "ray" if join_cluster(may_start=False) else backend
+    if backend != "uni" and sys.platform == "win32":
+        raise ValueError(
+            f"distributed_executor_backend is {backend!r} for {size} workers; on Windows it must be 'uni' for one, "
+            "because worker processes share descriptors and memory as Unix does"
+        )
+    if backend == "torchrun":
+        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
+    if backend == "ray":
+        from ray_executor import RayExecutor  # with what only a cluster needs
+
+        return RayExecutor(config, model_config)
+    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
+
+
+def room(config: EngineConfig) -> int:
+    """How many ranks fit this machine: one on each GPU, or if there are none, or none is wanted, one on each core."""
+    gpus = None if config.device == "cpu" else visible_gpus()
+    return len(gpus) if gpus else os.cpu_count() or 1
+
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
+
+    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()

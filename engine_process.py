@@ -7,18 +7,16 @@ own, so that an engine process that was killed is soon replaced.
 from __future__ import annotations
 
 import dataclasses
-import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import defaultdict
 
 from client import Connection, FrameServer, MPClient
 from config import PROG, EngineConfig
-from core import GLANCE, EngineCore
+from core import GLANCE, EngineCore, visible_gpus
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
 from logs import console, logger, set_up
@@ -225,7 +223,8 @@ class EngineProcess(Child):
 
     def __init__(self, config: EngineConfig, coordinator: socket.socket | None = None):
         rank, environment = config.data_parallel_rank, {}
-        if several := config.data_parallel_size > 1:  # each has GPUs of its own
+        several = config.data_parallel_size > 1
+        if several and config.distributed_executor_backend != "ray":  # each has GPUs of its own
             first, count = rank * config.world_size, config.world_size
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
@@ -276,22 +275,6 @@ def new_client(engines: list[EngineProcess], coordinator: CoordinatorProcess | N
     return MPClient(engines[0].address)
 
 
-def visible_gpus() -> list[str] | None:
-    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
-
-    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
-
-
 def check_gpus(config: EngineConfig) -> None:
     """Check that each of several engines gets GPUs of its own, where there are any.
 
@@ -299,7 +282,7 @@ def check_gpus(config: EngineConfig) -> None:
         ValueError: there are some, but not enough. An engine without one would quietly run on the CPU.
     """
     size, ranks = config.data_parallel_size, config.world_size
-    if size == 1 or config.device == "cpu":
+    if size == 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
         return
     found = visible_gpus()
     if found and len(found) < size * ranks:

@@ -4,6 +4,7 @@
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
     TorchrunExecutor    rank 0's worker in this process, the others in processes that torchrun has started, also on
                         other hosts, where they `follow`; plans go out by `torch.distributed`
+    RayExecutor         as MpExecutor, with the processes on any host of a Ray cluster; see `ray_executor.py`
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
 imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
@@ -241,16 +242,18 @@ class MpExecutor:
             os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
         self.config, self.model_config, self.peers = config, model_config, peers
         self.codec, self.call_ids = Codec(), itertools.count(1)
-        self.processes: list[Any] = []
-        self.rings: list[RingBuffer] = []
+        self.processes: list[Any] = []  # of multiprocessing, or with the same methods
+        self.plans: Any = None  # a ring's writing end, or what has its methods
+        self.results: list[Any] = []  # of each rank a ring's reading end, or what has its methods
+        self.held: list[Any] = []  # rings, and what else is to be closed when the processes have ended
         self.waiting: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
-        self.close = weakref.finalize(self, end, self.processes, self.rings)
+        self.close = weakref.finalize(self, end, self.processes, self.held)
         self.start(config)
 
     def start(self, config: EngineConfig) -> None:
-        """Spawn the workers and wait until they are ready."""
+        """Start the workers and wait until they are ready."""
         size = config.world_size
         if self.peers:
             try:
@@ -258,22 +261,28 @@ class MpExecutor:
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
             config = dataclasses.replace(config, expert_rendezvous=place)
-        context: Any = multiprocessing.get_context(start_method())
-        self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
-        self.rings += [self.plans, *self.results]
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.next_look, self.trouble, self.ready = 0.0, "", False
-        with meeting_place() as rendezvous:
-            for rank, ring in enumerate(self.results):
-                args = (config, self.model_config, rank, rendezvous, self.plans, ring)
-                process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
-                self.processes.append(process)
-                process.start()
-                ring.be_reader(0, [process.sentinel])
-            self.plans.be_writer()
+        with contextlib.ExitStack() as until_ready:
+            self._launch(config, size, until_ready)
             self.all_facts = self._replies(0, config.startup_timeout)
         self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
+
+    def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
+        """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
+        rendezvous = until_ready.enter_context(meeting_place())
+        context: Any = multiprocessing.get_context(start_method())
+        plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
+        self.plans, self.results = plans, results
+        self.held += [plans, *results]
+        for rank, ring in enumerate(results):
+            args = (config, self.model_config, rank, rendezvous, plans, ring)
+            process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
+            self.processes.append(process)
+            process.start()
+            ring.be_reader(0, [process.sentinel])
+        plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
         """What rank 0 measured and chose, see `Worker.facts`, and how many seconds a step may take."""
@@ -337,7 +346,7 @@ class MpExecutor:
         Raises:
             ValueError, WorkerError, OSError: they do not come up again; another try may go better.
         """
-        end(self.processes, self.rings)
+        end(self.processes, self.held)
         self.waiting.clear()
         self.start(config)
 
@@ -384,7 +393,7 @@ class MpExecutor:
             if self.ready:
                 still = dog.look(self.plans.nap(rank) if idle else self.results[rank].beats)
             else:
-                still = dog.look(0 if is_stopped(process.pid) else dog.beats + 1)
+                still = dog.look(0 if self._is_stopped(process) else dog.beats + 1)
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
@@ -420,7 +429,7 @@ class MpExecutor:
             raise WorkerError(f"rank {rank} broke off in a message{self._where()}") from error
         if message is not None:
             return self.codec.decode(message)
-        if wait([self.processes[rank].sentinel], 0):
+        if not self.processes[rank].is_alive():
             raise self._died(rank)
         return None
 
@@ -441,12 +450,15 @@ class MpExecutor:
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
-        stopped = [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]
+        stopped = [r for r, process in enumerate(self.processes) if self._is_stopped(process)]
         if stopped:
             return WorkerError(f"rank {stopped[0]} is stopped{self._where()}")
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
+
+    def _is_stopped(self, process: Any) -> bool:
+        return is_stopped(process.pid)
 
     def _where(self) -> str:
         if not self.ready:
@@ -496,7 +508,7 @@ def meeting_place() -> Iterator[str]:
         os.close(fd)
 
 
-def end(processes: list[Any], rings: list[RingBuffer]) -> None:
+def end(processes: list[Any], held: list[Any]) -> None:
     """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
     for process in processes:
         if process.pid is not None:
@@ -504,33 +516,10 @@ def end(processes: list[Any], rings: list[RingBuffer]) -> None:
     for process in processes:
         if process.pid is not None:
             process.join(KILL_TIMEOUT)
-    for ring in rings:
-        ring.close()
+    for thing in held:
+        thing.close()
     processes.clear()
-    rings.clear()
-
-
-def new_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
-) -> UniExecutor | MpExecutor:
-    """The executor that the options ask for.
-
-    Raises:
-        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`; or this is Windows, where one
-            worker is the most.
-        SystemExit: this is a rank that follows, and is done.
-    """
-    backend = config.distributed_executor_backend
-    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
-        backend = "mp" if config.beside_server or config.world_size > 1 else "uni"
-    if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {config.world_size} workers; on Windows it must be 'uni' "
-            "for one, because worker processes share descriptors and memory as Unix does"
-        )
-    if backend == "torchrun":
-        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
-    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
+    held.clear()
 
 
 # --- in a worker's process ------------------------------------------------------------------------------------------
@@ -565,10 +554,19 @@ def worker_main(
     threading.Thread(target=leave_with_parent, daemon=True).start()
     if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
         end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
-    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
-    codec = Codec()
     plans.be_reader(rank)
     results.be_writer()
+    work(config, model_config, rank, rendezvous, plans, results)
+
+
+def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any) -> None:
+    """Make a worker; take plans and return results until this process ends.
+
+    Args:
+        plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+    """
+    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
+    codec = Codec()
     threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
 
     def send(message: bytes) -> None:
@@ -606,7 +604,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
         return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
 
 
-def keep_beating(results: RingBuffer) -> None:
+def keep_beating(results: Any) -> None:
     """Count heartbeats for as long as this process lives and is not stopped, however long a step takes."""
     while True:
         results.beat()

@@ -9,6 +9,7 @@ Each line below goes after `python bench/bench.py`:
     plans                                        bytes of a step's plan and of its news, by how many sequences decode
     loads                                        messages and bytes through the coordinator, by number of engines
     ring                                         the shared-memory ring: round trips, and a million messages
+    ray                                          plans to Ray actors: by a compiled graph, a connection, or rings
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while their worker is killed, again and again
     overload                                     four times the work that the KV pool holds, all at once
@@ -386,6 +387,7 @@ def new_parser() -> argparse.ArgumentParser:
     routing.add_argument("--trace", type=Path, required=True, help="JSON lines with hash_ids, as in Mooncake's traces")
     routing.add_argument("--engines", type=int, default=2)
     routing.add_argument("--pools", type=int, nargs="*", default=[2048, 4096, 8192], help="of each engine, in pages")
+    commands.add_parser("ray")
     ring = commands.add_parser("ring")
     ring.add_argument("--messages", type=int, default=1_000_000)
     executor = commands.add_parser("executor")
@@ -473,6 +475,8 @@ def main() -> None:
         figures = bench_scale.loads_figures(args.engines)
     elif args.command == "ring":
         figures = bench_process.ring_figures(args.messages)
+    elif args.command == "ray":
+        figures = bench_process.ray_figures()
     elif args.command == "executor":
         figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
     elif args.command == "survival":

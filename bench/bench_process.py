@@ -21,7 +21,7 @@ from typing import Any
 from config import EngineConfig
 from data_parallel import Router
 from plan import StepResult
-from ring import RingBuffer
+from ring import EngineLink, RankLink, RingBuffer
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
@@ -90,6 +90,101 @@ def ring_figures(count: int, trips: int = 5000) -> Figures:
             "readers": readers, "round trip p50 us": round(seconds[trips // 2] * 1e6, 1),
             "p99 us": round(seconds[trips * 99 // 100] * 1e6, 1), "messages": count,
             "right at each reader": min(right), "messages/s": round(count / (time.perf_counter() - begun)),
+        })  # fmt: skip
+    return figures
+
+
+class Echo:
+    """A Ray actor that sends back what it gets."""
+
+    def echo(self, message: bytes) -> bytes:
+        """By Ray."""
+        return message
+
+    def answer(self, address: Any, token: bytes) -> None:
+        """By a connection, or on the same node by rings, until an empty message comes."""
+        from ray_executor import knock
+
+        sock = knock(address, token, 0)
+        plans: Any = RankLink(sock)
+        results: Any = plans
+        if isinstance(address, str):
+            plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
+            plans.be_reader(0)
+            results.be_writer()
+        while message := plans.read(60):
+            results.write(message, 60)
+
+
+def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
+    """Time round trips to Ray actors: by a compiled graph and by a connection to another node, by rings on the same.
+
+    The two nodes are on this machine, so nothing here waits for a network.
+
+    Args:
+        trips: of each kind; they take turns of a tenth of them.
+        size: bytes of a message, there and back.
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+    from ray.dag import InputNode
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from ray_executor import Door
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    far = cluster.add_node(num_cpus=2).node_id
+    ray.init(address=cluster.address, logging_level="warning")
+    near = ray.get_runtime_context().get_node_id()
+    actors = [
+        ray.remote(Echo)
+        .options(num_cpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
+        .remote()
+        for node in (far, far, near)
+    ]
+    with InputNode() as message:
+        graph = actors[0].echo.bind(message).experimental_compile()
+    door = Door(ray.util.get_node_ip_address())
+    ends = [actors[1].answer.remote(door.address, door.token)]
+    link = EngineLink(door.welcome(1, time.monotonic() + 60, lambda: None)[0], 0)
+    ends.append(actors[2].answer.remote(door.name, door.token))
+    (sock,) = door.welcome(1, time.monotonic() + 60, lambda: None)
+    sock.setblocking(True)
+    plans, results = RingBuffer(1), RingBuffer(1)
+    for ring in (plans, results):
+        ring.send(sock)
+    plans.be_writer()
+    results.be_reader(0, [sock.fileno()])
+    sent = os.urandom(size)
+
+    def there_and_back(writer: Any, reader: Any) -> bytes:
+        writer.write(sent, 60)
+        return reader.read(60)
+
+    ways = {
+        "compiled graph, another node": lambda: ray.get(graph.execute(sent)),
+        "connection, another node": lambda: there_and_back(link, link),
+        "rings, the same node": lambda: there_and_back(plans, results),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(11):
+        for name, trip in ways.items():
+            for _ in range(trips // 10):
+                begun = time.perf_counter()
+                assert trip() == sent
+                seconds[name].append(time.perf_counter() - begun)
+    link.write(b"", 60)
+    plans.write(b"", 60)
+    ray.get(ends)
+    graph.teardown()
+    ray.shutdown()
+    cluster.shutdown()
+    figures = []
+    for name, found in seconds.items():
+        found = sorted(found[trips // 10 :])  # the first turn warms up
+        figures.append({
+            "way": name, "bytes": size, "trips": len(found), "p50 us": round(found[len(found) // 2] * 1e6, 1),
+            "p99 us": round(found[len(found) * 99 // 100] * 1e6, 1),
         })  # fmt: skip
     return figures
 

@@ -62,7 +62,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling",
+        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
         "sampling_params", "scheduler", "sequence", "tracing"},
     "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
@@ -94,6 +94,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
     "executor": {"config", "logs", "model_config", "plan", "ring", "startup"},
+    "ray_executor": {"config", "executor", "hub", "logs", "model_config", "plan", "ring"},
     "ring": {"plan"},
     # device
     "worker": {
@@ -151,7 +152,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 89, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 90, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
