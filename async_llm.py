@@ -16,22 +16,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from client import GONE, SILENT, EngineDeadError, MPClient, Stream
+from client import GONE, SILENT, EngineDeadError, Stream, checkpoint_of
 from config import EngineConfig
-from engine_process import EngineProcess
+from engine_process import ProcessClient
 from hub import find_model
 from logs import logger, set_up
 from model_config import ModelConfig
 from outputs import Choices, RequestOutput
-from plan import EngineCoreRequest, EngineOutput
-from processes import LOOK
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from prompts import InputProcessor, Prompt
-from ring import STALL
 from sampling_params import SamplingParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
@@ -92,34 +90,15 @@ class AsyncLLM:
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
         self.numbers = itertools.count()
-        self.process = EngineProcess(config)
-        try:
-            self.process.wait()
-        except BaseException as error:
-            self.process.stop()
-            if isinstance(error, SystemExit):
-                raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
-            raise
+        self.client = ProcessClient(config)
+        self.process, self.closed = self.client.process, self.client.closed
         self.inputs = InputProcessor(self.tokenizer, self.process.facts)
-        self.client = MPClient(self.process.address)
-        self.client.connection.up.wait(STALL)
-        self.closed = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
         self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
         """The same as `AsyncLLM(engine_args)`, by vLLM's name."""
         return cls(engine_args)
-
-    def _watch(self) -> None:
-        """Replace the engine process if it has died or stands still, until this is shut down."""
-        try:
-            while not self.closed.wait(LOOK):
-                self.process.check()
-        except ChildProcessError as error:
-            logger.error(str(error))
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -215,9 +194,9 @@ class AsyncLLM:
         self._check_open()
         return SamplingParams(**self.process.facts["default_sampling"])
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
         self._check_open()
-        return await asyncio.to_thread(self.client.call, method, *args)
+        return await asyncio.to_thread(self.client.call, method, *args, timeout=timeout)
 
     async def get_metrics(self) -> dict[str, Any]:
         """What the engine counts; see `LLM.get_metrics`."""
@@ -234,20 +213,47 @@ class AsyncLLM:
 
     async def collective_rpc(
         self,
-        method: str,
+        method: Method,
         timeout: float | None = None,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Kwargs = None,
     ) -> list[Any]:
-        """What a method of `Worker` returns on each device; see `LLM.collective_rpc`.
+        """See `LLM.collective_rpc`. The engine does nothing else meanwhile."""
+        self._check_open()
+        return await asyncio.to_thread(self.client.collective_rpc, method, timeout, args, kwargs)
 
-        Raises:
-            ValueError: there is no such method, it failed or took longer than `timeout`, or it is a function, which
-                is not sent to the engine's process.
-        """
-        if not isinstance(method, str):
-            raise ValueError(f"method is {method!r}; for AsyncLLM it must be the name of a method of the worker")
-        return await self._call("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `EngineCore.sleep`. Requests wait until then."""
+        await self._call("sleep", level, timeout=None)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        await self._call("wake_up", tags, timeout=None)
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return await self._call("is_sleeping")
+
+    async def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
+        """See `LLM.update_weights`. Requests that have come run to their end first, and what comes meanwhile waits."""
+        if (folder is None) == (tensors is None):
+            raise ValueError("update_weights takes either a folder or tensors")
+        if folder is not None:
+            return await self._call("update_weights", os.path.abspath(folder), timeout=None)
+        with checkpoint_of(tensors or {}) as path:
+            return await self._call("update_weights", path, False, timeout=None)
+
+    async def get_weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return await self._call("get_weights_version")
+
+    async def start_profile(self) -> None:
+        """Have torch's profiler record what the workers do; see `EngineCore.start_profile`."""
+        await self._call("start_profile", timeout=None)
+
+    async def stop_profile(self) -> list[str]:
+        """End that; returns the files in `torch_profiler_dir`, one for each rank."""
+        return await self._call("stop_profile", timeout=None)
 
     @property
     def errored(self) -> bool:
@@ -273,11 +279,8 @@ class AsyncLLM:
         """End the engine process. Requests that run end with an `EngineDeadError`."""
         if self.closed.is_set():
             return
-        self.closed.set()
-        self.watcher.join()
         self.client.close()
         self.sender.shutdown(wait=False, cancel_futures=True)
-        self.process.stop()
 
 
 AsyncLLMEngine = AsyncLLM  # its older name in vLLM

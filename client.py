@@ -1,6 +1,7 @@
 """How other processes speak to the engine, and to the coordinator: over sockets, in frames of a message each.
 
     MPClient        a client's end of one engine: what it adds comes back as a `Stream` of outputs
+    InprocClient    has the same methods, for a script whose engine is in its own process
     Stream          the outputs of one request, or of several, as they come
     FrameServer     the end that listens: the messages of all its clients come into one inbox
     Connection      a client's end of a socket, made anew whenever it is lost
@@ -18,22 +19,27 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
 import queue
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Method, Outputs, Reply
 from ring import BEAT, STALL, Codec, Watchdog
 
+AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
 GONE = "the engine process has ended"
 SILENT = "the engine process gives no sign of life"
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
+ENTRY = 256  # bytes of a tensor's entry in the header of a safetensors file, at most, beside its name
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 
 
@@ -133,8 +139,8 @@ class MPClient:
             with contextlib.suppress(EngineDeadError):
                 self._send(Abort(request_id, index, reason))
 
-    def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
-        """Run a utility of the engine and return its value.
+    def call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
+        """Run a utility of the engine and return its value; without a timeout, wait for as long as it takes.
 
         Raises:
             ValueError: the engine does not have it, or it failed.
@@ -156,13 +162,152 @@ class MPClient:
             raise ValueError(reply.error)
         return reply.value
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What `call` returns on each engine, by its rank; here there is one."""
-        return {0: self.call(method, *args)}
+        return {0: self.call(method, *args, timeout=timeout)}
 
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
         self.connection.close()
+
+
+class InprocClient:
+    """The engine in the caller's own process, with the methods of `MPClient`.
+
+    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
+
+    Args:
+        core: an `EngineCore`.
+    """
+
+    def __init__(self, core: Any):
+        self.core = core
+        self.streams: dict[str, Stream] = {}
+
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
+
+        Raises:
+            ValueError: it can never run.
+        """
+        self.core.add(request, at_once=True)
+        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
+
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        self.core.abort(request_id, index, reason)
+        if index is None:
+            self.streams.pop(request_id, None)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `EngineCore.facts`."""
+        return self.core.facts
+
+    def advance(self, stream: Stream | None) -> list[EngineOutput]:
+        """Run a step, which puts what it brings into streams."""
+        self.step()
+        return []
+
+    def step(self) -> bool:
+        """Run a step and hand out its outputs; returns whether there was anything to run."""
+        if not self.core.has_work():
+            return False
+        for output in self.core.step():
+            stream = self.streams[output.request_id]
+            if output.finished:
+                del self.streams[output.request_id]
+            stream.put(output)
+        return True
+
+    def stream(self) -> Stream:
+        """A stream for several requests."""
+        return InprocStream(self)
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """What a utility of the engine returns, however long it takes; raises what `EngineCore.utility` does."""
+        while method in AFTER_ALL and self.core.busy():
+            self.step()
+        return self.core.utility(method, *args)
+
+    def call_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """What `call` returns on each engine, by its rank; here there is one."""
+        return {0: self.call(method, *args)}
+
+    def collective_rpc(self, method: Method, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
+        """See `LLM.collective_rpc`."""
+        return self.core.collective_rpc(method, timeout, args, kwargs)
+
+    def close(self) -> None:
+        """Drop what runs, and end the engine."""
+        for request_id in list(self.streams):
+            self.abort(request_id)
+        while self.step():
+            pass
+        self.core.close()
+
+
+class InprocStream(Stream):
+    """A stream of an `InprocClient`."""
+
+    def __init__(self, client: InprocClient):
+        super().__init__()
+        self.client = client
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds, or none is to come.
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
+            if not self.client.step():
+                break
+        return super().get(0)
+
+
+# --- what a script sends beside requests ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checkpoint_of(tensors: Mapping[str, Any]) -> Iterator[str]:
+    """A safetensors file of tensors, which other processes of this user's can read by its path.
+
+    On Linux it is in memory, so that no kill leaves it behind. The tensors are written one by one, so that only one of
+    them at a time is there three times.
+
+    Raises:
+        ValueError: one of them is no tensor, or of a kind that safetensors has not.
+    """
+    from safetensors.torch import save  # here, because it loads torch, which whoever has tensors has loaded
+
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise ValueError(f"tensors is {tensors!r:.80}; it must be a dict of tensors by their names in a checkpoint")
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            file = stack.enter_context(open(os.memfd_create("manta-weights"), "wb"))
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="manta-")), "model.safetensors")
+            file = stack.enter_context(open(path, "wb"))
+        room = sum(len(json.dumps(name)) + ENTRY for name in tensors)  # for the header, which comes before all numbers
+        header, at = {}, 0
+        file.seek(8 + room)
+        for name, tensor in tensors.items():
+            try:
+                one = save({name: tensor.detach().contiguous()})
+            except (AttributeError, TypeError, ValueError, KeyError, RuntimeError) as error:
+                raise ValueError(f"tensor {name!r:.80} cannot be sent: {error}") from None
+            begin = 8 + int.from_bytes(one[:8], "little")
+            entry = json.loads(one[8:begin])[name]
+            header[name] = entry | {"data_offsets": [at, at + len(one) - begin]}
+            at += file.write(memoryview(one)[begin:])
+        file.seek(0)
+        file.write(room.to_bytes(8, "little") + json.dumps(header).encode().ljust(room))
+        file.flush()
+        yield path
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------

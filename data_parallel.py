@@ -131,12 +131,12 @@ class DPClient:
         for client in self.clients:
             client.abort(request_id, index, reason)
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
         found = {}
         for rank, client in enumerate(self.clients):
             with contextlib.suppress(EngineDeadError):
-                found[rank] = client.call(method, *args)
+                found[rank] = client.call(method, *args, timeout=timeout)
         if not found:
             raise EngineDeadError(str(self.trouble))
         return found

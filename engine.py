@@ -1,10 +1,7 @@
-"""The engine in the caller's own process, for scripts.
+"""The engine for scripts, in the caller's own process; with MANTA_ENABLE_V1_MULTIPROCESSING=1 in one of its own.
 
-    InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`
-    LLMEngine       the same for callers that run its loop themselves
-    LLM             `LLM("demo").generate("To be, or not")`
-
-For the server the core has a process of its own: `engine_process.py`.
+LLMEngine       for callers that run its loop themselves
+LLM             `LLM("demo").generate("To be, or not")`
 """
 
 from __future__ import annotations
@@ -13,17 +10,17 @@ import dataclasses
 import inspect
 import itertools
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from typing import Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
-from client import Stream
-from config import EngineConfig
+from client import EngineDeadError, InprocClient, Stream, checkpoint_of
+from config import EngineConfig, from_environment
 from core import EngineCore
-from grammar import COMPILE_TIMEOUT
 from hub import find_model
 from logs import logger, set_up
 from messages import chat_messages, template_variables
@@ -45,7 +42,7 @@ from outputs import (
     cosine,
     numbers,
 )
-from plan import EngineCoreRequest, EngineOutput
+from plan import EngineCoreRequest, Kwargs, Method
 from prompts import InputProcessor, Prompt, listed, read_prompt
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
@@ -77,87 +74,25 @@ def with_options(
     return decorate
 
 
-class InprocClient:
-    """The engine in the caller's own process, with the methods of `MPClient`.
+def new_client(config: EngineConfig) -> Any:
+    """A client of an engine with these options, in this process or in another one; see `LLM`.
 
-    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
-
-    Args:
-        core: the engine.
+    Raises:
+        ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is neither 0 nor 1, or does not go with this system or the options.
+        EngineDeadError: the engine's process does not start; it has said why on stderr.
     """
+    if from_environment("MANTA_ENABLE_V1_MULTIPROCESSING", "0", "0", "1") == "0":
+        return InprocClient(EngineCore(config))
+    if sys.platform == "win32" or config.distributed_executor_backend == "torchrun":
+        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'torchrun'"
+        raise ValueError(f"MANTA_ENABLE_V1_MULTIPROCESSING is '1'; {where} it must be 0")
+    from engine_process import ProcessClient  # here, because it needs gunicorn
 
-    def __init__(self, core: EngineCore):
-        self.core = core
-        self.streams: dict[str, Stream] = {}
-
-    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
-
-        Raises:
-            ValueError: it can never run.
-        """
-        if (wanted := request.params.structured_outputs) is not None:  # so that what is wrong with it is known here
-            wait([self.core.grammars.compile(wanted)], COMPILE_TIMEOUT)
-        self.core.add(request)
-        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
-
-    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
-        self.core.abort(request_id, index, reason)
-        if index is None:
-            self.streams.pop(request_id, None)
-
-    def step(self) -> bool:
-        """Run a step and hand out its outputs; returns whether there was anything to run."""
-        if not self.core.has_work():
-            return False
-        for output in self.core.step():
-            stream = self.streams[output.request_id]
-            if output.finished:
-                del self.streams[output.request_id]
-            stream.put(output)
-        return True
-
-    def call(self, method: str, *args: Any) -> Any:
-        """What a utility of the engine returns; raises what `EngineCore.utility` does."""
-        return self.core.utility(method, *args)
-
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """What `call` returns on each engine, by its rank; here there is one."""
-        return {0: self.call(method, *args)}
-
-    def close(self) -> None:
-        """Drop what runs, and end the engine."""
-        for request_id in list(self.streams):
-            self.abort(request_id)
-        while self.step():
-            pass
-        self.core.close()
-
-
-class InprocStream(Stream):
-    """A stream of an `InprocClient`."""
-
-    def __init__(self, client: InprocClient):
-        super().__init__()
-        self.client = client
-
-    def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
-
-        Raises:
-            queue.Empty: none came within `timeout` seconds, or none is to come.
-            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
-            if not self.client.step():
-                break
-        return super().get(0)
+    return ProcessClient(config)
 
 
 class LLMEngine:
-    """A model in this process, for those who run its loop themselves.
+    """A model for those who run its loop themselves.
 
     Args:
         config: the engine's options.
@@ -172,11 +107,10 @@ class LLMEngine:
         set_up(config.log_level, config.log_format, logger.name)
         self.config = config = find_model(config)
         self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
-        core = EngineCore(config)
-        self.inputs = InputProcessor(self.tokenizer, core.facts)
+        self._client: Any = new_client(config)
+        self.inputs = InputProcessor(self.tokenizer, self._client.facts)
         self.live: dict[str, Choices] = {}
         self.stream = Stream()
-        self._client: InprocClient | None = InprocClient(core)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
@@ -184,8 +118,8 @@ class LLMEngine:
         return cls(engine_args)
 
     @property
-    def client(self) -> InprocClient:
-        """The engine's client.
+    def client(self) -> Any:
+        """The engine's client: an `InprocClient`, or a `ProcessClient`.
 
         Raises:
             ValueError: the engine is closed.
@@ -231,11 +165,19 @@ class LLMEngine:
         """Run a step; returns of each request that it brought forward all its answers so far.
 
         A request that the engine had to give up is finished, too, and says why in `error`.
+
+        Raises:
+            EngineDeadError: the engine had a process of its own, and that has died, with all that ran there.
         """
-        self.client.step()
         grown: dict[str, Choices] = {}
-        while not self.stream.queue.empty():
-            output = self.stream.get()
+        try:
+            outputs = self.client.advance(self.stream if self.live else None)
+            while not self.stream.queue.empty():
+                outputs.append(self.stream.get())
+        except EngineDeadError:  # nothing more will come
+            self.live.clear()
+            raise
+        for output in outputs:
             if choices := self.live.get(output.request_id):
                 choices.follow(output, self.client.abort)
                 grown[output.request_id] = choices
@@ -253,7 +195,7 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Log what the engine has done since the last time, at the level info."""
-        self.client.core.do_log_stats()
+        self.client.call("do_log_stats")
 
     def close(self) -> None:
         """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
@@ -264,7 +206,10 @@ class LLMEngine:
 
 
 class LLM:
-    """A model in this process, for scripts. `with LLM(...) as llm:` closes it at the end.
+    """A model for scripts. `with LLM(...) as llm:` closes it at the end.
+
+    The engine runs in this process while somebody waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
+    environment it has a process of its own, which is replaced when it dies; what ran there raises an `EngineDeadError`.
 
     In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
     from here. The other ranks do what rank 0 says until its script has ended.
@@ -297,8 +242,8 @@ class LLM:
         return cls(**vars(engine_args))
 
     @property
-    def client(self) -> InprocClient:
-        """The engine's client.
+    def client(self) -> Any:
+        """The engine's client, see `LLMEngine.client`.
 
         Raises:
             ValueError: this is closed.
@@ -307,7 +252,7 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine; raises as `client` does."""
+        """The engine, where it is in this process; raises as `client` does."""
         return self.client.core
 
     def __enter__(self) -> LLM:
@@ -326,26 +271,26 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
-        return SamplingParams(**self.core.default_sampling)
+        return SamplingParams(**self.client.facts["default_sampling"])
 
     def get_metrics(self) -> dict[str, Any]:
         """What the engine counts, by vLLM's names without the prefix; counters end in `_total`.
 
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
         """
-        return self.core.metrics()
+        return self.client.call("metrics")
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
-        self.core.reset_prefix_cache()
+        self.client.call("reset_prefix_cache")
         return True
 
     def collective_rpc(
         self,
-        method: str | Callable[..., Any],
+        method: Method,
         timeout: float | None = None,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Kwargs = None,
     ) -> list[Any]:
         """What a method of `Worker` returns on each device, or a function that is called with the worker.
 
@@ -359,7 +304,53 @@ class LLM:
             ValueError: there is no such method, it failed, or it cannot be sent.
             TimeoutError: it took longer.
         """
-        return self.core.collective_rpc(method, timeout, args, kwargs)
+        return self.client.collective_rpc(method, timeout, args, kwargs)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `EngineCore.sleep`. Until then `generate` raises a ValueError."""
+        self.client.call("sleep", level, timeout=None)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        self.client.call("wake_up", tags, timeout=None)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return self.client.call("is_sleeping")
+
+    def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
+        """Replace all weights without a restart; returns their version, see `weights_version`.
+
+        Args:
+            folder: has safetensors of the model's shapes, or is one such file.
+            tensors: all of the checkpoint's tensors by their names, instead of a folder.
+
+        Raises:
+            ValueError: see `EngineCore.update_weights`, and `checkpoint_of`; or not one of the two is given.
+        """
+        if (folder is None) == (tensors is None):
+            raise ValueError("update_weights takes either a folder or tensors")
+        if folder is not None:
+            return self.client.call("update_weights", os.path.abspath(folder), timeout=None)
+        with checkpoint_of(tensors or {}) as path:
+            return self.client.call("update_weights", path, False, timeout=None)
+
+    @property
+    def weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return self.client.call("get_weights_version")
+
+    def start_profile(self) -> None:
+        """Have torch's profiler record what the workers do; raises what `EngineCore.start_profile` does."""
+        self.client.call("start_profile", timeout=None)
+
+    def stop_profile(self) -> list[str]:
+        """End that; returns the files in `torch_profiler_dir`, one for each rank."""
+        return self.client.call("stop_profile", timeout=None)
+
+    def _check_awake(self) -> None:
+        if self.is_sleeping():
+            raise ValueError("the engine sleeps; call wake_up() first")
 
     def generate(
         self,
@@ -380,6 +371,7 @@ class LLM:
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
         """
+        self._check_awake()
         client, items = self.client, listed(prompts)
         if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(items):
@@ -391,7 +383,7 @@ class LLM:
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
-        live, stream = {}, InprocStream(client)
+        live, stream = {}, client.stream()
         try:
             for request, choices in made:
                 client.add(request, stream)
@@ -518,7 +510,7 @@ class LLM:
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
-        if self.core.facts["task"] == "score":
+        if self.client.facts["task"] == "score":
             pairs = zip(first, second, strict=True)
             if keep is None:
                 ids = [self.tokenizer.encode_pair(*pair) for pair in pairs]
@@ -532,12 +524,12 @@ class LLM:
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
     def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
-        if (task := self.core.facts["task"]) not in tasks:
+        if (task := self.client.facts["task"]) not in tasks:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
         """How many tokens of a prompt are kept; None: all."""
-        given, limit = dict(tokenization_kwargs or {}), self.core.facts["max_model_len"]
+        given, limit = dict(tokenization_kwargs or {}), self.client.facts["max_model_len"]
         keep = given.pop("truncate_prompt_tokens", None)
         if given:
             raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
@@ -572,8 +564,9 @@ class LLM:
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(each) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
+        self._check_awake()
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
-        live, stream = set(), InprocStream(self.client)
+        live, stream = set(), self.client.stream()
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
                 request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)

@@ -1,4 +1,7 @@
-"""The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is its handle.
+"""The engine in a process of its own: `EngineServer` runs there, `EngineProcess` is its handle.
+
+A script's engine is a `ProcessClient`, which looks after its process itself. The server's are looked after by their
+parent, and each API process has an `MPClient`.
 
 Clients (`client.py`) talk to it over sockets. torch is not imported here as long as the workers have processes of their
 own, so that an engine process that was killed is soon replaced.
@@ -8,23 +11,33 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
+from typing import Any
 
-from client import Connection, FrameServer, MPClient
+from client import (
+    AFTER_ALL,
+    Connection,
+    EngineDeadError,
+    FrameServer,
+    MPClient,
+    Stream,
+)
 from config import PROG, EngineConfig
-from core import GLANCE, EngineCore
+from core import GLANCE, TENSORS, EngineCore
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
 from logs import console, logger, set_up
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
-from processes import Child, ParentPipe
-from ring import BEAT
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Method, Outputs, Reply, Wave
+from processes import LOOK, Child, ParentPipe
+from ring import BEAT, STALL
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
@@ -50,6 +63,7 @@ class EngineServer:
     ):
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
+        self.deferred: deque[tuple[socket.socket, Call]] = deque()  # calls that wait until the engine is not busy
         core.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
@@ -109,6 +123,7 @@ class EngineServer:
                     self._handle(client, message)
                 except queue.Empty:
                     pass
+                self._call_deferred()
                 self._hand_out(Outputs(core.admit()))
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
@@ -120,6 +135,7 @@ class EngineServer:
                 start = self.lockstep.running
                 self.lockstep.steps += start
             self._hand_out(core.step(start))
+            self._call_deferred()
             self._log_stats()
 
     def _log_stats(self) -> None:
@@ -167,12 +183,22 @@ class EngineServer:
                 if message.index is None:
                     del self.owners[message.request_id]
         elif isinstance(message, Call):
-            self.frames.send(client, self._call(message))
+            if message.method in AFTER_ALL:
+                self.deferred.append((client, message))
+                self.core.holding = True
+            else:
+                self.frames.send(client, self._call(message))
         else:
             for request_id in [id for id, owner in self.owners.items() if owner is client]:
                 del self.owners[request_id]
                 self.core.abort(request_id)
             self.frames.drop(client)
+
+    def _call_deferred(self) -> None:
+        while self.deferred and not self.core.busy():
+            client, call = self.deferred.popleft()
+            self.core.holding = bool(self.deferred)
+            self.frames.send(client, self._call(call))
 
     def _call(self, call: Call) -> Reply:
         try:
@@ -202,6 +228,7 @@ def engine_main() -> None:
     server = EngineServer(core, parent.listener, parent.beside, peers)
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
+    core.on_weights = parent.tell
     parent.ready(core.facts)
     code = 1
     try:
@@ -230,16 +257,25 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        self.replaceable = config.distributed_executor_backend != "torchrun"
+        self.irreplaceable = "all ranks" if config.distributed_executor_backend == "torchrun" else ""  # went with it
         name = f"engine process {rank}" if several else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         super().__init__(name, __file__, options, config.startup_timeout, coordinator, environment)
 
     def check(self) -> None:
-        """See `Child.check`; an engine whose ranks torchrun has started cannot be replaced without them."""
-        if not self.replaceable and self.process.poll() is not None:
-            raise ChildProcessError(f"{self.name} has ended, and all ranks with it")
+        """See `Child.check`. An engine cannot be replaced without ranks that torchrun has started, nor without weights
+        that came as tensors."""
+        if self.process.poll() is not None:
+            if not self.starting:
+                self.listen()
+            if self.irreplaceable:
+                raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
         super().check()
+
+    def on_told(self, options: dict[str, Any]) -> None:
+        """The engine has other weights; its successor loads the same, if it can."""
+        self.options |= options
+        self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
@@ -247,6 +283,102 @@ class EngineProcess(Child):
         names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
         for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
             self.options[field] = self.facts[fact]
+
+
+class ProcessClient(MPClient):
+    """An engine in a process of its own, for a script. This waits until the engine is ready.
+
+    An engine that has died is replaced; its requests end with an `EngineDeadError`.
+
+    Args:
+        config: its options.
+
+    Raises:
+        EngineDeadError: it does not start; it has said why on stderr.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.process = EngineProcess(dataclasses.replace(config, trusts_clients=True))
+        try:
+            self.process.wait()
+        except BaseException as error:
+            self.process.stop()
+            if isinstance(error, SystemExit):
+                raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
+            raise
+        super().__init__(self.process.address)
+        self.connection.up.wait(STALL)
+        self.closed = threading.Event()
+        self.watcher = threading.Thread(target=self._watch, daemon=True)
+        self.watcher.start()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """See `EngineCore.facts`."""
+        return self.process.facts
+
+    def _watch(self) -> None:
+        """Replace the engine process if it has died or stands still, until this is closed."""
+        try:
+            while not self.closed.wait(LOOK):
+                self.process.check()
+        except ChildProcessError as error:
+            logger.error(str(error))
+
+    def stream(self) -> Stream:
+        """A stream for several requests. It raises what is wrong with a request that the engine refuses."""
+        return CheckedStream()
+
+    def advance(self, stream: Stream | None) -> list[EngineOutput]:
+        """The next output of a stream, which this waits for; None: there is none to wait for."""
+        return [stream.get()] if stream else []
+
+    def step(self) -> bool:
+        """Whether there is anything to run in this process: no."""
+        return False
+
+    def collective_rpc(self, method: Method, timeout: float | None, args: Any, kwargs: Any) -> list[Any]:
+        """See `LLM.collective_rpc`. A function goes by its name through the engine's socket, which only we can open."""
+        if isinstance(method, str):
+            return self.call("collective_rpc", method, timeout, [*args], dict(kwargs or {}), timeout=timeout)
+        try:
+            if method.__module__ == "__main__":  # which is another module there
+                raise ValueError("it is in __main__")
+            call = pickle.dumps((method, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"method is {method!r:.200}, which the engine's process cannot be sent ({error}); it must be the name "
+                "of a method, or a function of a module that it can import"
+            ) from None
+        return self.call("run_function", call, timeout, timeout=timeout)
+
+    def close(self) -> None:
+        """End the engine process. Requests that run end with an `EngineDeadError`."""
+        if not self.closed.is_set():
+            self.closed.set()
+            self.watcher.join()
+            super().close()
+            self.process.stop()
+
+
+class CheckedStream(Stream):
+    """A stream that raises what is wrong with a request of which nothing has come, as an `InprocClient` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: set[str] = set()
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output.
+
+        Raises:
+            ValueError: the engine has refused the request. Whatever else `Stream.get` does.
+        """
+        output = super().get(timeout)
+        if output.error and not output.engine_fault and output.request_id not in self.begun:
+            raise ValueError(output.error)
+        self.begun.add(output.request_id)
+        return output
 
 
 def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProcess], CoordinatorProcess | None]:

@@ -26,6 +26,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
@@ -465,7 +466,7 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
 
 
 def start_method() -> str:
-    """How worker processes start, by MANTA_WORKER_MULTIPROC_METHOD. A process that has loaded torch is not forked.
+    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked.
 
     Raises:
         ValueError: this system has no such method.
@@ -474,11 +475,12 @@ def start_method() -> str:
     if asked not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
     if asked == "fork" and (torch := sys.modules.get("torch")):
-        why = "has loaded torch, whose threads a fork lacks"
-        if torch.cuda.is_initialized():
-            why = "has initialised CUDA, which a fork cannot use"
-        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process {why}: workers are spawned")
+        reasons = ("loaded torch, whose threads a fork lacks", "initialised CUDA, which a fork cannot use")
+        why = reasons[torch.cuda.is_initialized()]
+        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has {why}: workers are spawned")
         return "spawn"
+    if asked == "forkserver":  # the server itself must not import the caller's script
+        multiprocessing.set_forkserver_preload([])
     return asked
 
 
@@ -498,12 +500,11 @@ def meeting_place() -> Iterator[str]:
 
 def end(processes: list[Any], rings: list[RingBuffer]) -> None:
     """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
-    for process in processes:
-        if process.pid is not None:
-            process.kill()
-    for process in processes:
-        if process.pid is not None:
-            process.join(KILL_TIMEOUT)
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(KILL_TIMEOUT)
     for ring in rings:
         ring.close()
     processes.clear()
@@ -571,9 +572,7 @@ def worker_main(
     results.be_writer()
     threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
 
-    def send(message: bytes) -> None:
-        results.write(message, NEVER)
-
+    send = partial(results.write, timeout=NEVER)
     try:
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
@@ -602,8 +601,9 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
         return codec.encode(worker.step(message))
     try:
         return codec.encode(Reply(message.call_id, message.run(worker)))
-    except Exception:  # the caller hears of it
-        return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
+    except Exception as error:  # the caller hears of it
+        said = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        return codec.encode(Reply(message.call_id, error=said))
 
 
 def keep_beating(results: RingBuffer) -> None:

@@ -28,17 +28,28 @@ GETS = {
 }  # fmt: skip
 KINDS = {  # what comes back, where that is not JSON
     "/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/metrics": "text/plain",
-    "/live": "text/event-stream",
+    "/live": "text/event-stream", "/profiles/{name}": "application/gzip",
 }  # fmt: skip
 BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
+}
+CONTROLS = {  # with `enable_control_routes`
+    ("post", "/sleep"): "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
+    ("post", "/wake_up"): "Take it again: that of weights, of kv_cache, or both.",
+    ("get", "/is_sleeping"): "Whether the engine sleeps.",
+    ("post", "/update_weights"): "Load other weights of the same shapes, after the requests that run.",
+    ("post", "/start_profile"): "Have torch's profiler record what the workers do.",
+    ("post", "/stop_profile"): "End that, and write a file for each worker.",
+    ("get", "/profiles/{name}"): "One of these files.",
 }
 QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
         "after": {"type": "string"},
     },
+    "/sleep": {"level": {"enum": [1, 2]}},
+    "/wake_up": {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}},
 }  # fmt: skip
 
 
@@ -83,10 +94,10 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     }
 
 
-def openapi(root_path: str = "") -> dict[str, Any]:
+def openapi(root_path: str = "", controls: bool = False) -> dict[str, Any]:
     """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
 
-    `root_path` is what stands before the routes.
+    `root_path` is what stands before the routes. `controls` says whether those that change the server are there.
     """
     types = [*REQUESTS.values(), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -102,7 +113,7 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         for name in fields["required"]:  # what must be there may not be null
             fields["properties"][name]["anyOf"].remove({"type": "null"})
             del fields["properties"][name]["default"]
-    for (method, path), summary in BODILESS.items():
+    for (method, path), summary in (BODILESS | (CONTROLS if controls else {})).items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
             for n in re.findall(r"{(\w+)}", path)
@@ -110,6 +121,9 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
         found = replies(error, KINDS.get(path, "application/json"))
         operation = {"summary": summary, "parameters": places, "responses": found}
+        if path == "/update_weights":
+            folder = {"type": "object", "properties": {"model_path": {"type": "string"}}, "required": ["model_path"]}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": folder}}}
         paths.setdefault(path, {})[method] = operation
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],

@@ -133,6 +133,7 @@ class EngineOutput:
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
     time_in_queue: float | None = None  # seconds that the request waited before it was first let in
+    weights_version: int = 0  # how often weights had been updated before its answer was computed
 
 
 @dataclass(slots=True)

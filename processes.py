@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
+BEAT_MARK = b"."  # a heartbeat
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
 # Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
@@ -94,18 +95,21 @@ class Child:
     def on_ready(self) -> None:
         """Called when the process has reported its `facts`, which may change the options of its successor."""
 
+    def on_told(self, options: dict[str, Any]) -> None:
+        """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
+
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, "-P", self.script]
         fds = [end.fileno() for end in (self.listener, self.beside) if end]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
-            pass_fds=fds,
+            pass_fds=fds, bufsize=0,
         )  # fmt: skip
+        self.said = b""  # of a line that has no end yet
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and its facts will be missing
             self.process.stdin.write(json.dumps({"fds": fds} | self.options).encode() + b"\n")
-            self.process.stdin.flush()
 
     def _said(self, timeout: float = 0) -> bool:
         """Whether the process has said something, or ended, within so many seconds."""
@@ -168,12 +172,20 @@ class Child:
             if time.monotonic() > self.begun + self.startup_timeout + STOP_TIMEOUT:  # its own limit comes first
                 self._kill(f"is not ready after {self.startup_timeout:g} s (startup_timeout)")
         else:
-            assert self.process.stdout
-            while self._said() and (beats := os.read(self.process.stdout.fileno(), 4096)):
-                self.beats += len(beats)
+            self.listen()
             still = self.watchdog.look(self.beats)
         if still > self.patience:
             self._kill(f"has given no sign of life for {still:.0f} s")
+
+    def listen(self) -> None:
+        """Take the heartbeats that have come, and what the process has told."""
+        assert self.process.stdout
+        while self._said() and (said := os.read(self.process.stdout.fileno(), 4096)):
+            self.beats += len(said)
+            *lines, self.said = (self.said + said).split(b"\n")
+            for line in lines:
+                self.on_told(json.loads(line.strip(BEAT_MARK)))
+            self.said = self.said.lstrip(BEAT_MARK)
 
     def _kill(self, why: str) -> None:
         logger.warning(f"{self.name} {why}; it is killed (pid {self.process.pid})")
@@ -223,7 +235,7 @@ class ParentPipe:
         if len(fds) > 1:
             self.beside = socket.socket(fileno=fds[1])
         self.on_close: Callable[[], None] = lambda: None
-        self.out = os.dup(1)
+        self.out, self.lock = os.dup(1), threading.Lock()
         os.dup2(2, 1)  # the parent reads facts and heartbeats there, and nothing that a library prints
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -245,8 +257,18 @@ class ParentPipe:
     def _beat(self) -> None:
         while True:
             time.sleep(LOOK)
-            with contextlib.suppress(OSError):
-                os.write(self.out, b".")
+            with contextlib.suppress(OSError), self.lock:
+                os.write(self.out, BEAT_MARK)
+
+    def tell(self, options: dict[str, Any]) -> None:
+        """Tell the parent something for `Child.on_told`, in a line that no heartbeat comes into."""
+        line = json.dumps(options).encode() + b"\n"
+        with self.lock:
+            while line:
+                try:
+                    line = line[os.write(self.out, line) :]
+                except BlockingIOError:  # full of heartbeats, which the parent is about to read
+                    time.sleep(LOOK)
 
     def end(self, code: int) -> NoReturn:
         """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""

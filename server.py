@@ -37,7 +37,7 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 import msgspec
-from flask import Flask, Response, g, request
+from flask import Flask, Response, g, request, send_file
 from gunicorn import util
 from gunicorn.http import errors, wsgi
 from gunicorn.workers.ggevent import GeventWorker
@@ -55,7 +55,7 @@ from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Child, Gunicorn, listen
-from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError, without_folders
 from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
 from responses import message_error
@@ -64,6 +64,7 @@ from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 
 BODY_PART = 2**14  # bytes of a body to read at a time
+PROFILE = re.compile(r"[\w-]+\.pt\.trace\.json\.gz", re.ASCII)  # what `KeptWorker.stop_profile` calls its files
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parent / "web"
@@ -298,12 +299,14 @@ def add_routes(app: Flask, api: Api) -> None:
         ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
-        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
+        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path, api.config.enable_control_routes))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
         ("/live", "live", lambda: stream(api.live(g.client), api.config)),
         ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id.rstrip("/"), g.client))),
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
+    if api.config.enable_control_routes:
+        add_control_routes(app, api)
     for method, rule, name, view in (
         ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
         ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
@@ -312,6 +315,81 @@ def add_routes(app: Flask, api: Api) -> None:
          lambda id: reply(api.input_items(id, g.client, request.args))),
     ):  # fmt: skip
         app.add_url_rule(rule, name, view, methods=[method])
+
+
+def add_control_routes(app: Flask, api: Api) -> None:
+    """The routes that change the server's state. Each of them asks all engines, one after the other.
+
+    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body.
+    """
+
+    def ask(utility: str, *args: Any) -> dict[int, Any]:
+        """What a utility returns on each engine, by its rank."""
+        if "Origin" in request.headers and not allowed_origin(api.config):
+            raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
+        try:
+            found = api.client.call_all(utility, *args, timeout=api.config.request_timeout)
+        except ValueError as error:
+            raise ApiError(400, without_folders(str(error))) from None
+        if missing := sorted(set(range(api.facts["data_parallel_size"])) - found.keys()):
+            raise ApiError(503, f"{utility} was done, but not by engines that did not answer: {missing}; ask again")
+        return found
+
+    def query(*known: str) -> None:
+        """Refuse what else stands behind the question mark."""
+        if unknown := [name for name in request.args if name not in known]:
+            raise ApiError(400, f"{unknown[0]!r:.80} is unknown; known: {', '.join(known) or 'nothing'}", unknown[0])
+
+    def is_sleeping() -> Response:
+        query()
+        return told_sleep()
+
+    def told_sleep() -> Response:
+        return reply({"is_sleeping": any(ask("is_sleeping").values())})
+
+    def sleep() -> Response:
+        query("level")
+        level = request.args.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
+        ask("sleep", int(level))
+        return reply({"is_sleeping": True})
+
+    def wake_up() -> Response:
+        query("tags")
+        ask("wake_up", request.args.getlist("tags") or None)
+        return told_sleep()
+
+    def update_weights() -> Response:
+        query()
+        with api.board.holding() as hold:
+            body = parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+        folder = body.get("model_path")
+        if len(body) != 1 or not isinstance(folder, str) or not os.path.isabs(folder):
+            raise ApiError(400, 'the body must be {"model_path": FOLDER}, a path from the root', "model_path")
+        return reply({"weights_version": max(ask("update_weights", folder).values())})
+
+    def start_profile() -> Response:
+        query()
+        ask("start_profile")
+        return reply({"profiling": True})
+
+    def stop_profile() -> Response:
+        query()
+        return reply({"profiling": False, "files": [file for files in ask("stop_profile").values() for file in files]})
+
+    def profile(name: str) -> Response:
+        folder = api.facts["torch_profiler_dir"]
+        if not folder or not PROFILE.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
+            raise ApiError(404, f"there is no profile {name!r:.200}", "name")
+        return send_file(os.path.abspath(path), mimetype="application/gzip", as_attachment=True, download_name=name)
+
+    for method, rule, view in (
+        ("POST", "/sleep", sleep), ("POST", "/wake_up", wake_up), ("GET", "/is_sleeping", is_sleeping),
+        ("POST", "/update_weights", update_weights), ("POST", "/start_profile", start_profile),
+        ("POST", "/stop_profile", stop_profile), ("GET", "/profiles/<name>", profile),
+    ):  # fmt: skip
+        app.add_url_rule(rule, view.__name__, view, methods=[method])
 
 
 def create_app(api: Api, spans: Spans | None = None) -> Flask:
