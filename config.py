@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import json
 import math
 import os
@@ -55,9 +54,9 @@ class DiagnosticFile:
         try:
             if self.tail:  # a pipe has no places to seek
                 self.file.seek(self.size)
-            whole = data + self.tail
-            if self.file.write(whole) < len(whole):  # a disk that has become full takes a part
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            left = data + self.tail
+            while left:  # a disk that becomes full takes a part, and tells why at the next try
+                left = left[self.file.write(left) :]
             self.size += len(data)
         except OSError as error:
             logger.warning(f"{self.name}: {error.strerror}; no more is written there")

@@ -187,7 +187,7 @@ def test_a_disk_that_becomes_full_leaves_what_can_be_read(make_llm, tmp_path, op
         llm.core.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert caplog.messages == [f"{option} is '{path}': No space left on device; no more is written there"]
+    assert caplog.messages == [f"{option} is '{path}': File too large; no more is written there"]
     text = path.read_text()
     assert 2000 < len(text) <= 4321
     if option == "trace":
