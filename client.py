@@ -12,6 +12,9 @@ Nothing here has a name. The parent of all these processes makes a pair of socke
 its children inherit. To connect is to make another pair, and to send one half of it through the address; to accept is
 to receive that half from the listener. So nothing is left in the file system, whoever is killed, nobody else can
 connect, and who comes while a process is being replaced waits in line for its successor.
+
+Who accepts says so by a byte. With it may come another socket, to use instead of the half: a connection to a process on
+another host, which `hosts.py` has made.
 """
 
 from __future__ import annotations
@@ -31,10 +34,12 @@ from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, 
 from ring import BEAT, STALL, Codec, Watchdog
 
 GONE = "the engine process has ended"
+OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
 SILENT = "the engine process gives no sign of life"
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
+ACCEPTED = b"\0"  # what who accepts a connection sends first
 
 
 class EngineDeadError(RuntimeError):
@@ -69,9 +74,11 @@ class MPClient:
 
     Args:
         address: of the engine.
+        rank: of the engine, for `call_all`.
     """
 
-    def __init__(self, address: socket.socket):
+    def __init__(self, address: socket.socket, rank: int = 0):
+        self.rank = rank
         self.streams: dict[str, Stream] = {}
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
@@ -97,20 +104,22 @@ class MPClient:
                 if stream:
                     stream.put(output)
 
-    def _lost(self) -> None:
-        self.said = GONE
+    def _lost(self, connection: Connection) -> None:
+        self.said = OUT_OF_REACH if connection.far else GONE
         streams, self.streams = self.streams, {}
         for stream in streams.values():
-            stream.put(EngineDeadError(GONE))
+            stream.put(EngineDeadError(self.said))
         for waiter in list(self.calls.values()):
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
-        if self.connection.silent:  # it would wait, nobody knows for how long
+        # It would wait, nobody knows for how long. But what goes to another host arrives when the network is back, or
+        # the connection is lost soon.
+        if self.connection.silent and not self.connection.far:
             raise EngineDeadError(SILENT)
         self.connection.up.wait(GRACE)  # a new engine may be about to answer
         if not self.connection.send(message, register):
-            raise EngineDeadError(GONE)
+            raise EngineDeadError(self.said or GONE)
 
     def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Send a request; a refusal comes as an output with `finish_reason` "error".
@@ -151,14 +160,14 @@ class MPClient:
         finally:
             del self.calls[call_id]
         if reply is None:
-            raise EngineDeadError(GONE)
+            raise EngineDeadError(self.said or GONE)
         if reply.error:
             raise ValueError(reply.error)
         return reply.value
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         """What `call` returns on each engine, by its rank; here there is one."""
-        return {0: self.call(method, *args)}
+        return {self.rank: self.call(method, *args)}
 
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
@@ -184,7 +193,7 @@ def read_frames(sock: socket.socket) -> Iterator[Any]:
 
 
 def connect(address: socket.socket) -> socket.socket:
-    """A connection to whoever accepts it at the other end of this address."""
+    """A connection to whoever accepts it at the other end of this address, and then sends ACCEPTED."""
     mine, theirs = socket.socketpair()
     try:
         with theirs:
@@ -196,7 +205,7 @@ def connect(address: socket.socket) -> socket.socket:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """The next connection; None if no process is left that could make one."""
+    """The socket that comes with the next byte: a client's half. None if no process is left that could send one."""
     _, fds, _, _ = socket.recv_fds(listener, 1, 1)
     if not fds:
         return None
@@ -236,6 +245,8 @@ class FrameServer:
         with listener:
             while client := accept(listener):
                 limit_sends(client, SEND_TIMEOUT)
+                with contextlib.suppress(OSError):  # it has left already, and its reader sees that
+                    client.send(ACCEPTED)
                 self.clients.add(client)
                 self.send(client, self.health)
                 threading.Thread(target=self._read, args=(client,), daemon=True).start()
@@ -300,8 +311,13 @@ class Connection:
         address: of the process to speak to.
         receive: called with each message that comes, in a thread of its own.
         connected: called with this whenever the other end has said something for the first time.
-        lost: called when a connection is lost.
+        lost: called with this when a connection is lost.
         send_timeout: seconds after which a message that is not taken counts as a loss of the connection; None: never.
+
+    Attributes:
+        heard: messages, among them a heartbeat now and then.
+        silent: whether it is up, and nothing has come for STALL seconds.
+        far: whether it leads to another host.
     """
 
     def __init__(
@@ -309,28 +325,34 @@ class Connection:
         address: socket.socket,
         receive: Callable[[Any], None],
         connected: Callable[[Connection], object] = lambda connection: None,
-        lost: Callable[[], None] = lambda: None,
+        lost: Callable[[Connection], None] = lambda connection: None,
         send_timeout: float | None = None,
     ):
         self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
         self.send_timeout = send_timeout
         self.codec, self.lock, self.closed = Codec(), threading.Lock(), False
         self.up = threading.Event()
-        self.heard = 0  # messages, among them a heartbeat now and then
-        self.silent = False  # whether it is up, and nothing has come for STALL seconds
-        self.socket = self._connect()
+        self.heard, self.silent, self.far = 0, False, False
+        self.socket = connect(address)
         for task in (self._run, self._watch):
             threading.Thread(target=task, daemon=True).start()
         self.up.wait(GRACE)
 
-    def _connect(self) -> socket.socket:
-        sock = connect(self.address)
-        if self.send_timeout:
-            limit_sends(sock, self.send_timeout)
-        return sock
+    def _reach(self) -> None:
+        """Wait until somebody accepts the connection, and another socket perhaps takes its place."""
+        with contextlib.suppress(OSError):
+            if other := accept(self.socket):
+                self.socket.close()
+                self.socket, self.far = other, True
+                if self.closed:
+                    self._hang_up()
+                other.recv(len(ACCEPTED))  # the process there accepts it, too
+            if self.send_timeout:
+                limit_sends(self.socket, self.send_timeout)
 
     def _run(self) -> None:
         while not self.closed:
+            self._reach()
             for message in read_frames(self.socket):
                 self.heard += 1
                 self.receive(message)
@@ -342,10 +364,10 @@ class Connection:
                 self.socket.close()
                 if not self.closed:
                     try:
-                        self.socket = self._connect()
+                        self.socket = connect(self.address)
                     except OSError:  # the server ends, and no process is left that could accept
                         self.closed = True
-            self.lost()
+            self.lost(self)
 
     def _watch(self) -> None:
         dog = Watchdog()

@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from gunicorn.app.base import BaseApplication
 from gunicorn.arbiter import Arbiter
@@ -51,6 +51,7 @@ LOOK = 1.0  # seconds between two looks at a child, and between two of its heart
 # Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
+BUSY, IDLE = b".", b"-"  # a heartbeat
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
@@ -65,12 +66,14 @@ class Child:
         script: path of the file that it runs.
         options: what `ParentPipe` reads there.
         startup_timeout: seconds that it may take to be ready.
-        beside: the address of another process that it speaks to.
+        beside: further sockets that it gets: the address of a process that it speaks to, or others' listeners.
         environment: variables that the process has beside the server's.
+        ends: an address and its listener that are there already, and stay when the process is stopped.
 
     Attributes:
         address: of the process and its successors; see `client.py`.
         patience: seconds without a heartbeat after which it is killed.
+        idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
     """
 
     def __init__(
@@ -79,15 +82,18 @@ class Child:
         script: str,
         options: dict[str, Any],
         startup_timeout: float,
-        beside: socket.socket | None = None,
+        beside: Sequence[socket.socket] = (),
         environment: dict[str, str] | None = None,
+        ends: tuple[socket.socket, socket.socket] | None = None,
     ):
         self.name, self.script, self.options = name, os.path.abspath(script), options
         # It finds the modules that its parent finds, and not those beside the script: installed, they have other names.
         self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | (environment or {})
         self.startup_timeout, self.patience, self.beside = startup_timeout, STALL, beside
-        self.address, self.listener = socket.socketpair()
+        self.address, self.listener = ends or socket.socketpair()
+        self.owned = [] if ends else [self.address, self.listener]
         self.facts: dict[str, Any] = {}
+        self.idle = 0
         self.failures, self.not_before = 0, 0.0
         self._launch()
 
@@ -97,7 +103,7 @@ class Child:
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, "-P", self.script]
-        fds = [end.fileno() for end in (self.listener, self.beside) if end]
+        fds = [end.fileno() for end in (self.listener, *self.beside)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
             pass_fds=fds,
@@ -128,11 +134,18 @@ class Child:
         Raises:
             SystemExit: it could not start, and either it has said why or this does.
         """
-        while not self._said(LOOK):
-            self._look()
-        if not self._ready():
+        while (ready := self.progress(LOOK)) is None:
+            pass
+        if not ready:
             code = self.process.wait()
             raise SystemExit(code if code > 0 else 2)
+
+    def progress(self, timeout: float = 0) -> bool | None:
+        """Whether the process that starts has become ready, or else failed; None: neither within so many seconds."""
+        if self._said(timeout):
+            return self._ready()
+        self._look()
+        return None
 
     def check(self) -> None:
         """Replace the process if it has died or stands still. This never waits, so call it every second or so.
@@ -171,6 +184,7 @@ class Child:
             assert self.process.stdout
             while self._said() and (beats := os.read(self.process.stdout.fileno(), 4096)):
                 self.beats += len(beats)
+                self.idle = self.idle + len(beats) if set(beats) == set(IDLE) else 0
             still = self.watchdog.look(self.beats)
         if still > self.patience:
             self._kill(f"has given no sign of life for {still:.0f} s")
@@ -193,8 +207,8 @@ class Child:
     def stop(self) -> None:
         """End the process, for good."""
         self._close_pipes()
-        self.address.close()
-        self.listener.close()
+        for end in self.owned:
+            end.close()
         if is_stopped(self.process.pid):
             self.process.kill()
         try:
@@ -204,25 +218,37 @@ class Child:
             self.process.wait()
 
 
+class Kept(Protocol):
+    """A `Child`, or several as one, as the server's main loop looks after it."""
+
+    def check(self) -> None:
+        """See `Child.check`."""
+
+    def disown(self) -> None:
+        """See `Child.disown`."""
+
+    def stop(self) -> None:
+        """See `Child.stop`."""
+
+
 class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
     Attributes:
         options: what the process was started with.
         listener: where its clients come from.
-        beside: the address of another process, if the parent has given one.
+        beside: further sockets that the parent has given it.
         on_close: called when the pipe closes, before the process ends.
+        is_idle: called before each heartbeat, which tells whether nobody needs this process.
     """
 
     def __init__(self) -> None:
         if not (line := sys.stdin.buffer.readline()):  # the parent has ended already
             os._exit(0)
         self.options = json.loads(line)
-        fds = self.options.pop("fds")
-        self.listener, self.beside = socket.socket(fileno=fds[0]), None
-        if len(fds) > 1:
-            self.beside = socket.socket(fileno=fds[1])
+        self.listener, *self.beside = [socket.socket(fileno=fd) for fd in self.options.pop("fds")]
         self.on_close: Callable[[], None] = lambda: None
+        self.is_idle: Callable[[], bool] = lambda: False
         self.out = os.dup(1)
         os.dup2(2, 1)  # the parent reads facts and heartbeats there, and nothing that a library prints
         threading.Thread(target=self._watch, daemon=True).start()
@@ -246,7 +272,7 @@ class ParentPipe:
         while True:
             time.sleep(LOOK)
             with contextlib.suppress(OSError):
-                os.write(self.out, b".")
+                os.write(self.out, IDLE if self.is_idle() else BUSY)
 
     def end(self, code: int) -> NoReturn:
         """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""
@@ -258,21 +284,47 @@ class ParentPipe:
 # --- the API processes and their parent -----------------------------------------------------------------------------
 
 
+ABSENT, STARTING, READY, DRAINING = range(4)  # states of an engine
+
+
 class Board:
-    """What the API processes and their parent all see: whether the server drains, how many answers are in flight, and
-    how many bytes of requests that are still read or parsed.
+    """What the API processes and their parent all see: whether the server drains, how many answers are in flight, how
+    many bytes of requests that are still read or parsed, and which engines there are.
 
     They share this memory because it was mapped before they were forked. Each process counts in words of its own,
     which the parent clears when that process is gone.
+
+    Attributes:
+        engines: the state of each engine, by its rank: ABSENT, STARTING, READY or DRAINING.
     """
 
     WORDS = 256
 
     def __init__(self) -> None:
-        words = memoryview(mmap.mmap(-1, 16 * self.WORDS)).cast("q")
-        self.words, self.bytes = words[: self.WORDS], words[self.WORDS :]
+        words = memoryview(mmap.mmap(-1, 4 * 8 * self.WORDS)).cast("q")
+        self.words, self.bytes, self.engines, self.scale = (
+            words[i * self.WORDS : (i + 1) * self.WORDS] for i in range(4)
+        )
         self.mine = 1
         self.secret = os.urandom(16)
+
+    @property
+    def wanted(self) -> int:
+        """How many engines there are to be; 0: nobody has said so."""
+        return self.scale[0]
+
+    @wanted.setter
+    def wanted(self, size: int) -> None:
+        self.scale[0] = size
+
+    @property
+    def queue_time(self) -> float:
+        """Seconds that the request has waited which waits longest in an engine, as the coordinator said last."""
+        return self.scale[1] / 1000
+
+    @queue_time.setter
+    def queue_time(self, seconds: float) -> None:
+        self.scale[1] = round(1000 * seconds)
 
     def tag(self, *parts: str) -> str:
         """A hash of `parts`, the same in all API processes; only they can make it, so that it tells nobody anything."""
@@ -400,7 +452,7 @@ class Gunicorn(BaseApplication):
         make_app: Callable[[], Flask],
         worker_class: type[GeventWorker],
         listener: socket.socket,
-        children: Sequence[Child],
+        children: Sequence[Kept],
         board: Board,
         config: ServerConfig,
     ):
@@ -420,7 +472,7 @@ class Gunicorn(BaseApplication):
 
 
 def gunicorn_options(
-    listener: socket.socket, children: Sequence[Child], board: Board, config: ServerConfig
+    listener: socket.socket, children: Sequence[Kept], board: Board, config: ServerConfig
 ) -> dict[str, Any]:
     """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
 
