@@ -41,13 +41,14 @@ from tqdm import tqdm
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
 from config import EngineConfig, ServerConfig
-from engine_process import check_gpus, launch, new_client
+from engine_process import check_engines, launch
 from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, refuse_given
+from hosts import read_secret
 from hub import find_model
 from logs import console, set_up
 from model_config import ModelConfig
-from processes import LOOK, Board, Child
+from processes import LOOK, Board, Kept
 from protocol import PATHS, ApiError
 from reading import check_parsers
 from replies import as_api_error
@@ -66,6 +67,10 @@ HTTP_ONLY = (
     "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "root_path",
     "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
     "api_server_count",
+)  # fmt: skip
+SERVER_ONLY = (
+    "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
+    "data_parallel_autoscale",
 )  # fmt: skip
 
 
@@ -422,6 +427,7 @@ def read_flags(flags: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
         ValueError: one is out of range, or means nothing here.
     """
     refuse_given(flags, HTTP_ONLY, "a batch has no HTTP that it could concern")
+    refuse_given(flags, SERVER_ONLY, "it is for servers")
     engine_config, config = from_flags(EngineConfig, flags), from_flags(ServerConfig, flags)
     set_up(engine_config.log_level, engine_config.log_format)
     check_parsers(config)
@@ -462,7 +468,8 @@ def main(argv: list[str]) -> None:
     source = flags.input_file
     try:
         engine_config, config = read_flags(flags)
-        check_gpus(engine_config)
+        check_engines(engine_config)
+        secret = read_secret(engine_config, os.environ)
         engine_config = find_model(engine_config)
         model_config = ModelConfig.from_folder(engine_config.folder)
         if engine_config.distributed_executor_backend == "torchrun":
@@ -476,16 +483,17 @@ def main(argv: list[str]) -> None:
     name_process("batch")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts
     names = config.served_model_name or (engine_config.model_name,)
-    children: list[Child] = []
+    children: list[Kept] = []
     try:
-        engines, coordinator = launch(engine_config, children)
+        board = Board()
+        fleet = launch(engine_config, children, board, secret)
         # Each line is a greenlet, as each request is in an API process. Those are gunicorn's workers, which it patches.
         monkey.patch_all(os=False, signal=False, ssl=False, subprocess=False)
-        client, facts = new_client(engines, coordinator), engines[0].facts
+        client, facts = fleet.new_client(), fleet.facts
         width = LINES_PER_SEQUENCE * engine_config.max_num_seqs * engine_config.data_parallel_size
         pause = 0.2 if sys.stderr.isatty() else 30.0  # seconds between two states of the bar; a log needs few of them
         with tqdm(total=count_lines(source), desc="Batch", unit="line", mininterval=pause) as bar:
-            batch = Batch(Api(client, tokenizer, facts, config, names, Board()), answers, width, bar)
+            batch = Batch(Api(client, tokenizer, facts, config, names, board), answers, width, bar)
             try:
                 run_to_end(batch, file, children)
             except OSError as error:
@@ -506,7 +514,7 @@ def main(argv: list[str]) -> None:
             child.stop()
 
 
-def run_to_end(batch: Batch, file: BinaryIO, children: list[Child]) -> None:
+def run_to_end(batch: Batch, file: BinaryIO, children: list[Kept]) -> None:
     """Run the batch and look after the engines, until all is done or nothing can be.
 
     Raises:

@@ -119,6 +119,10 @@ class EngineConfig:
             "tensor_parallel_size", "pipeline_parallel_size", "pipeline_layer_partition", "data_parallel_size",
             "enable_expert_parallel", "distributed_executor_backend", "startup_timeout", "step_timeout",
             "max_worker_restarts"),
+        "engines on several hosts, and a changing number of them": (
+            "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_secret_file",
+            "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
+            "data_parallel_size_max", "data_parallel_autoscale"),
         "limits of a request": ("max_logprobs",),
         "diagnostics": (
             "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "sanitize_kv"),
@@ -197,7 +201,32 @@ class EngineConfig:
     data_parallel_size: int = option(
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
     )
-    data_parallel_rank: int = option(0, "")  # which of these engines this is
+    data_parallel_size_local: int | None = option(
+        None, "how many of these engines run on this host (default: all); the others are on hosts that are headless",
+        0, 64,
+    )  # fmt: skip
+    data_parallel_address: str | None = option(
+        None, "address of the server's host, which listens there for the other hosts, and which they connect to"
+    )
+    data_parallel_rpc_port: int = option(29550, "port there", 1, 65535)
+    data_parallel_secret_file: str | None = option(
+        None, "file with the secret that all hosts share; MANTA_DATA_PARALLEL_SECRET is the other way to give it"
+    )
+    headless: bool = option(False, "run this host's engines for the server at data_parallel_address, without HTTP")
+    data_parallel_start_rank: int | None = option(None, "with headless: the first of this host's engines", 0, 63)
+    data_parallel_external_lb: bool = option(
+        False, "serve one of these engines alone, data_parallel_rank; the others have servers of their own, and "
+        "something before all of them divides requests",
+    )  # fmt: skip
+    data_parallel_rank: int = option(0, "with data_parallel_external_lb: which of the engines this is", 0, 63)
+    data_parallel_size_max: int | None = option(
+        None, "most engines that POST /scale may ask for (default: their number cannot be changed)", 1, 64
+    )
+    data_parallel_autoscale: float | None = option(
+        None, "seconds that a request may wait before more engines are started, up to data_parallel_size_max; they end "
+        "when fewer suffice, down to data_parallel_size",
+        0.01, 3600.0,
+    )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "divide a model's experts among all tensor and data ranks, each of which holds whole ones"
     )
@@ -290,6 +319,23 @@ class EngineConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
+    def max_engines(self) -> int:
+        """How many engines there can be in all."""
+        return max(self.data_parallel_size, self.data_parallel_size_max or 1)
+
+    @property
+    def local_engines(self) -> int:
+        """How many of them can be on this host, which they share."""
+        if self.data_parallel_external_lb:
+            return 1
+        return self.max_engines if self.data_parallel_size_local is None else self.data_parallel_size_local
+
+    @property
+    def first_rank(self) -> int:
+        """The first of this host's engines."""
+        return self.data_parallel_rank if self.data_parallel_external_lb else self.data_parallel_start_rank or 0
+
+    @property
     def pools(self) -> bool:
         """Whether prompts are turned into vectors, and nothing is sampled. `pooling.settle` must have been called."""
         return self.task in ("embed", "score", "classify")
@@ -328,6 +374,7 @@ class EngineConfig:
                 raise ValueError(
                     "batch_invariant is True; with enable_expert_parallel and several engines it must be False"
                 )
+        self._check_hosts()
         if self.scheduler_delay_factor and self.enable_chunked_prefill:  # it would do nothing
             raise ValueError(
                 f"scheduler_delay_factor is {self.scheduler_delay_factor}; it must be 0 with chunked prefill"
@@ -351,6 +398,58 @@ class EngineConfig:
             raise ValueError(
                 f"pipeline_layer_partition is {listed!r}, {count} counts; there must be one for each stage, and "
                 f"pipeline_parallel_size is {stages}"
+            )
+
+    def _check_hosts(self) -> None:
+        size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
+        several = self.headless or (local is not None and local < size)
+        if local is not None and not self.headless <= local <= size:
+            raise ValueError(
+                f"data_parallel_size_local is {local}; it must be from {int(self.headless)} to data_parallel_size, "
+                f"{size}"
+            )
+        if several and self.data_parallel_address is None:
+            raise ValueError("data_parallel_address is not given; engines on several hosts need it")
+        if self.headless:
+            first = self.data_parallel_start_rank or 0
+            if first + (size if local is None else local) > size:
+                raise ValueError(
+                    f"data_parallel_start_rank is {first}, with {size if local is None else local} engines here "
+                    f"(data_parallel_size_local); the last one must be below data_parallel_size, {size}"
+                )
+        elif self.data_parallel_start_rank is not None:
+            raise ValueError(
+                f"data_parallel_start_rank is {self.data_parallel_start_rank}; it is for --headless: on the server's "
+                "host it is 0"
+            )
+        if self.data_parallel_external_lb and (several or local is not None or most is not None):
+            raise ValueError(
+                "data_parallel_external_lb is True, so this host serves one engine; headless, data_parallel_size_local "
+                "and data_parallel_size_max must not be given"
+            )
+        if self.data_parallel_rank >= max(size, most or 0):
+            raise ValueError(f"data_parallel_rank is {self.data_parallel_rank}; it must be below {size}")
+        if most is not None and most < size:
+            raise ValueError(f"data_parallel_size_max is {most}; it must be at least data_parallel_size, {size}")
+        if most is not None and several:
+            raise ValueError(
+                f"data_parallel_size_max is {most}; with engines on several hosts, which start and end there, it must "
+                "not be given"
+            )
+        if self.data_parallel_autoscale is not None and most is None:
+            raise ValueError(
+                f"data_parallel_autoscale is {self.data_parallel_autoscale}; it needs data_parallel_size_max"
+            )
+        if self.enable_expert_parallel and (several or most is not None or self.data_parallel_external_lb):
+            raise ValueError(
+                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server, "
+                "and always as many: headless, a smaller data_parallel_size_local, data_parallel_external_lb and "
+                "data_parallel_size_max must not be given"
+            )
+        if self.local_engines > 1 and self.distributed_executor_backend == "torchrun":
+            raise ValueError(
+                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend 'torchrun', whose "
+                "ranks are those of one engine, it must be 1"
             )
 
 

@@ -75,7 +75,7 @@ class EngineCore:
         sizes = {name: self.facts[name] for name in names} | {"eos_token_ids": ends}
         sizes["states"] = StateRoom(**states) if states else None
         self.scheduler, self.journal = Scheduler(config, **sizes), None
-        suffix = f".{config.data_parallel_rank}" if config.data_parallel_size > 1 else ""  # of files that it writes
+        suffix = f".{config.data_parallel_rank}" if config.max_engines > 1 else ""  # of files that it writes
         if config.log_scheduler:
             self.journal = Journal(config.log_scheduler + suffix, config, sizes)
             self.scheduler.clock = self.journal.clock
@@ -327,10 +327,13 @@ class EngineCore:
         if self.trace:
             self.trace.close()
 
-    def load(self) -> tuple[int, int]:
-        """How many groups of sequences wait, or are swapped, and how many run."""
-        queues = (self.scheduler.waiting, self.scheduler.swapped, self.scheduler.admission.aside)
-        return sum(map(len, queues)), len(self.scheduler.running)
+    def load(self) -> tuple[int, int, float]:
+        """How many groups of sequences wait, or are swapped, how many run, and how long the next one has waited."""
+        scheduler = self.scheduler
+        queues, waited = (scheduler.waiting, scheduler.swapped, scheduler.admission.aside), 0.0
+        if scheduler.waiting:
+            waited = scheduler.clock() - scheduler.waiting.first().timeline.begun
+        return sum(map(len, queues)), len(scheduler.running), round(waited, 1)
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `metrics.SERIES`."""

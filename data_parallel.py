@@ -23,8 +23,9 @@ import contextlib
 import os
 import queue
 import socket
+import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,12 +33,13 @@ from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
 from executor import meeting_place, name_process
 from kv_cache import chain
 from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Subscribe, Wave, WaveReport
-from processes import Child, ParentPipe
+from processes import READY, Board, Child, ParentPipe
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
 MAX_PREFIXES = 1 << 17  # blocks whose holder is remembered
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
+IDLE = 0, 0, 0.0  # the load of an engine that has nothing to do
 WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
 
 
@@ -86,28 +88,68 @@ class Router:
 
 
 class DPClient:
-    """An API process's end of several engines.
+    """An API process's end of several engines, whose number may change.
+
+    An engine gets requests as long as it is READY. One that is DRAINING is hung up on when the last of its requests
+    from here has ended; it ends itself when all have hung up, so that no request can be on its way to it.
 
     Args:
-        addresses: of the engines.
+        addresses: of the engines, also of those that are yet to come.
         coordinator: its address.
         block_size: tokens of a KV block.
+        board: has the state of each engine, and takes the queue time.
+        changing: whether these states may change.
     """
 
-    def __init__(self, addresses: Sequence[socket.socket], coordinator: socket.socket, block_size: int):
-        self.clients = [MPClient(address) for address in addresses]
+    def __init__(
+        self,
+        addresses: Sequence[socket.socket],
+        coordinator: socket.socket,
+        block_size: int,
+        board: Board,
+        changing: bool = False,
+    ):
+        self.addresses, self.board = addresses, board
+        self.clients: dict[int, MPClient] = {}
+        self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
+        self.lock, self.closed = threading.Lock(), False
         self.router = Router(len(addresses), block_size)
+        self._look()
         self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
+        if changing:
+            threading.Thread(target=self._watch, daemon=True).start()
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
-            self.router.update(message.loads)
+            self.router.update([load[:2] for load in message.loads])
+            self.board.queue_time = max(waited for _, _, waited in message.loads)
+
+    def _watch(self) -> None:
+        while not self.closed:
+            time.sleep(INTERVAL)
+            self._look()
+
+    def _look(self) -> None:
+        """Connect to engines that have become ready, and hang up on those that drain."""
+        for rank, address in enumerate(self.addresses):
+            state, client = self.board.engines[rank], self.clients.get(rank)
+            if state == READY and not client:
+                self.clients[rank] = MPClient(address, rank)
+            elif state != READY and client:
+                with self.lock:
+                    if self.adding[rank] or client.streams or client.calls:
+                        continue
+                    del self.clients[rank]
+                client.close()
+
+    def _ready(self) -> dict[int, MPClient]:
+        return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
 
     @property
     def trouble(self) -> str | None:
         """Why no engine can run requests now; None: one can."""
-        troubles = [client.trouble for client in self.clients]
-        return None if None in troubles else "; ".join(f"engine {i}: {said}" for i, said in enumerate(troubles))
+        troubles = {rank: client.trouble for rank, client in self._ready().items()}
+        return None if None in troubles.values() else "; ".join(f"engine {i}: {said}" for i, said in troubles.items())
 
     def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Send a request to one of the engines; see `MPClient.add`.
@@ -116,35 +158,44 @@ class DPClient:
             EngineDeadError: there is no engine.
         """
         prompt, width = request.prompt_token_ids, request.params.num_sequences
-        alive = list(range(len(self.clients)))
-        while alive:
-            well = [rank for rank in alive if self.clients[rank].trouble is None] or alive
-            rank = self.router.choose(prompt, request.salt, width, well)
+        tried: set[int] = set()
+        while True:
+            with self.lock:
+                if not (alive := self._ready().keys() - tried):
+                    break
+                well = [rank for rank in alive if self.clients[rank].trouble is None] or sorted(alive)
+                rank = self.router.choose(prompt, request.salt, width, sorted(well))
+                self.adding[rank] += 1
+                client = self.clients[rank]
             try:
-                return self.clients[rank].add(request, stream)
+                return client.add(request, stream)
             except EngineDeadError:
-                alive.remove(rank)
+                tried.add(rank)
+            finally:
+                self.adding[rank] -= 1
         raise EngineDeadError(str(self.trouble))
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up, or one of its samples; those engines that do not have it do nothing."""
-        for client in self.clients:
+        for client in list(self.clients.values()):
             client.abort(request_id, index, reason)
 
     def call_all(self, method: str, *args: Any) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
         found = {}
-        for rank, client in enumerate(self.clients):
-            with contextlib.suppress(EngineDeadError):
-                found[rank] = client.call(method, *args)
+        for rank, client in sorted(self.clients.items()):
+            if not client.connection.silent:
+                with contextlib.suppress(EngineDeadError):
+                    found[rank] = client.call(method, *args)
         if not found:
             raise EngineDeadError(str(self.trouble))
         return found
 
     def close(self) -> None:
         """Hang up."""
+        self.closed = True
         self.coordinator.close()
-        for client in self.clients:
+        for client in list(self.clients.values()):
             client.close()
 
 
@@ -325,8 +376,8 @@ class Coordinator:
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads = [(0, 0)] * size  # (waiting, running) of each engine
-        self.published: list[tuple[int, int]] = []
+        self.loads: list[tuple[int, int, float]] = [IDLE] * size  # as `plan.Loads` has them
+        self.published: list[tuple[int, int, float]] = []
         self.last = 0.0  # when loads were published
 
     def run(self) -> None:
@@ -344,7 +395,7 @@ class Coordinator:
         assert client
         if isinstance(message, Load):
             self.engines[client] = message.rank
-            self.loads[message.rank] = (message.waiting, message.running)
+            self.loads[message.rank] = message.waiting, message.running, message.waited
         elif isinstance(message, WaveReport):
             self.in_lockstep.add(client)
             if wave := self.waves.update(message):
@@ -362,7 +413,7 @@ class Coordinator:
             if client in self.meetings.turns:
                 self._meet(client, None)
             if (rank := self.engines.pop(client, None)) is not None:
-                self.loads[rank] = (0, 0)
+                self.loads[rank] = IDLE
 
     def _meet(self, client: socket.socket, message: Meet | None) -> None:
         for engine, news in self.meetings.update(client, message).items():

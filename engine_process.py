@@ -7,6 +7,7 @@ own, so that an engine process that was killed is soon replaced.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import queue
 import signal
@@ -15,19 +16,22 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from typing import Any
 
 from client import Connection, FrameServer, MPClient
 from config import PROG, EngineConfig
 from core import GLANCE, EngineCore
 from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
+from hosts import FACTS, GateProcess, listed, place_of, serve_headless
 from logs import console, logger, set_up
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
-from processes import Child, ParentPipe
+from processes import ABSENT, DRAINING, READY, STARTING, Board, Child, Kept, ParentPipe, listen
 from ring import BEAT
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
+IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 INBOX_TIME = 0.02  # seconds that messages may take before the next step: a prompt of 128k tokens takes some 10 ms
 
 
@@ -143,6 +147,10 @@ class EngineServer:
                 del self.owners[output.request_id]
         return parts
 
+    def is_idle(self) -> bool:
+        """Whether nobody has anything to do with this engine."""
+        return not (self.frames.clients or self.owners or self.core.has_work())
+
     def end(self) -> None:
         """From another thread: let `run` return, and wait for the process to end with that."""
         self.frames.inbox.put((None, None))
@@ -155,6 +163,8 @@ class EngineServer:
             return
         assert client
         if isinstance(message, EngineCoreRequest):
+            if client.family != socket.AF_UNIX:  # the clock of another host says nothing here
+                message.arrival_time = time.monotonic()
             try:
                 self.core.add(message)
                 self.owners[message.request_id] = client
@@ -189,17 +199,17 @@ def engine_main() -> None:
     set_up(config.log_level, config.log_format)
     if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
-    peers = None
-    if config.lockstep and parent.beside:
-        peers = Peers(parent.beside, config.data_parallel_rank)
+    coordinator = parent.beside[0] if parent.beside else None
+    peers = Peers(coordinator, config.data_parallel_rank) if config.lockstep and coordinator else None
     try:
         core = EngineCore(config, peers)
     except (ValueError, WorkerError, ConnectionError) as error:
         console.error(f"{PROG}: error: {error}")
         sys.exit(2)
-    if core.config.data_parallel_rank == 0:
+    if config.data_parallel_rank == config.first_rank:
         console.info(core.start_log())
-    server = EngineServer(core, parent.listener, parent.beside, peers)
+    server = EngineServer(core, parent.listener, coordinator, peers)
+    parent.is_idle = server.is_idle
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     parent.ready(core.facts)
@@ -221,19 +231,27 @@ class EngineProcess(Child):
     Args:
         config: its options.
         coordinator: its address, where there are several engines.
+        ends: see `Child`.
     """
 
-    def __init__(self, config: EngineConfig, coordinator: socket.socket | None = None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        coordinator: socket.socket | None = None,
+        ends: tuple[socket.socket, socket.socket] | None = None,
+    ):
         rank, environment = config.data_parallel_rank, {}
-        if several := config.data_parallel_size > 1:  # each has GPUs of its own
-            first, count = rank * config.world_size, config.world_size
+        if config.local_engines > 1:  # each has GPUs of its own
+            count = config.world_size
+            first = (rank - config.first_rank) * count
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
         self.replaceable = config.distributed_executor_backend != "torchrun"
-        name = f"engine process {rank}" if several else "the engine process"
+        name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
-        super().__init__(name, __file__, options, config.startup_timeout, coordinator, environment)
+        beside = [coordinator] if coordinator else []
+        super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def check(self) -> None:
         """See `Child.check`; an engine whose ranks torchrun has started cannot be replaced without them."""
@@ -244,36 +262,182 @@ class EngineProcess(Child):
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
         self.patience = self.facts["step_timeout"]
-        names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
-        for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items():
-            self.options[field] = self.facts[fact]
+        self.options |= sizes_of(self.facts)
 
 
-def launch(config: EngineConfig, children: list[Child]) -> tuple[list[EngineProcess], CoordinatorProcess | None]:
-    """Start the engines, and where there are several the coordinator; all go into `children`, and are ready then."""
-    coordinator = None
-    if config.data_parallel_size > 1:
-        config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
-        coordinator = CoordinatorProcess(config.data_parallel_size, config.startup_timeout)
-        children.append(coordinator)
-        coordinator.wait()
-    engines = []
-    for rank in range(config.data_parallel_size):
-        engine = EngineProcess(
-            dataclasses.replace(config, data_parallel_rank=rank), coordinator.address if coordinator else None
-        )
-        engines.append(engine)
-        children.append(engine)
-    for engine in engines:
-        engine.wait()
-    return engines, coordinator
+def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """The options by which another engine has the sizes of the one that has reported these facts."""
+    names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
+    return {field: facts[fact] for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items()}
 
 
-def new_client(engines: list[EngineProcess], coordinator: CoordinatorProcess | None) -> MPClient | DPClient:
-    """A client of what `launch` has started, for the process that calls this."""
-    if coordinator:
-        return DPClient([engine.address for engine in engines], coordinator.address, engines[0].facts["block_size"])
-    return MPClient(engines[0].address)
+class Fleet:
+    """The engines of a server and what they need, looked after as one `Child` is.
+
+    Engines of other hosts are not started here, but wanted: `gate` lets them in. With `data_parallel_size_max`, the
+    board's `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets
+    requests once it is ready. One that is taken away drains: see `DPClient`.
+
+    Args:
+        config: the server's options.
+        board: takes the state of each engine.
+        secret: that hosts must know, where there are several.
+
+    Raises:
+        ValueError: the port for other hosts cannot be had.
+    """
+
+    def __init__(self, config: EngineConfig, board: Board, secret: str = ""):
+        self.config, self.board = config, board
+        self.changing = config.data_parallel_size_max is not None
+        self.engines: dict[int, EngineProcess] = {}
+        self.coordinator: CoordinatorProcess | None = None
+        self.gate: GateProcess | None = None
+        self.facts: dict[str, Any] = {}  # of the first engine
+        self.trouble = ""  # why the number of engines is not what was wanted
+        port = None
+        if secret:
+            port = listen(str(config.data_parallel_address), config.data_parallel_rpc_port)
+        alone = config.max_engines == 1 or config.data_parallel_external_lb
+        self.ranks = [config.first_rank] if alone else list(range(config.max_engines))
+        self.ends = {rank: socket.socketpair() for rank in self.ranks}
+        if not alone:
+            self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
+            self.coordinator = CoordinatorProcess(len(self.ranks), config.startup_timeout)
+        if port and self.coordinator:
+            clients = {rank: self.ends[rank][1] for rank in self.ranks[config.local_engines :]}
+            self.gate = GateProcess(config, secret, port, clients, self.coordinator.address)
+
+    @property
+    def children(self) -> list[Child]:
+        """All processes."""
+        return [child for child in (self.coordinator, self.gate, *self.engines.values()) if child]
+
+    def start(self) -> None:
+        """Start the engines, and wait until they are ready, those of other hosts as well.
+
+        Raises:
+            SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
+        """
+        if self.coordinator:
+            self.coordinator.wait()
+        here = self.config.local_engines if self.gate else self.config.data_parallel_size
+        for rank in self.ranks[:here]:
+            self._launch(rank)
+        for engine in self.engines.values():
+            engine.wait()
+        facts = {rank: engine.facts for rank, engine in self.engines.items()}
+        if self.gate:
+            console.info(f"waiting for {listed(self.ranks[here:])} on other hosts at {place_of(self.config)}")
+            self.gate.wait()
+            facts |= {int(rank): told for rank, told in self.gate.facts.items()}
+        self.facts = facts[self.ranks[0]]
+        for rank, told in facts.items():
+            for name in FACTS:
+                if told[name] != self.facts[name]:
+                    console.error(
+                        f"{PROG}: error: {name} is {told[name]} in engine {rank} and {self.facts[name]} in engine "
+                        f"{self.ranks[0]}"
+                    )
+                    sys.exit(2)
+            self.board.engines[rank] = READY
+        self.board.wanted = len(facts)
+
+    def _launch(self, rank: int) -> None:
+        self.board.engines[rank] = STARTING
+        config = dataclasses.replace(self.config, data_parallel_rank=rank)
+        if self.facts:
+            config = dataclasses.replace(config, **sizes_of(self.facts))
+        address = self.coordinator.address if self.coordinator else None
+        self.engines[rank] = EngineProcess(config, address, self.ends[rank])
+
+    def new_client(self) -> MPClient | DPClient:
+        """A client for the process that calls this."""
+        if not self.coordinator:
+            (rank,) = self.ranks
+            return MPClient(self.ends[rank][0], rank)
+        addresses = [self.ends[rank][0] for rank in self.ranks]
+        return DPClient(addresses, self.coordinator.address, self.facts["block_size"], self.board, self.changing)
+
+    def check(self) -> None:
+        """See `Child.check`; this also starts and ends engines, as many as are wanted."""
+        for child in self.children:
+            if not (isinstance(child, EngineProcess) and self._state(child) in (STARTING, DRAINING)):
+                child.check()
+        if self.changing:
+            self._resize(self.board.wanted)
+
+    def _state(self, engine: EngineProcess) -> int:
+        return self.board.engines[engine.options["data_parallel_rank"]]
+
+    def _resize(self, wanted: int) -> None:
+        states, begun = self.board.engines, len(self.engines)
+        for rank, engine in list(self.engines.items()):
+            surplus, state = rank >= wanted, states[rank]
+            if state == STARTING and (surplus or (ready := engine.progress()) is False):
+                self._end(rank)
+                if not surplus:
+                    self.board.wanted = wanted = rank
+                    self.trouble = f"engine {rank} has failed to start, and the server's log says why"
+                    logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
+            elif state == STARTING and ready:
+                states[rank] = READY
+                logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
+            elif state == READY and surplus:
+                states[rank], engine.idle = DRAINING, 0
+                logger.info(f"{engine.name} drains")
+            elif state == DRAINING and not surplus:
+                states[rank] = READY
+            elif state == DRAINING:
+                engine.look()
+                if engine.idle >= IDLE_BEATS or engine.process.poll() is not None:
+                    self._end(rank)
+        for rank in range(begun, wanted):
+            if rank not in self.engines:
+                self._launch(rank)
+
+    def _end(self, rank: int) -> None:
+        engine = self.engines.pop(rank)
+        engine.stop()
+        self.board.engines[rank] = ABSENT
+        logger.info(f"{engine.name} has ended; there are {len(self.engines)} now")
+
+    def disown(self) -> None:
+        """See `Child.disown`."""
+        for child in self.children:
+            child.disown()
+
+    def stop(self) -> None:
+        """See `Child.stop`."""
+        for child in self.children:
+            child.stop()
+        for end in itertools.chain(*self.ends.values()):
+            end.close()
+
+
+def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str = "") -> Fleet:
+    """Start the engines and what they need; all of it goes into `children`, and is ready then.
+
+    Raises:
+        SystemExit: something does not start, and it has been said why.
+    """
+    try:
+        fleet = Fleet(config, board, secret)
+    except ValueError as error:
+        console.error(f"{PROG}: error: {error}")
+        sys.exit(2)
+    children.append(fleet)
+    fleet.start()
+    return fleet
+
+
+def follow_server(config: EngineConfig, secret: str) -> None:
+    """Run this host's engines for a server on another host, until SIGTERM or Ctrl-C."""
+
+    def new_engine(rank: int, coordinator: socket.socket) -> EngineProcess:
+        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank), coordinator)
+
+    serve_headless(config, secret, new_engine)
 
 
 def visible_gpus() -> list[str] | None:
@@ -292,19 +456,25 @@ def visible_gpus() -> list[str] | None:
     return done.stdout.split()
 
 
-def check_gpus(config: EngineConfig) -> None:
-    """Check that each of several engines gets GPUs of its own, where there are any.
+def check_engines(config: EngineConfig) -> None:
+    """Check that this host can run its engines, and that each of several gets GPUs of its own, where there are any.
 
     Raises:
-        ValueError: there are some, but not enough. An engine without one would quietly run on the CPU.
+        ValueError: there are some, but not enough. An engine without one would quietly run on the CPU. Or the host has
+            a rank, but not for what it would be.
     """
-    size, ranks = config.data_parallel_size, config.world_size
-    if size == 1 or config.device == "cpu":
+    if config.data_parallel_rank and not config.data_parallel_external_lb:
+        raise ValueError(
+            f"data_parallel_rank is {config.data_parallel_rank}; it is for --data-parallel-external-lb (for "
+            "--headless there is data_parallel_start_rank)"
+        )
+    size, ranks = config.local_engines, config.world_size
+    if size <= 1 or config.device == "cpu":
         return
     found = visible_gpus()
     if found and len(found) < size * ranks:
         raise ValueError(
-            f"data_parallel_size is {size}, with tensor_parallel_size {config.tensor_parallel_size} and "
+            f"data_parallel_size is {size} on this host, with tensor_parallel_size {config.tensor_parallel_size} and "
             f"pipeline_parallel_size {config.pipeline_parallel_size}, which takes {size * ranks} GPUs; there are "
             f"{len(found)}"
         )

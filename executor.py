@@ -559,7 +559,7 @@ def worker_main(
 ) -> None:
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
-    several = config.data_parallel_size > 1
+    several = config.max_engines > 1
     name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if several else ""))
     set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()

@@ -242,6 +242,7 @@ class Load:
     rank: int
     waiting: int
     running: int
+    waited: float = 0.0  # seconds that the one has waited that waits longest, in tenths
 
 
 @dataclass(slots=True)
@@ -251,9 +252,9 @@ class Subscribe:
 
 @dataclass(slots=True)
 class Loads:
-    """Coordinator to client: (waiting, running) of each engine."""
+    """Coordinator to client: (waiting, running, waited) of each engine; see `Load`."""
 
-    loads: list[tuple[int, int]]
+    loads: list[tuple[int, int, float]]
 
 
 @dataclass(slots=True)
@@ -293,6 +294,46 @@ class Met:
     name: str = ""  # of the meeting; no other has it
 
 
+@dataclass(slots=True)
+class Join:
+    """Host with engines to the server's gate, as the first on its link: it has engines of these ranks."""
+
+    node: str  # no other process has the same
+    ranks: list[int]
+    settings: dict[str, str]  # in which all hosts must agree
+
+
+@dataclass(slots=True)
+class Joined:
+    """Gate to host: the answer to `Join`."""
+
+    refusal: str = ""  # why the host cannot join; empty: it has
+    final: bool = True  # whether it would be refused again
+
+
+@dataclass(slots=True)
+class Ready:
+    """Host to gate: one of its engines can run requests."""
+
+    rank: int
+    facts: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Dial:
+    """Gate to host: somebody wants a connection to one of its engines."""
+
+    rank: int
+    ticket: str  # what the connection begins with
+
+
+@dataclass(slots=True)
+class Attach:
+    """Host to gate, as the first on a connection: for whom it is."""
+
+    ticket: str = ""  # of `Dial`; empty: for the coordinator
+
+
 Message = (
     EngineCoreRequest
     | Abort
@@ -307,6 +348,11 @@ Message = (
     | Wave
     | Meet
     | Met
+    | Join
+    | Joined
+    | Ready
+    | Dial
+    | Attach
     | StepPlan
     | StepResult
 )

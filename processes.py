@@ -144,7 +144,7 @@ class Child:
         """Whether the process that starts has become ready, or else failed; None: neither within so many seconds."""
         if self._said(timeout):
             return self._ready()
-        self._look()
+        self.look()
         return None
 
     def check(self) -> None:
@@ -172,9 +172,9 @@ class Child:
                         f"{self.name} has failed to start {self.failures} times in a row: that is the most"
                     )
         else:
-            self._look()
+            self.look()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Kill the process if it takes too long to start, or has stood still for too long."""
         if self.starting:  # it does not beat yet
             still = self.watchdog.look(0 if is_stopped(self.process.pid) else self.watchdog.beats + 1)

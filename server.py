@@ -47,14 +47,15 @@ import batch
 import terminal
 from bodies import parse_json
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
-from engine_process import check_gpus, launch, new_client
+from engine_process import check_engines, follow_server, launch
 from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, split_command
+from hosts import read_secret
 from hub import find_model
 from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
-from processes import Board, Child, Gunicorn, listen
+from processes import Board, Gunicorn, Kept, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
@@ -472,7 +473,8 @@ def serve(argv: list[str]) -> None:
         if config.otlp_traces_endpoint:
             check_telemetry(os.environ)
         engine_config = with_policy(engine_config, config)
-        check_gpus(engine_config)
+        check_engines(engine_config)
+        secret = read_secret(engine_config, os.environ)
         engine_config = find_model(engine_config, weights="plan" not in flags)
         model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
         if "plan" in flags:
@@ -482,6 +484,8 @@ def serve(argv: list[str]) -> None:
             return
         if engine_config.distributed_executor_backend == "torchrun":
             engine_config = lead_or_follow(engine_config, model_config)
+        if engine_config.headless:
+            return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
     except ValueError as error:
@@ -492,15 +496,14 @@ def serve(argv: list[str]) -> None:
     names = config.served_model_name or (engine_config.model_name,)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while it starts, which leaves no trace
     main_pid, board = os.getpid(), Board()
-    children: list[Child] = []
+    children: list[Kept] = []
     try:
-        engines, coordinator = launch(engine_config, children)
-        facts = engines[0].facts
+        fleet = launch(engine_config, children, board, secret)
 
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            return create_app(Api(new_client(engines, coordinator), tokenizer, facts, config, names, board), spans)
+            return create_app(Api(fleet.new_client(), tokenizer, fleet.facts, config, names, board), spans)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:

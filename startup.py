@@ -93,7 +93,7 @@ class Startup:
         check_room(config, model_config, dtype, self.max_model_len, self.device)
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
-        self.sharers = self.group.local_size * config.data_parallel_size  # they share this machine's cores and memory
+        self.sharers = self.group.local_size * config.local_engines  # they share this machine's cores and memory
         self.greedy_head: cpu.GreedyHead | None = None
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 
 from client import Connection, EngineDeadError, MPClient
 from config import EngineConfig
-from data_parallel import CLOSE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
+from data_parallel import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
-from engine_process import EngineServer, check_gpus, visible_gpus
+from engine_process import EngineServer, check_engines, visible_gpus
 from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
+from processes import READY, Board
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command
@@ -192,13 +193,13 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
         engine.send(WaveReport(rank, 0, False))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(0)] * 2
     client.send(Subscribe())
-    assert heard[2].get(timeout=10) == Loads([(0, 0), (0, 0)])
+    assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
     engines[1].send(Load(1, 3, 4))
     engines[1].send(WaveReport(1, 0, True))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(WAVE_STEPS)] * 2
-    assert heard[2].get(timeout=10) == Loads([(0, 0), (3, 4)])
+    assert heard[2].get(timeout=10) == Loads([IDLE, (3, 4, 0.0)])
     engines[1].close()  # it dies
-    assert heard[2].get(timeout=10) == Loads([(0, 0), (0, 0)])
+    assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
     engines[0].send(WaveReport(0, WAVE_STEPS, True))
     assert heard[0].get(timeout=10) == Wave(2 * WAVE_STEPS)
     for connection in (engines[0], client):
@@ -265,7 +266,9 @@ def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.M
 def test_a_client_of_engines_of_which_none_lives():
     pairs = [socket.socketpair() for _ in range(3)]
     addresses = [address for address, _ in pairs]
-    client = DPClient(addresses[:2], addresses[2], 16)
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    client = DPClient(addresses[:2], addresses[2], 16, board)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
         client.add(EngineCoreRequest("x", [1], GREEDY))
@@ -294,11 +297,11 @@ def test_each_engine_gets_gpus_of_its_own_or_the_server_does_not_start(monkeypat
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = EngineConfig(**{"data_parallel_size": 2} | fields)
     if fits:
-        check_gpus(config)
+        check_engines(config)
     else:
         count = len(visible.split(","))
-        with pytest.raises(ValueError, match=rf"data_parallel_size is 2, .* takes [24] GPUs; there are {count}"):
-            check_gpus(config)
+        with pytest.raises(ValueError, match=rf"data_parallel_size is 2 .* takes [24] GPUs; there are {count}"):
+            check_engines(config)
 
 
 def test_gpus_are_counted_by_the_driver_where_nothing_hides_them(monkeypatch):
@@ -311,7 +314,7 @@ def test_gpus_are_counted_by_the_driver_where_nothing_hides_them(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert visible_gpus() is None
-    check_gpus(EngineConfig(data_parallel_size=2))
+    check_engines(EngineConfig(data_parallel_size=2))
 
 
 # --- the real thing --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group
 from plan import EngineCoreRequest, Meet, Met, NewRow, StepPlan, Wave, WaveReport
+from processes import Board
 from sampling_params import SamplingParams
 from served import eventually
 from test_families import CASES as FAMILY_CASES
@@ -231,9 +232,9 @@ class Engines:
         options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8}
         options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
         self.children: list[Any] = []
-        self.engines, coordinator = launch(EngineConfig(str(folder), **options | EP | fields), self.children)
-        assert coordinator
-        self.coordinator = coordinator
+        fleet = launch(EngineConfig(str(folder), **options | EP | fields), self.children, Board())
+        assert fleet.coordinator
+        self.engines, self.coordinator = [*fleet.engines.values()], fleet.coordinator
         self.clients = [MPClient(engine.address) for engine in self.engines]
         self.numbers = itertools.count()
         self.ended = threading.Event()
