@@ -82,7 +82,7 @@ class AsyncLLM:
     """
 
     def __init__(self, config: EngineConfig):
-        if (size := config.data_parallel_size) > 1:
+        if (size := config.max_engines) > 1 or config.headless:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
         if config.distributed_executor_backend == "torchrun":
             raise ValueError("distributed_executor_backend is 'torchrun'; for AsyncLLM it must be auto, uni or mp")

@@ -67,6 +67,7 @@ class EngineCore:
             "scheduling_policy": config.scheduling_policy,
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_max": config.data_parallel_size_max,
             **facts(config, self.model_config),
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")

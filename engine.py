@@ -1,6 +1,7 @@
 """The engine in the caller's own process, for scripts.
 
-    InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`
+    InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`; several engines are processes, which
+                    `engine_process.FleetClient` speaks to
     LLMEngine       the same for callers that run its loop themselves
     LLM             `LLM("demo").generate("To be, or not")`
 
@@ -16,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
@@ -49,6 +50,9 @@ from plan import EngineCoreRequest, EngineOutput
 from prompts import InputProcessor, Prompt, listed, read_prompt
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
+
+if TYPE_CHECKING:
+    from engine_process import FleetClient
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
@@ -107,6 +111,15 @@ class InprocClient:
         if index is None:
             self.streams.pop(request_id, None)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the engine has measured and chosen."""
+        return self.core.facts
+
+    def stream(self) -> Stream:
+        """A stream that runs the engine while it is read."""
+        return InprocStream(self)
+
     def step(self) -> bool:
         """Run a step and hand out its outputs; returns whether there was anything to run."""
         if not self.core.has_work():
@@ -156,6 +169,15 @@ class InprocStream(Stream):
         return super().get(0)
 
 
+def new_client(config: EngineConfig) -> InprocClient | FleetClient:
+    """A client of a new engine in this process, or of several, which have processes of their own."""
+    if config.data_parallel_size == 1:
+        return InprocClient(EngineCore(config))
+    from engine_process import FleetClient  # here, because one engine in a script does without all of that
+
+    return FleetClient(config)
+
+
 class LLMEngine:
     """A model in this process, for those who run its loop themselves.
 
@@ -167,16 +189,15 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig):
-        if (size := config.data_parallel_size) > 1:
-            raise ValueError(f"data_parallel_size is {size}; for LLM it must be 1: several engines are for the server")
+        if config.headless or config.data_parallel_size_max is not None or config.data_parallel_external_lb:
+            raise ValueError("headless, data_parallel_size_max and data_parallel_external_lb are for the server")
         set_up(config.log_level, config.log_format, logger.name)
         self.config = config = find_model(config)
         self.tokenizer = open_tokenizer(config.folder, config.skip_tokenizer_init)
-        core = EngineCore(config)
-        self.inputs = InputProcessor(self.tokenizer, core.facts)
+        self._client: InprocClient | FleetClient | None = new_client(config)
+        self.inputs = InputProcessor(self.tokenizer, self.client.facts)
         self.live: dict[str, Choices] = {}
-        self.stream = Stream()
-        self._client: InprocClient | None = InprocClient(core)
+        self.stream = self.client.stream()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
@@ -184,7 +205,7 @@ class LLMEngine:
         return cls(engine_args)
 
     @property
-    def client(self) -> InprocClient:
+    def client(self) -> InprocClient | FleetClient:
         """The engine's client.
 
         Raises:
@@ -253,7 +274,7 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Log what the engine has done since the last time, at the level info."""
-        self.client.core.do_log_stats()
+        self.client.call_all("do_log_stats")
 
     def close(self) -> None:
         """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
@@ -297,7 +318,7 @@ class LLM:
         return cls(**vars(engine_args))
 
     @property
-    def client(self) -> InprocClient:
+    def client(self) -> InprocClient | FleetClient:
         """The engine's client.
 
         Raises:
@@ -307,8 +328,10 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine; raises as `client` does."""
-        return self.client.core
+        """The engine; raises as `client` does, and a ValueError if there are several, in other processes."""
+        if not isinstance(client := self.client, InprocClient):
+            raise ValueError(f"data_parallel_size is {self.config.data_parallel_size}; these engines have no one core")
+        return client.core
 
     def __enter__(self) -> LLM:
         return self
@@ -326,18 +349,20 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `generate` and `chat` take where they are given none: the model's own, by its generation_config.json."""
-        return SamplingParams(**self.core.default_sampling)
+        return SamplingParams(**self.client.facts["default_sampling"])
 
-    def get_metrics(self) -> dict[str, Any]:
+    def get_metrics(self) -> dict[Any, Any]:
         """What the engine counts, by vLLM's names without the prefix; counters end in `_total`.
 
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
+        Of several engines, it is what each counts, by its rank.
         """
-        return self.core.metrics()
+        found = self.client.call_all("metrics")
+        return found[0] if self.config.data_parallel_size == 1 else found
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
-        self.core.reset_prefix_cache()
+        self.client.call_all("reset_prefix_cache")
         return True
 
     def collective_rpc(
@@ -359,7 +384,10 @@ class LLM:
             ValueError: there is no such method, it failed, or it cannot be sent.
             TimeoutError: it took longer.
         """
-        return self.core.collective_rpc(method, timeout, args, kwargs)
+        if not isinstance(method, str) and self.config.data_parallel_size > 1:
+            raise ValueError(f"method is {method!r}; with several engines it must be the name of a method of the worker")
+        found = self.client.call_all("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
+        return [one for engine in found.values() for one in engine]
 
     def generate(
         self,
@@ -391,7 +419,7 @@ class LLM:
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
-        live, stream = {}, InprocStream(client)
+        live, stream = {}, client.stream()
         try:
             for request, choices in made:
                 client.add(request, stream)
@@ -518,7 +546,7 @@ class LLM:
         if not all(isinstance(text, str) for text in (*first, *second)):
             raise ValueError("text_1 or text_2 has what is no string")
         first, keep = first * (len(second) // len(first)), self._kept(tokenization_kwargs)
-        if self.core.facts["task"] == "score":
+        if self.client.facts["task"] == "score":
             pairs = zip(first, second, strict=True)
             if keep is None:
                 ids = [self.tokenizer.encode_pair(*pair) for pair in pairs]
@@ -532,12 +560,12 @@ class LLM:
         return [scored(vectors[a], vectors[b]) for a, b in zip(first, second, strict=True)]
 
     def _check_task(self, method: str, tasks: tuple[str, ...]) -> None:
-        if (task := self.core.facts["task"]) not in tasks:
+        if (task := self.client.facts["task"]) not in tasks:
             raise ValueError(f"{method} is for engines whose task is {' or '.join(tasks)}; this one's is {task!r}")
 
     def _kept(self, tokenization_kwargs: dict[str, Any] | None) -> int | None:
         """How many tokens of a prompt are kept; None: all."""
-        given, limit = dict(tokenization_kwargs or {}), self.core.facts["max_model_len"]
+        given, limit = dict(tokenization_kwargs or {}), self.client.facts["max_model_len"]
         keep = given.pop("truncate_prompt_tokens", None)
         if given:
             raise ValueError(f"tokenization_kwargs has {next(iter(given))!r:.80}; known: truncate_prompt_tokens")
@@ -573,7 +601,7 @@ class LLM:
         if len(each) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
-        live, stream = set(), InprocStream(self.client)
+        live, stream = set(), self.client.stream()
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
                 request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)

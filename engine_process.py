@@ -14,19 +14,21 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from typing import Any
 
-from client import Connection, FrameServer, MPClient
+from client import Connection, FrameServer, MPClient, Stream
 from config import PROG, EngineConfig
 from core import GLANCE, EngineCore
-from data_parallel import CoordinatorProcess, DPClient, Lockstep, Peers
+from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
-from hosts import FACTS, GateProcess, listed, place_of, serve_headless
+from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from logs import console, logger, set_up
+from model_config import ModelConfig
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
-from processes import ABSENT, DRAINING, READY, STARTING, Board, Child, Kept, ParentPipe, listen
+from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, ParentPipe, listen
 from ring import BEAT
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
@@ -294,7 +296,10 @@ class Fleet:
         self.coordinator: CoordinatorProcess | None = None
         self.gate: GateProcess | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
-        self.trouble = ""  # why the number of engines is not what was wanted
+        self.autoscaler: Autoscaler | None = None
+        if config.data_parallel_autoscale is not None:
+            sizes = config.data_parallel_size, config.max_engines
+            self.autoscaler = Autoscaler(config.data_parallel_autoscale, *sizes)
         port = None
         if secret:
             port = listen(str(config.data_parallel_address), config.data_parallel_rpc_port)
@@ -365,20 +370,25 @@ class Fleet:
             if not (isinstance(child, EngineProcess) and self._state(child) in (STARTING, DRAINING)):
                 child.check()
         if self.changing:
+            if self.autoscaler:
+                states = self.board.engines.tolist()
+                changing = STARTING in states or DRAINING in states
+                self.board.wanted = self.autoscaler.look(
+                    time.monotonic(), self.board.queue_time, self.board.wanted, changing
+                )
             self._resize(self.board.wanted)
 
     def _state(self, engine: EngineProcess) -> int:
         return self.board.engines[engine.options["data_parallel_rank"]]
 
     def _resize(self, wanted: int) -> None:
-        states, begun = self.board.engines, len(self.engines)
+        states = self.board.engines
         for rank, engine in list(self.engines.items()):
             surplus, state = rank >= wanted, states[rank]
             if state == STARTING and (surplus or (ready := engine.progress()) is False):
                 self._end(rank)
                 if not surplus:
                     self.board.wanted = wanted = rank
-                    self.trouble = f"engine {rank} has failed to start, and the server's log says why"
                     logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
             elif state == STARTING and ready:
                 states[rank] = READY
@@ -390,9 +400,9 @@ class Fleet:
                 states[rank] = READY
             elif state == DRAINING:
                 engine.look()
-                if engine.idle >= IDLE_BEATS or engine.process.poll() is not None:
+                if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
                     self._end(rank)
-        for rank in range(begun, wanted):
+        for rank in range(wanted):
             if rank not in self.engines:
                 self._launch(rank)
 
@@ -429,6 +439,91 @@ def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str
     children.append(fleet)
     fleet.start()
     return fleet
+
+
+class FleetStream(Stream):
+    """A stream of a `FleetClient`, which says that something has come."""
+
+    def __init__(self, arrived: threading.Event):
+        super().__init__()
+        self.arrived, self.begun = arrived, set[str]()
+
+    def put(self, item: EngineOutput | Exception) -> None:
+        """Append what `get` will return, or raise."""
+        super().put(item)
+        self.arrived.set()
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output; see `Stream.get`.
+
+        Raises:
+            ValueError: the engine has refused a request.
+        """
+        output = super().get(timeout)
+        if output.error and not output.engine_fault and output.request_id not in self.begun:
+            raise ValueError(output.error)
+        self.begun.add(output.request_id)
+        return output
+
+
+class FleetClient(DPClient):
+    """Several engines for a script, with the methods of `engine.InprocClient`. It starts them and looks after them.
+
+    They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
+
+    Args:
+        config: the options.
+
+    Raises:
+        ValueError: the options do not fit this machine, or an engine does not start, which has said why on stderr.
+    """
+
+    def __init__(self, config: EngineConfig):
+        check_engines(config)
+        secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
+        ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
+        try:
+            fleet = launch(config, self.children, board, secret)
+        except BaseException as error:
+            self._stop()
+            if isinstance(error, SystemExit):
+                raise ValueError("the engine processes have not started; they have said why on stderr") from None
+            raise
+        assert fleet.coordinator
+        self.facts, self.arrived, self.ended = fleet.facts, threading.Event(), threading.Event()
+        addresses = [fleet.ends[rank][0] for rank in fleet.ranks]
+        super().__init__(addresses, fleet.coordinator.address, fleet.facts["block_size"], board)
+        self.watcher = threading.Thread(target=self._watch_over, args=(fleet,), daemon=True)
+        self.watcher.start()
+
+    def _watch_over(self, fleet: Fleet) -> None:
+        try:
+            while not self.ended.wait(LOOK):
+                fleet.check()
+        except ChildProcessError as error:
+            logger.error(str(error))
+
+    def stream(self) -> Stream:
+        """A stream for `add`."""
+        return FleetStream(self.arrived)
+
+    def step(self) -> bool:
+        """Wait until an output comes, if any is to come; returns False, because the engines run by themselves."""
+        if any(client.streams for client in self.clients.values()):
+            self.arrived.wait(LOOK)
+            self.arrived.clear()
+        return False
+
+    def _stop(self) -> None:
+        for child in self.children:
+            child.stop()
+
+    def close(self) -> None:
+        """End the engines, with all that runs."""
+        self.ended.set()
+        self.watcher.join()
+        super().close()
+        self._stop()
 
 
 def follow_server(config: EngineConfig, secret: str) -> None:

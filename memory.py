@@ -464,7 +464,7 @@ def plan_stage(
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
         return model, plan, plan.room(budget, plan.weights + plan.context), where
     free = available_bytes() - plan.weights * config.world_size
-    room = max(0, int(CPU_KV_SHARE * free / (config.world_size * config.data_parallel_size)))
+    room = max(0, int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))))
     count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
     plan = replace(plan, states=4 * model.state_size * count)
     plan.beside_states(2 * room)

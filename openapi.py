@@ -23,7 +23,7 @@ GETS = {
     "/v1/models": "The model's names.", "/v1/models/{name}": "One of them.", "/health": "Whether the engine runs.",
     "/version": "Of Manta.", "/metrics": "Gauges and counters, as Prometheus reads them.",
     "/explain/{id}": "Where the time of a request went.", "/live": "What the engines do, as it happens.",
-    "/openapi.json": "This document.",
+    "/openapi.json": "This document.", "/scale": "How many engines there are, come and go.",
     "/v1/responses/{id}": "A stored response.", "/v1/responses/{id}/input_items": "What it was made from, by pages.",
 }  # fmt: skip
 KINDS = {  # what comes back, where that is not JSON
@@ -34,6 +34,10 @@ BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
 }
+SCALE = {
+    "type": "object", "required": ["data_parallel_size"], "additionalProperties": False,
+    "properties": {"data_parallel_size": {"type": "integer", "minimum": 1}},
+}  # fmt: skip
 QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
@@ -111,6 +115,9 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         found = replies(error, KINDS.get(path, "application/json"))
         operation = {"summary": summary, "parameters": places, "responses": found}
         paths.setdefault(path, {})[method] = operation
+    asked = {"required": True, "content": {"application/json": {"schema": SCALE}}}
+    scaled = {"summary": "Have so many engines.", "requestBody": asked, "responses": replies(error, "application/json")}
+    paths["/scale"]["post"] = scaled
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
         "paths": paths,

@@ -83,7 +83,13 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-QUIET = ("health", "metrics", "live", "page")  # routes that programs ask for all the time, and what the page is made of
+QUIET = (
+    "health",
+    "metrics",
+    "live",
+    "page",
+    "scaling",
+)  # routes that programs ask for all the time, and what the page is made of
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 
@@ -254,15 +260,20 @@ def log_request(
     logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
 
 
+def body_of(api: Api) -> dict[str, Any]:
+    """The JSON object that this request brings."""
+    g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
+    hold = g.body.enter_context(api.board.holding())
+    return parse_json(read_body(api.config, api.board, hold), api.config, api.facts["max_model_len"])
+
+
 def view_of(api: Api, route: str) -> Callable[[], Response]:
     """The view of one of `protocol.ROUTES`: a body comes in, and goes out as JSON or as events."""
 
     def view() -> Response:
-        g.body = contextlib.ExitStack()  # closed when the body has become a request, or with the reply
-        hold = g.body.enter_context(api.board.holding())
+        body = body_of(api)
         caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
-        longest = api.facts["max_model_len"]
-        answer = api.answer(route, parse_json(read_body(api.config, api.board, hold), api.config, longest), caller)
+        answer = api.answer(route, body, caller)
         return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
     return view
@@ -299,6 +310,7 @@ def add_routes(app: Flask, api: Api) -> None:
         ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
+        ("/scale", "scaling", lambda: reply(api.scaling())),
         ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
         ("/live", "live", lambda: stream(api.live(g.client), api.config)),
@@ -306,6 +318,7 @@ def add_routes(app: Flask, api: Api) -> None:
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
     for method, rule, name, view in (
+        ("POST", "/scale", "scale", lambda: reply(api.scale(body_of(api)))),
         ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
         ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
         ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.cancel_response(id, g.client))),

@@ -239,7 +239,7 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
         import socket, time, client
         address, listener = socket.socketpair()
         server, lost = client.FrameServer(listener), []
-        connection = client.Connection(address, print, lost=lambda: lost.append(1))
+        connection = client.Connection(address, print, lost=lost.append)
         assert connection.up.is_set()
         connection._hang_up()
         until = time.monotonic() + 20

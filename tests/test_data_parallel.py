@@ -279,9 +279,10 @@ def test_a_client_of_engines_of_which_none_lives():
         used.close()
 
 
-def test_several_engines_are_not_for_llm():
-    with pytest.raises(ValueError, match="data_parallel_size is 2; for LLM it must be 1"):
-        LLM(data_parallel_size=2)
+@pytest.mark.parametrize("fields", [{"data_parallel_size_max": 2}, {"headless": True, "data_parallel_address": "a"}])
+def test_what_only_a_server_can_do_is_not_for_llm(fields):
+    with pytest.raises(ValueError, match="are for the server"):
+        LLM(**fields)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "client", "config", "core", "engine_process", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
         "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
@@ -67,7 +67,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
     "engine_process": {
-        "client", "config", "core", "data_parallel", "executor", "hosts", "logs", "plan", "processes", "ring"},
+        "client", "config", "core", "data_parallel", "executor", "hosts", "logs", "model_config", "plan", "processes",
+        "ring"},
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
