@@ -268,20 +268,24 @@ class Gate:
 
     def _take(self, rank: int, clients: socket.socket) -> None:
         """Take those who want to speak to an engine."""
-        while half := accept(clients):
-            ticket = os.urandom(16).hex()
-            with self.lock:
-                self.waiting[ticket] = rank, half
-                link = self.links.get(rank)
-            if link:
-                link.send(Dial(rank, ticket))
+        with clients:
+            while half := accept(clients):
+                ticket = os.urandom(16).hex()
+                with self.lock:
+                    self.waiting[ticket] = rank, half
+                    link = self.links.get(rank)
+                if link:
+                    link.send(Dial(rank, ticket))
 
     def _listen(self, listener: socket.socket) -> None:
         listener.listen(128)
         while True:
             try:
                 sock, address = listener.accept()
-            except OSError as error:  # too many are open
+            except OSError as error:
+                if listener.fileno() < 0:
+                    return
+                # Too many are open.
                 logger.warning(f"no connection from another host can be taken: {error.strerror}")
                 time.sleep(PAUSE)
                 continue
@@ -301,7 +305,9 @@ class Gate:
                 self.strangers.release()
         except OSError as error:
             sock.close()
-            logger.warning(f"refused a connection from {host} to the port for other hosts: {error}")
+            late = f"it has not said who it is within {HANDSHAKE_TIMEOUT:g} s"
+            why = late if isinstance(error, TimeoutError) else error
+            logger.warning(f"refused a connection from {host} to the port for other hosts: {why}")
             return
         if isinstance(message, Attach):
             self._attach(sock, message.ticket)
@@ -325,7 +331,7 @@ class Gate:
             return Joined(differ)
         if strange := sorted(set(link.ranks) - set(self.ranks)):
             return Joined(
-                f"host {link.host} has {listed(strange)}; of other hosts there are to be {listed(self.ranks)}"
+                f"host {link.host} has {listed(strange)}; other hosts are to have {listed(self.ranks)}"
             )
         taken = [rank for rank in link.ranks if rank in self.links and self.links[rank].node != link.node]
         if taken:  # perhaps by one that is gone, which will be noticed
@@ -513,8 +519,9 @@ class Node:
 
     def _take(self, listener: socket.socket) -> None:
         """Take the engines' connections to the coordinator."""
-        while half := accept(listener):
-            threading.Thread(target=self._connect, args=(half,), daemon=True).start()
+        with listener:
+            while half := accept(listener):
+                threading.Thread(target=self._connect, args=(half,), daemon=True).start()
 
     def _connect(self, half: socket.socket) -> None:
         with half:

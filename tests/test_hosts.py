@@ -1,0 +1,507 @@
+"""Engines on other hosts: who is let in, how processes find each other, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import hosts
+from client import Connection, FrameServer, MPClient, to_frame
+from config import DEMO, EngineConfig
+from engine import LLM
+from hosts import MAGIC, NONCE, Gate, Node, Refused, admit, differences, prove, read_secret, settings_of
+from plan import Attach, Health, Join, Load, Loads
+from ring import Codec
+from served import ROOT, alive, eventually
+from test_survival import command
+from test_torchrun import hosts as namespaces  # noqa: F401 (a fixture)
+from test_torchrun import ip
+
+SECRET = "correct horse battery staple"
+LONG = pytest.mark.long
+
+
+# --- who is let in ----------------------------------------------------------------------------------------------------
+
+
+def meet(mine: str, theirs: str) -> tuple[list[Exception], bytes]:
+    """What the two sides of a handshake raise, and all that the dialling side has sent."""
+    gate, node = socket.socketpair()
+    raised: list[Exception] = []
+    sent = bytearray()
+    real = node.sendall
+
+    def let_in() -> None:
+        try:
+            admit(gate, mine)
+        except OSError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=let_in)
+    thread.start()
+    with gate, node:
+        spy = SimpleNamespace(recv=node.recv, settimeout=node.settimeout)
+        spy.sendall = lambda data: (sent.extend(data), real(data))
+        try:
+            prove(spy, theirs)
+        except OSError as error:
+            raised.append(error)
+        thread.join(10)
+    return raised, bytes(sent)
+
+
+def test_who_knows_the_secret_is_let_in_and_does_not_send_it():
+    raised, sent = meet(SECRET, SECRET)
+    again, other = meet(SECRET, SECRET)
+    assert not raised and not again and SECRET.encode() not in sent
+    assert len(sent) == len(MAGIC) + 2 * NONCE and sent != other  # nothing that was overheard is good again
+
+
+def test_with_another_secret_both_sides_refuse():
+    raised, _ = meet(SECRET, SECRET + ".")
+    assert [type(error) for error in raised] == [Refused, Refused]
+    assert {str(error) for error in raised} == {"it has another secret"}
+
+
+def test_a_gate_that_does_not_know_the_secret_is_refused():
+    """It cannot answer with what the other side has sent, because each side's proof names its part."""
+    gate, node = socket.socketpair()
+    with gate, node:
+        gate.sendall(MAGIC + bytes(NONCE))
+        threading.Thread(target=lambda: gate.sendall(gate.recv(1024)[-NONCE:]), daemon=True).start()
+        with pytest.raises(Refused, match="another secret"):
+            prove(node, SECRET)
+
+
+def test_hosts_differ_in_words_that_name_both():
+    config = EngineConfig(DEMO, data_parallel_size=2)
+    mine, theirs = settings_of(config), settings_of(EngineConfig(DEMO, data_parallel_size=2, block_size=16))
+    assert not differences(mine, dict(mine), "a", "b")
+    assert differences(theirs, mine, "host a", "the server's") == "block_size is 16 on host a and 64 on the server's"
+    assert differences(mine | {"version": "0"}, mine, "a", "b").startswith("version is 0 on a and ")
+
+
+@pytest.mark.parametrize("content", [SECRET + "\n", None])
+def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path: Path, content: str | None):
+    fields: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "data_parallel_address": "a"}
+    environment = {} if content else {hosts.SECRET: SECRET}
+    if content:
+        (tmp_path / "secret").write_text(content)
+        fields["data_parallel_secret_file"] = str(tmp_path / "secret")
+    assert read_secret(EngineConfig(**fields), environment) == SECRET and not environment
+
+
+@pytest.mark.parametrize(
+    ("environment", "path", "words"),
+    [({}, None, "neither"), ({hosts.SECRET: "x" * 15}, None, "15 characters"), ({}, "/none", "cannot be read")],
+)
+def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str | None, words: str):
+    config = EngineConfig(
+        data_parallel_size=2, headless=True, data_parallel_address="a", data_parallel_secret_file=path
+    )
+    with pytest.raises(ValueError, match=words) as refused:
+        read_secret(config, environment)
+    assert "x" * 15 not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"data_parallel_size_local": 3}, "data_parallel_size_local is 3; it must be from 0 to data_parallel_size, 2"),
+        ({"data_parallel_size_local": 1}, "data_parallel_address is not given"),
+        ({"data_parallel_start_rank": 1}, "data_parallel_start_rank is 1; it is for --headless"),
+        ({"headless": True, "data_parallel_start_rank": 1, "data_parallel_address": "a"}, "must be below"),
+        ({"data_parallel_external_lb": True, "headless": True, "data_parallel_address": "a"}, "serves one engine"),
+        ({"data_parallel_rank": 2}, "data_parallel_rank is 2; it must be below 2"),
+        ({"data_parallel_size_max": 1}, "data_parallel_size_max is 1; it must be at least"),
+        ({"data_parallel_autoscale": 1.0}, "it needs data_parallel_size_max"),
+        ({"data_parallel_size_max": 3, "enable_expert_parallel": True}, "engines that share experts must be on one"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        EngineConfig(**{"data_parallel_size": 2} | fields)
+
+
+# --- a gate and a host in this process --------------------------------------------------------------------------------
+
+
+class Pair:
+    """A gate for engine 1, the coordinator's end, and a host whose engine is a `FrameServer`, over 127.0.0.1."""
+
+    def __init__(self) -> None:
+        self.port, self.nodes = socket.create_server(("127.0.0.1", 0)), list[Node]()
+        self.clients, self.coordinator, self.engine = (socket.socketpair() for _ in range(3))
+        self.frames, self.servers = FrameServer(self.coordinator[1]), FrameServer(self.engine[1])
+        fields: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_size_local": 1, "device": "cpu"}
+        fields |= {"data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": self.port.getsockname()[1]}
+        self.config = EngineConfig(DEMO, **fields | {"headless": True, "data_parallel_start_rank": 1})
+        settings, coordinator = settings_of(EngineConfig(DEMO, **fields)), self.coordinator[0]
+        self.gate = Gate(SECRET, settings, self.port, {1: self.clients[1]}, coordinator, {})
+
+    def join(self, secret: str = SECRET, config: EngineConfig | None = None) -> Node:
+        """A host, whose engine is ready."""
+        node = Node(config or self.config, secret)
+        node.engines = {1: SimpleNamespace(address=self.engine[0], facts={"rank": 1})}  # type: ignore[dict-item]
+        node.launched.set()
+        with node.lock:
+            node.ready.append(1)
+        node._tell(1)  # as `run` does
+        self.nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.refused = "the test is over"
+            if link := node.link:
+                link.shutdown(socket.SHUT_RDWR)
+            node.address.close()
+        for address, _ in (self.clients, self.coordinator, self.engine):
+            address.close()  # and the threads of the other ends close these
+        self.port.shutdown(socket.SHUT_RDWR)
+        self.port.close()
+        eventually(lambda: all(other.fileno() < 0 for _, other in (self.clients, self.coordinator, self.engine)), 10)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(hosts, "PAUSE", 0.05)
+    monkeypatch.setattr(hosts, "HANDSHAKE_TIMEOUT", 0.5)
+    made = Pair()
+    yield made
+    made.close()
+
+
+def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pair: Pair):
+    client = MPClient(pair.clients[0], 1)  # it waits until the host is there
+    node = pair.join()
+    node.wait(10)
+    eventually(lambda: pair.gate.complete.is_set() and client.trouble is None, 10)
+    assert pair.gate.facts == {1: {"rank": 1}} and client.connection.far
+    assert [sock.family for sock in pair.servers.clients] == [socket.AF_INET]
+    heard: list[Any] = []
+    engine = Connection(node.address, heard.append, lambda connection: connection.send(Load(1, 2, 3)))
+    assert pair.frames.inbox.get(timeout=10)[1] == Load(1, 2, 3)
+    pair.frames.publish(Loads([(0, 0, 0.0)]))
+    eventually(lambda: Loads([(0, 0, 0.0)]) in heard, 10)
+    for used in (engine, client):
+        used.close()
+
+
+def test_a_link_that_is_lost_is_made_again_and_streams_go_on(pair: Pair):
+    node, client = pair.join(), MPClient(pair.clients[0], 1)
+    eventually(lambda: client.trouble is None, 10)
+    first, link = client.connection.socket, pair.gate.links[1]
+    link.sock.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: pair.gate.links.get(1) not in (None, link), 10)
+    pair.servers.publish(Health("a word"))
+    eventually(lambda: client.trouble == "a word", 10)
+    assert client.connection.socket is first  # neither end needs the link
+    first.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: client.connection.socket is not first and client.trouble is None, 10)
+    assert not node.refused
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("secret", "block_size", "words"),
+    [(SECRET + "x", 64, "it has another secret"), (SECRET, 16, "block_size is 16 on host 127.0.0.1 and 64 on the s")],
+)
+def test_a_host_that_cannot_join_is_told_why_and_so_is_the_log(pair: Pair, caplog, secret, block_size, words):
+    fields = {name: getattr(pair.config, name) for name in vars(pair.config)} | {"block_size": block_size}
+    node = pair.join(secret, EngineConfig(**fields))
+    with pytest.raises(ConnectionError, match=words):
+        node.wait(10)
+    eventually(lambda: sum(words in record.message for record in caplog.records) == 1, 10)
+
+
+def test_a_second_host_with_the_same_engines_waits(pair: Pair):
+    pair.join().wait(10)
+    with pytest.raises(ConnectionError, match=r"has engine 1, and so has 127.0.0.1, which came first; 0.3 s are over"):
+        pair.join().wait(0.3)
+
+
+STRANGE = [
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"", b"\0" * 2000, MAGIC, MAGIC + os.urandom(2 * NONCE),
+    b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + os.urandom(64),
+]  # fmt: skip
+
+
+def test_strangers_disturb_nobody_and_cost_a_line_each(pair: Pair, caplog):
+    node, client = pair.join(), MPClient(pair.clients[0], 1)
+    eventually(lambda: client.trouble is None, 10)
+    for data in STRANGE:
+        with socket.create_connection(pair.port.getsockname(), 10) as stranger:
+            stranger.sendall(data)
+            with contextlib.suppress(ConnectionResetError):
+                while stranger.recv(1 << 16):
+                    pass
+    lines = [record.message for record in caplog.records if "refused a connection from 127.0.0.1" in record.message]
+    assert len(lines) == len(STRANGE) and client.trouble is None and not node.refused
+    client.close()
+
+
+def test_who_knows_the_secret_but_sends_no_message_is_refused(pair: Pair, caplog):
+    for data in (b"\xff\xff\xff\xff", b"\x03\0\0\0abc", to_frame(Codec(), Attach("no such ticket"))):
+        with socket.create_connection(pair.port.getsockname(), 10) as sock:
+            prove(sock, SECRET)
+            sock.sendall(data)
+            assert sock.recv(1) == b""
+    assert sum("at most" in record.message for record in caplog.records) == 1
+    assert sum("is no message" in record.message for record in caplog.records) == 1
+    with socket.create_connection(pair.port.getsockname(), 10) as sock:
+        prove(sock, SECRET)
+        sock.sendall(to_frame(Codec(), Join("x", [0, 7], pair.gate.settings)))
+        assert b"has engines 0, 7; other hosts are to have engine 1" in sock.recv(1 << 16)
+
+
+# --- two hosts --------------------------------------------------------------------------------------------------------
+
+# Streams, one after the other in each of several threads, for some seconds: how each ended.
+LOAD = """
+import http.client, json, sys, threading, time
+readers, seconds, tokens = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+begun, found = time.monotonic(), []
+
+def ask(i):
+    body = {"prompt": f"{i}. Enter the SERVANT", "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "stream": True}
+    told = {"prompt": i, "text": "", "error": None, "status": 0, "ended": False, "begun": time.monotonic() - begun}
+    try:
+        client = http.client.HTTPConnection("127.0.0.1", 8000, timeout=60)
+        client.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = client.getresponse()
+        told["status"] = reply.status
+        if reply.status != 200:
+            told["error"] = json.loads(reply.read())["error"]["message"]
+        for line in reply if reply.status == 200 else ():
+            if line == b"data: [DONE]\\n":
+                told["ended"] = True
+                break
+            if line.startswith(b"data: "):
+                event = json.loads(line[6:])
+                if "error" in event:
+                    told["error"] = event["error"]["message"]
+                else:
+                    told["text"] += event["choices"][0]["text"]
+    except OSError as error:
+        told["error"] = repr(error)
+    except http.client.HTTPException as error:
+        told["error"] = repr(error)
+    told["seconds"] = time.monotonic() - begun - told["begun"]
+    found.append(told)
+    if told["error"]:
+        time.sleep(0.2)
+
+def read(i):
+    while time.monotonic() < begun + seconds:
+        ask(i)
+
+threads = [threading.Thread(target=read, args=(i,)) for i in range(readers)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(json.dumps(found))
+"""
+GONE = "the engine process has ended"
+FAR = GONE + ", or its host is out of reach"
+
+
+class TwoHosts:
+    """A server in one namespace, and a headless host in another; each has one engine."""
+
+    def __init__(self, names: list[str], folder: Path):
+        self.names, self.folder = names, folder
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), hosts.SECRET: SECRET}
+        self.logs = [folder / "server.log", folder / "node.log"]
+        self.processes = [self.start(0), self.start(1)]
+        eventually(lambda: "http://127.0.0.1:8000" in self.log(0) or self.processes[0].poll() is not None, 90)
+        assert self.processes[0].poll() is None, self.log(0) + self.log(1)
+
+    def start(self, host: int, *flags: str) -> subprocess.Popen[bytes]:
+        fixed = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--data-parallel-size", "2"]
+        fixed += ["--data-parallel-size-local", "1", "--data-parallel-address", "10.213.77.1"]
+        fixed += ["--headless", "--data-parallel-start-rank", "1"] if host else ["--port", "8000"]
+        run = ["ip", "netns", "exec", self.names[host], sys.executable, "server.py", *fixed, *flags]
+        with open(self.logs[host], "a") as log:
+            return subprocess.Popen(run, cwd=ROOT, env=self.environment, stderr=log)
+
+    def log(self, host: int) -> str:
+        return self.logs[host].read_text()
+
+    def load(self, readers: int, seconds: float, tokens: int = 60) -> subprocess.Popen[str]:
+        """Streams for so long; see LOAD."""
+        run = ["ip", "netns", "exec", self.names[0], sys.executable, "-c", LOAD]
+        return subprocess.Popen([*run, *map(str, (readers, seconds, tokens))], stdout=subprocess.PIPE, text=True)
+
+    def get(self, path: str) -> str:
+        run = ["ip", "netns", "exec", self.names[0], "curl", "-s", "-m", "5", f"http://127.0.0.1:8000{path}"]
+        return subprocess.run(run, capture_output=True, text=True).stdout
+
+    def both_serve(self) -> bool:
+        told = self.get("/metrics")
+        return all(f'num_requests_running{{engine="{i}"' in told for i in range(2))
+
+    def cut(self, seconds: float) -> None:
+        """Take the cable out for so long."""
+        ip("-n", self.names[0], "link", "set", "cable", "down")
+        time.sleep(seconds)
+        ip("-n", self.names[0], "link", "set", "cable", "up")
+
+    def find(self, host: int, name: str) -> int:
+        """A process by its name."""
+
+        def below(pid: int) -> list[int]:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            return [pid, *(found for child in children for found in below(int(child)))]
+
+        return next(pid for pid in below(self.processes[host].pid) if f"manta: {name}" in command(pid))
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            process.kill()
+
+
+@pytest.fixture
+def two(namespaces: list[str], tmp_path: Path) -> Iterator[TwoHosts]:  # noqa: F811
+    made = TwoHosts(namespaces, tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def answers_of(load: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    told, _ = load.communicate(timeout=180)
+    found = json.loads(told)
+    texts: dict[int, set[str]] = {}
+    for one in found:
+        if one["ended"] and not one["error"]:
+            texts.setdefault(one["prompt"], set()).add(one["text"])
+    assert all(len(each) == 1 for each in texts.values())  # the same on both hosts, and nothing came twice
+    return found
+
+
+def test_two_hosts_answer_and_a_short_cut_costs_nobody_anything(two: TwoHosts) -> None:
+    server = two.processes[0].pid
+    assert SECRET not in command(server) + Path(f"/proc/{two.find(0, 'gate')}/environ").read_text()
+    load = two.load(8, 12)
+    time.sleep(2)
+    two.cut(5)
+    found = answers_of(load)
+    assert all(one["ended"] and not one["error"] for one in found) and len(found) > 16
+    assert max(one["seconds"] for one in found) >= 4  # some were cut off
+    told = two.get("/metrics")
+    counts = [float(line.split()[-1]) for line in told.splitlines() if "generation_tokens_total{" in line]
+    assert len(counts) == 2 and min(counts) > 100
+    gone = two.find(1, "engine")
+    two.processes[1].terminate()
+    assert two.processes[1].wait(30) == 0
+    eventually(lambda: not alive(gone), 10)
+    again = answers_of(two.load(4, 1))
+    assert all(one["ended"] and not one["error"] for one in again)
+    two.processes[1] = two.start(1)  # the host is back, in other processes
+    eventually(two.both_serve, 60)
+    two.processes[0].terminate()
+    assert two.processes[0].wait(30) == 0, two.log(0)
+
+
+@LONG
+def test_a_long_cut_ends_what_was_there_and_the_host_comes_back(two: TwoHosts) -> None:
+    load = two.load(8, 70)
+    time.sleep(4)
+    two.cut(60)
+    found = answers_of(load)
+    lost = [one for one in found if one["error"]]
+    assert 0 < len(lost) <= 8 + 8 and {one["error"] for one in lost} == {FAR}
+    assert {one["status"] for one in lost} <= {200, 503} and max(one["seconds"] for one in lost) < 30
+    later = [one for one in found if 10 < one["begun"] < 60]
+    assert len(later) > 50 and not any(one["error"] for one in later)  # by the other engine
+    eventually(two.both_serve, 30)
+
+
+KILLS = {  # host and process, and what those who read may be told
+    (0, "gate"): set(), (0, "coordinator"): set(), (0, "worker"): set(), (1, "worker"): set(), (0, "engine"): {GONE},
+    (1, "engine"): {FAR}, (1, "node"): {FAR}, (0, "api"): {None, "RemoteDisconnected", "ConnectionReset"},
+}  # fmt: skip
+
+
+@LONG
+@pytest.mark.parametrize("victim", KILLS, ids=lambda victim: f"{('server', 'node')[victim[0]]}-{victim[1]}")
+def test_whoever_is_killed_takes_only_its_own_along(two: TwoHosts, victim: tuple[int, str], capsys) -> None:
+    """At ten moments under 100 streams."""
+    rng, (host, name) = random.Random(str(victim)), victim
+    ends: Counter[str] = Counter()
+    for _ in range(10):
+        load = two.load(100, 8)
+        time.sleep(rng.uniform(1, 6))
+        os.kill(two.find(host, name), signal.SIGKILL)
+        if name == "node":
+            two.processes[1].wait(10)
+            two.processes[1] = two.start(1)
+        found = answers_of(load)
+        lost = [one for one in found if one["error"] or not one["ended"]]
+        ends += Counter({"answered": len(found) - len(lost), "cut": sum(one["status"] == 200 for one in lost)})
+        ends += Counter({"refused": sum(one["status"] != 200 for one in lost)})
+        for one in lost:
+            assert any(one["error"] == word or (word and word in (one["error"] or "")) for word in KILLS[victim]), one
+        assert len(lost) <= 110
+        eventually(two.both_serve, 90)
+    with capsys.disabled():
+        print(f"\n{host} {name}: {dict(ends)}")
+
+
+@LONG
+def test_when_the_server_is_killed_its_successor_finds_the_host(two: TwoHosts) -> None:
+    engine = two.find(1, "engine")
+    two.processes[0].kill()
+    two.processes[0].wait(10)
+    two.processes[0] = two.start(0)
+    eventually(two.both_serve, 90)
+    assert two.find(1, "engine") == engine  # which was kept, with its weights
+
+
+# --- several engines of a script --------------------------------------------------------------------------------------
+
+
+def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
+    with LLM(DEMO, data_parallel_size=2, device="cpu", dtype="float32", threads=1) as several:
+        found = several.generate(*work, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in found] == answers
+        told = several.get_metrics()
+        assert set(told) == {0, 1} and min(each["generation_tokens_total"] for each in told.values()) > 0
+        with pytest.raises(ValueError, match="at most 1023 leave room"):
+            several.generate([[5] * 5000], use_tqdm=False)
+        assert several.reset_prefix_cache() and len(several.collective_rpc("block_bytes")) == 2
+        engine = several.llm_engine
+        for i in range(4):
+            engine.add_request(str(i), work[0][i], work[1][i])
+        done: dict[str, list[int]] = {}
+        while engine.has_unfinished_requests():
+            done |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
+        assert [done[str(i)] for i in range(4)] == answers[:4]
+        with pytest.raises(ValueError, match="these engines have no one core"):
+            _ = several.core
+    with pytest.raises(ValueError, match="closed"):
+        several.generate("a")
