@@ -385,7 +385,9 @@ class LLM:
             TimeoutError: it took longer.
         """
         if not isinstance(method, str) and self.config.data_parallel_size > 1:
-            raise ValueError(f"method is {method!r}; with several engines it must be the name of a method of the worker")
+            raise ValueError(
+                f"method is {method!r}; with several engines it must be the name of a method of the worker"
+            )
         found = self.client.call_all("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
         return [one for engine in found.values() for one in engine]
 

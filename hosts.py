@@ -330,9 +330,7 @@ class Gate:
         if differ := differences(settings, self.settings, f"host {link.host}", "the server's"):
             return Joined(differ)
         if strange := sorted(set(link.ranks) - set(self.ranks)):
-            return Joined(
-                f"host {link.host} has {listed(strange)}; other hosts are to have {listed(self.ranks)}"
-            )
+            return Joined(f"host {link.host} has {listed(strange)}; other hosts are to have {listed(self.ranks)}")
         taken = [rank for rank in link.ranks if rank in self.links and self.links[rank].node != link.node]
         if taken:  # perhaps by one that is gone, which will be noticed
             other = self.links[taken[0]].host
