@@ -403,7 +403,8 @@ class Fleet:
                 if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
                     self._end(rank)
         for rank in range(wanted):
-            if rank not in self.engines:
+            # On a CPU a start takes cores from those that serve, so there is one at a time.
+            if rank not in self.engines and not (self.facts["device"] == "cpu" and STARTING in states.tolist()):
                 self._launch(rank)
 
     def _end(self, rank: int) -> None:
