@@ -328,13 +328,16 @@ class EngineCore:
         if self.trace:
             self.trace.close()
 
-    def load(self) -> tuple[int, int, float]:
-        """How many groups of sequences wait, or are swapped, how many run, and how long the next one has waited."""
+    def load(self) -> tuple[int, int, int]:
+        """How many groups of sequences wait, or are swapped, and how many run; for how long the next one has waited.
+
+        That is in tenths of a second.
+        """
         scheduler = self.scheduler
         queues, waited = (scheduler.waiting, scheduler.swapped, scheduler.admission.aside), 0.0
         if scheduler.waiting:
             waited = scheduler.clock() - scheduler.waiting.first().timeline.begun
-        return sum(map(len, queues)), len(scheduler.running), round(waited, 1)
+        return sum(map(len, queues)), len(scheduler.running), round(10 * waited)
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `metrics.SERIES`."""

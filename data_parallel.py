@@ -42,7 +42,7 @@ CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of 
 MAX_PREFIXES = 1 << 17  # blocks whose holder is remembered
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
 QUIET, RASH, LONGEST_QUIET = 60.0, 300.0, 960.0  # seconds; see `Autoscaler`
-IDLE = 0, 0, 0.0  # the load of an engine that has nothing to do
+IDLE = 0, 0, 0  # the load of an engine that has nothing to do
 WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
 
 
@@ -168,7 +168,7 @@ class DPClient:
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
             self.router.update([load[:2] for load in message.loads])
-            self.board.queue_time = max(waited for _, _, waited in message.loads)
+            self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
 
     def _watch(self) -> None:
         while not self.closed:
@@ -422,8 +422,8 @@ class Coordinator:
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
-        self.loads: list[tuple[int, int, float]] = [IDLE] * size  # as `plan.Loads` has them
-        self.published: list[tuple[int, int, float]] = []
+        self.loads: list[tuple[int, int, int]] = [IDLE] * size  # as `plan.Loads` has them
+        self.published: list[tuple[int, int, int]] = []
         self.last = 0.0  # when loads were published
 
     def run(self) -> None:

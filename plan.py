@@ -242,7 +242,7 @@ class Load:
     rank: int
     waiting: int
     running: int
-    waited: float = 0.0  # seconds that the one has waited that waits longest, in tenths
+    waited: int = 0  # tenths of a second that the next one has waited
 
 
 @dataclass(slots=True)
@@ -254,7 +254,7 @@ class Subscribe:
 class Loads:
     """Coordinator to client: (waiting, running, waited) of each engine; see `Load`."""
 
-    loads: list[tuple[int, int, float]]
+    loads: list[tuple[int, int, int]]
 
 
 @dataclass(slots=True)

@@ -8,6 +8,8 @@ Each line below goes after `python bench/bench.py`:
     scale --trace AzureLLMInferenceTrace_conv.csv  2 to 1,000 simulated engines: routing, balance, latencies, hits
     plans                                        bytes of a step's plan and of its news, by how many sequences decode
     loads                                        messages and bytes through the coordinator, by number of engines
+    elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
+    autoscale --trace AzureLLMInferenceTrace_conv.csv  how many engines the rule by queue time keeps, simulated
     ring                                         the shared-memory ring: round trips, and a million messages
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while their worker is killed, again and again
@@ -48,6 +50,7 @@ from typing import Any
 if not __package__:  # from a clone: the engine's files lie one folder up
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import bench_elastic
 import bench_embed
 import bench_engine
 import bench_process
@@ -345,6 +348,25 @@ def add_scale(commands: Any) -> None:
     scale.add_argument("--processes", type=int, default=1, help="runs at a time; more make routing look slower")
 
 
+def add_elastic(commands: Any) -> None:
+    """Add what has engines come and go."""
+    elastic, autoscale = (commands.add_parser(name) for name in ("elastic", "autoscale"))
+    elastic.add_argument("--model", default=EngineConfig.model)
+    elastic.add_argument(
+        "--trace", type=Path, help="CSV in the format of Azure's LLM traces; default: made-up arrivals"
+    )
+    elastic.add_argument("--rate", type=float, default=60.0, help="requests a second")
+    elastic.add_argument("--requests", type=int, default=3600)
+    elastic.add_argument("--scale", type=float, default=1.0, help="factor on lengths, for a slow machine")
+    elastic.add_argument("--size", type=int, default=3, help="engines that there are in between")
+    elastic.add_argument("--options", type=shlex.split, default=[], help="further options for the server")
+    autoscale.add_argument("--trace", type=Path, required=True, help="CSV in the format of Azure's LLM traces")
+    autoscale.add_argument("--copies", type=int, default=4, help="of each request")
+    autoscale.add_argument("--targets", type=float, nargs="+", default=[0.5, 2.0], help="seconds in the queue")
+    autoscale.add_argument("--most", type=int, default=4, help="engines")
+    autoscale.add_argument("--load-seconds", type=float, default=30.0, help="that an engine takes to start")
+
+
 def add_streams(commands: Any) -> None:
     """Add what measures streams of a server."""
     streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
@@ -444,6 +466,7 @@ def new_parser() -> argparse.ArgumentParser:
         command.add_argument("--compile", action="store_true", help="Manta's option of this name, on a CPU")
     add_embed(commands)
     add_scale(commands)
+    add_elastic(commands)
     add_streams(commands)
     add_structured(commands)
     make = commands.add_parser("make-model")
@@ -471,6 +494,12 @@ def main() -> None:
         figures = bench_scale.plan_figures(args.trace)
     elif args.command == "loads":
         figures = bench_scale.loads_figures(args.engines)
+    elif args.command == "elastic":
+        figures = bench_elastic.elastic_figures(
+            args.model, args.trace, args.rate, args.requests, args.scale, args.size, args.options
+        )
+    elif args.command == "autoscale":
+        figures = bench_elastic.autoscale_figures(args.trace, args.copies, args.targets, args.most, args.load_seconds)
     elif args.command == "ring":
         figures = bench_process.ring_figures(args.messages)
     elif args.command == "executor":

@@ -3,9 +3,10 @@
     elastic_figures     a server that is scaled up and down while requests of a trace arrive
     autoscale_figures   a simulation: how many engines `data_parallel.Autoscaler` keeps for a trace
 
-In the simulation the requests come when the trace says, several at a time where `copies` says so, and go through the real router to the
-engines of `bench_scale.py`. The rule is the real one, and looks every second as the server does. An engine that is added
-takes some seconds to load, and one that is taken away gets nothing more and ends with its last request.
+In the simulation the requests come when the trace says, several at a time where `copies` says so, and go through the
+real router to the engines of `bench_scale.py`. The rule is the real one, and looks every second as the server does. An
+engine that is added takes some seconds to load, and one that is taken away gets nothing more and ends with its last
+request.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 
 import bench_serve
-from bench_scale import POOL, Device, Job, ModelEngine
+from bench_scale import Device, Job, ModelEngine
 from config import EngineConfig
 from data_parallel import INTERVAL, Autoscaler, Router
 from model_config import ModelConfig
@@ -151,17 +152,14 @@ def run(jobs: Sequence[Job], fleet: Fleet, least: int, scaler: Autoscaler | None
     }  # fmt: skip
 
 
-def autoscale_figures(
-    trace: Path, copies: int, targets: Sequence[float], most: int, load_seconds: float, max_num_seqs: int
-) -> Figures:
+def autoscale_figures(trace: Path, copies: int, targets: Sequence[float], most: int, load_seconds: float) -> Figures:
     """The trace on each fixed number of engines, and with the rule for each target."""
-    figures, config = [], EngineConfig(max_num_seqs=max_num_seqs)
+    figures, config = [], EngineConfig()
     for least, target in [*((size, None) for size in range(1, most + 1)), *((1, target) for target in targets)]:
         jobs = read_arrivals(trace, copies)
         scaler = Autoscaler(target, 1, most) if target else None
         found = run(jobs, Fleet(config, most, load_seconds), least, scaler)
         figures.append({"target": target, "requests": len(jobs), "load_seconds": load_seconds} | found)
-        print(figures[-1])
     return figures
 
 
@@ -176,9 +174,10 @@ def scaling(port: int) -> dict[str, int]:
 async def scale_at(port: int, begun: float, at: float, size: int) -> tuple[float, float]:
     """Ask for so many engines at a time; returns when that was, and when it was so, in seconds after `begun`."""
     await asyncio.sleep(begun + at - time.perf_counter())
-    body = json.dumps({"data_parallel_size": size}).encode()
+    body = json.dumps({"data_parallel_size": size})
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"POST /scale HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    head = f"POST /scale HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body.encode())
     told = await reader.read()
     writer.close()
     assert b" 200 " in told, told
@@ -193,9 +192,9 @@ async def drive(
 ) -> tuple[list[bench_serve.Reply], list[tuple[float, float]]]:
     """Replay `work`, and meanwhile scale to `size` and back to one; the replies, and when the sizes changed."""
     begun, last = time.perf_counter(), work[-1].at
-    changes = [scale_at(port, begun, UP_AT * last, size), scale_at(port, begun, DOWN_AT * last, 1)]
-    replies, *times = await asyncio.gather(bench_serve.replay(port, work, contents), *changes)
-    return replies, times
+    replies = asyncio.create_task(bench_serve.replay(port, work, contents))
+    times = [await scale_at(port, begun, UP_AT * last, size), await scale_at(port, begun, DOWN_AT * last, 1)]
+    return await replies, times
 
 
 def elastic_figures(

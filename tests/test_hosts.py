@@ -197,8 +197,8 @@ def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pai
     heard: list[Any] = []
     engine = Connection(node.address, heard.append, lambda connection: connection.send(Load(1, 2, 3)))
     assert pair.frames.inbox.get(timeout=10)[1] == Load(1, 2, 3)
-    pair.frames.publish(Loads([(0, 0, 0.0)]))
-    eventually(lambda: Loads([(0, 0, 0.0)]) in heard, 10)
+    pair.frames.publish(Loads([(0, 0, 0)]))
+    eventually(lambda: Loads([(0, 0, 0)]) in heard, 10)
     for used in (engine, client):
         used.close()
 

@@ -56,8 +56,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "engine_process", "grammar", "hub", "logs", "messages", "outputs", "plan", "prompts",
-        "sampling_params", "tokenizer"},
+        "client", "config", "core", "engine_process", "grammar", "hub", "logs", "messages", "outputs", "plan",
+        "prompts", "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
