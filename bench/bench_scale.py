@@ -30,7 +30,7 @@ from unittest import mock
 import numpy as np
 
 import data_parallel
-from client import connect, read_frames, to_frame
+from client import ACCEPTED, connect, read_frames, to_frame
 from config import EngineConfig
 from data_parallel import INTERVAL, CoordinatorProcess, Router
 from plan import Load, Loads, StepPlan, StepResult, Subscribe
@@ -539,6 +539,7 @@ def loads_figures(engines: Sequence[int], messages: int = 200_000) -> Figures:
             process.wait()
             socks = [connect(process.address) for _ in range(size)]
             subscriber = connect(process.address)
+            subscriber.recv(len(ACCEPTED))
             subscriber.sendall(to_frame(codec, Subscribe()))
             last = [(7, rank % 128, 0) for rank in range(size)]
             frames = [[to_frame(codec, Load(rank, *load)) for load in ((3, 50, 0), last[rank])] for rank in range(size)]
