@@ -331,8 +331,12 @@ class TwoHosts:
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder), hosts.SECRET: SECRET}
         self.logs = [folder / "server.log", folder / "node.log"]
         self.processes = [self.start(0), self.start(1)]
-        eventually(lambda: "http://127.0.0.1:8000" in self.log(0) or self.processes[0].poll() is not None, 90)
-        assert self.processes[0].poll() is None, self.log(0) + self.log(1)
+        try:
+            eventually(lambda: "http://127.0.0.1:8000" in self.log(0) or self.processes[0].poll() is not None, 90)
+            assert self.processes[0].poll() is None, self.log(0) + self.log(1)
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, host: int, *flags: str) -> subprocess.Popen[bytes]:
         fixed = ["--device", "cpu", "--dtype", "float32", "--threads", "1", "--data-parallel-size", "2"]
