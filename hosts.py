@@ -104,6 +104,8 @@ def settings_of(config: EngineConfig) -> dict[str, str]:
         told.update(path.name.encode())
         told.update(str(path.stat().st_size).encode() if path.suffix == ".safetensors" else path.read_bytes())
     options = {name: repr(getattr(config, name)) for name in SHARED}
+    if config.scheduling_policy == "auto":  # for a server with several keys it has been settled already
+        options["scheduling_policy"] = repr("fcfs")
     return {"version": VERSION, "hash of the model's files": told.hexdigest()} | options
 
 
