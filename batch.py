@@ -41,9 +41,9 @@ from tqdm import tqdm
 from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
 from config import EngineConfig, ServerConfig
-from engine_process import check_engines, launch
 from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, refuse_given
+from fleet import check_engines, launch
 from hosts import read_secret
 from hub import find_model
 from logs import console, set_up

@@ -1,7 +1,7 @@
 """The engine in the caller's own process, for scripts.
 
     InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`; several engines are processes, which
-                    `engine_process.FleetClient` speaks to
+                    `fleet.FleetClient` speaks to
     LLMEngine       the same for callers that run its loop themselves
     LLM             `LLM("demo").generate("To be, or not")`
 
@@ -52,7 +52,7 @@ from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, Str
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from engine_process import FleetClient
+    from fleet import FleetClient
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
@@ -173,7 +173,7 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     """A client of a new engine in this process, or of several, which have processes of their own."""
     if config.data_parallel_size == 1:
         return InprocClient(EngineCore(config))
-    from engine_process import FleetClient  # here, because one engine in a script does without all of that
+    from fleet import FleetClient  # here, because one engine in a script does without all of that
 
     return FleetClient(config)
 

@@ -306,11 +306,10 @@ class Gate:
             finally:
                 self.strangers.release()
         except OSError as error:
-            sock.close()
             late = f"it has not said who it is within {HANDSHAKE_TIMEOUT:g} s"
             why = late if isinstance(error, TimeoutError) else error
             logger.warning(f"refused a connection from {host} to the port for other hosts: {why}")
-            return
+            return sock.close()
         if isinstance(message, Attach):
             self._attach(sock, message.ticket)
         elif isinstance(message, Join):

@@ -47,9 +47,9 @@ import batch
 import terminal
 from bodies import parse_json
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
-from engine_process import check_engines, follow_server, launch
 from executor import lead_or_follow, name_process
 from flags import OptionParser, from_flags, split_command
+from fleet import check_engines, follow_server, launch
 from hosts import read_secret
 from hub import find_model
 from logs import console, logger, set_up
@@ -83,13 +83,8 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 STATUS_HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
-QUIET = (
-    "health",
-    "metrics",
-    "live",
-    "page",
-    "scaling",
-)  # routes that programs ask for all the time, and what the page is made of
+# Routes that programs ask for all the time, and what the page is made of.
+QUIET = ("health", "metrics", "live", "page", "scaling")
 # What gunicorn finds wrong with a request before the app sees it, where that is not 400.
 UNREADABLE = {errors.LimitRequestLine: 414, errors.ExpectationFailed: 417, errors.LimitRequestHeaders: 431}
 

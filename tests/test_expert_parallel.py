@@ -21,7 +21,7 @@ from client import MPClient
 from config import EngineConfig
 from data_parallel import Lockstep, Meetings, Waves
 from engine import LLM
-from engine_process import launch
+from fleet import launch
 from loader import fill_dummy, load_weights
 from model import Transformer
 from model_config import ModelConfig

@@ -15,11 +15,11 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "engine_process", "executor", "flags", "hosts", "hub", "logs", "model_config",
+        "batch", "bodies", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
         "openapi", "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry",
         "terminal", "tokenizer"},
     "batch": {
-        "bodies", "client", "config", "engine_process", "executor", "flags", "hosts", "hub", "logs", "model_config",
+        "bodies", "client", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
         "processes", "protocol", "reading", "replies", "serving", "tokenizer"},
     "terminal": {
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
@@ -56,7 +56,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "engine_process", "grammar", "hub", "logs", "messages", "outputs", "plan",
+        "client", "config", "core", "fleet", "grammar", "hub", "logs", "messages", "outputs", "plan",
         "prompts", "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
@@ -66,9 +66,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "sampling_params", "scheduler", "sequence", "tracing"},
     "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
-    "engine_process": {
-        "client", "config", "core", "data_parallel", "executor", "hosts", "logs", "model_config", "plan", "processes",
-        "ring"},
+    "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
+    "fleet": {
+        "client", "config", "data_parallel", "engine_process", "hosts", "logs", "model_config", "plan", "processes"},
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
@@ -154,7 +154,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 90, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 91, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:
