@@ -24,6 +24,7 @@ import contextlib
 import math
 import os
 import queue
+import random
 import socket
 import threading
 import time
@@ -34,12 +35,11 @@ from typing import Any
 from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
 from executor import meeting_place, name_process
 from kv_cache import chain
-from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Routed, Subscribe, Wave, WaveReport
 from processes import READY, Board, Child, ParentPipe
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
-MAX_PREFIXES = 1 << 17  # blocks whose holder is remembered
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
 QUIET, RASH, LONGEST_QUIET = 60.0, 300.0, 960.0  # seconds; see `Autoscaler`
 IDLE = 0, 0, 0  # the load of an engine that has nothing to do
@@ -52,17 +52,26 @@ class Router:
     A load is what the coordinator said last, and what was sent since then. Which engine holds a prefix is a guess: the
     one that was last asked for it. (SGLang's router keeps a tree of such guesses; here the blocks' hashes are enough.)
 
+    Where there are several routers, all see the same loads, and would all send to the engine of the least. So each
+    draws two engines and takes the one of the lesser load (M. Mitzenmacher, "The Power of Two Choices", 2001). And each
+    tells the others, by the coordinator, who was given which prompt.
+
     Args:
         size: number of engines.
         block_size: tokens of a block.
+        num_blocks: of an engine; for each of them it is remembered who holds it.
+        routers: how many there are, one in each API process.
         affinity: whether prefixes count.
+
+    Attributes:
+        latest: the hash of all full blocks of the prompt that came last; empty if it had none.
     """
 
-    def __init__(self, size: int, block_size: int, affinity: bool = True):
-        self.size, self.block_size, self.affinity = size, block_size, affinity
+    def __init__(self, size: int, block_size: int, num_blocks: int = 1 << 14, routers: int = 1, affinity: bool = True):
+        self.size, self.block_size, self.routers, self.affinity = size, block_size, routers, affinity
         self.loads = [0] * size
         self.holders: OrderedDict[bytes, int] = OrderedDict()  # by hash, the one least recently asked for first
-        self.turn = 0
+        self.most, self.turn, self.latest = size * num_blocks, 0, b""
 
     def update(self, loads: Sequence[tuple[int, int]]) -> None:
         """Take the latest (waiting, running) of each engine."""
@@ -73,21 +82,27 @@ class Router:
         hashes: list[bytes] = []
         if self.affinity:
             chain(hashes, tokens, self.block_size, salt)
-        least = min(self.loads[rank] for rank in alive)
+        drawn = alive if self.routers == 1 or len(alive) < 3 else random.sample(alive, 2)
+        least = min(self.loads[rank] for rank in drawn)
         holders = [self.holders[digest] for digest in reversed(hashes) if digest in self.holders]
         near = [rank for rank in holders if rank in alive and self.loads[rank] - least <= CLOSE]
         if near:
             rank = near[0]
         else:
-            rank = min(alive, key=lambda rank: (self.loads[rank], (rank - self.turn) % self.size))
+            rank = min(drawn, key=lambda rank: (self.loads[rank], (rank - self.turn) % self.size))
             self.turn = rank + 1
-        self.loads[rank] += width
+        self.loads[rank] += WAITING * width  # until the engine says that they run
         for digest in hashes:
-            self.holders[digest] = rank
-            self.holders.move_to_end(digest)
-        while len(self.holders) > MAX_PREFIXES:
-            self.holders.popitem(last=False)
+            self.learn(digest, rank)
+        self.latest = hashes[-1] if hashes else b""
         return rank
+
+    def learn(self, digest: bytes, rank: int) -> None:
+        """The engine was given a prompt whose blocks have this hash."""
+        self.holders[digest] = rank
+        self.holders.move_to_end(digest)
+        if len(self.holders) > self.most:
+            self.holders.popitem(last=False)
 
 
 class Autoscaler:
@@ -142,7 +157,7 @@ class DPClient:
     Args:
         addresses: of the engines, also of those that are yet to come.
         coordinator: its address.
-        block_size: tokens of a KV block.
+        router: of this process.
         board: has the state of each engine, and takes the queue time.
         changing: whether these states may change.
     """
@@ -151,15 +166,14 @@ class DPClient:
         self,
         addresses: Sequence[socket.socket],
         coordinator: socket.socket,
-        block_size: int,
+        router: Router,
         board: Board,
         changing: bool = False,
     ):
-        self.addresses, self.board = addresses, board
+        self.addresses, self.router, self.board = addresses, router, board
         self.clients: dict[int, MPClient] = {}
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
         self.lock, self.closed = threading.Lock(), False
-        self.router = Router(len(addresses), block_size)
         self._look()
         self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
         if changing:
@@ -168,6 +182,8 @@ class DPClient:
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
             self.router.update([load[:2] for load in message.loads])
+            for digest, rank in message.routed:
+                self.router.learn(digest, rank)
             self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
 
     def _watch(self) -> None:
@@ -211,8 +227,10 @@ class DPClient:
                     break
                 well = [rank for rank in alive if self.clients[rank].trouble is None] or sorted(alive)
                 rank = self.router.choose(prompt, request.salt, width, sorted(well))
+                digest, client = self.router.latest, self.clients[rank]
                 self.adding[rank] += 1
-                client = self.clients[rank]
+            if digest and self.router.routers > 1:
+                self.coordinator.send(Routed(digest, rank))
             try:
                 return client.add(request, stream)
             except EngineDeadError:
@@ -424,24 +442,28 @@ class Coordinator:
         self.subscribers: set[socket.socket] = set()
         self.loads: list[tuple[int, int, int]] = [IDLE] * size  # as `plan.Loads` has them
         self.published: list[tuple[int, int, int]] = []
+        self.routed: list[tuple[bytes, int]] = []  # since loads were published
         self.last = 0.0  # when loads were published
 
     def run(self) -> None:
         """Serve for ever."""
         while True:
-            changed = self.published != self.loads
+            changed = self.routed or self.published != self.loads
             with contextlib.suppress(queue.Empty):
                 self._handle(*self.frames.inbox.get(timeout=INTERVAL if changed else None))
-            if self.published != self.loads and time.monotonic() - self.last >= INTERVAL:
+            if (self.routed or self.published != self.loads) and time.monotonic() - self.last >= INTERVAL:
                 self.published, self.last = list(self.loads), time.monotonic()
+                news, self.routed = Loads(self.published, self.routed), []
                 for client in self.subscribers:
-                    self.frames.send(client, Loads(self.published))
+                    self.frames.send(client, news)
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
         assert client
         if isinstance(message, Load):
             self.engines[client] = message.rank
             self.loads[message.rank] = message.waiting, message.running, message.waited
+        elif isinstance(message, Routed):
+            self.routed.append((message.digest, message.rank))
         elif isinstance(message, WaveReport):
             self.in_lockstep.add(client)
             if wave := self.waves.update(message):

@@ -18,7 +18,7 @@ from typing import Any
 
 from client import MPClient, Stream
 from config import PROG, EngineConfig
-from data_parallel import Autoscaler, CoordinatorProcess, DPClient
+from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of, visible_gpus
 from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from logs import console, logger
@@ -112,13 +112,17 @@ class Fleet:
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
-    def new_client(self) -> MPClient | DPClient:
-        """A client for the process that calls this."""
+    def new_client(self, routers: int = 1) -> MPClient | DPClient:
+        """A client for the process that calls this, which is one of so many."""
         if not self.coordinator:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        return DPClient(addresses, self.coordinator.address, self.facts["block_size"], self.board, self.changing)
+        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, self.changing)
+
+    def new_router(self, routers: int = 1) -> Router:
+        """A router, one of so many."""
+        return Router(len(self.ranks), self.facts["block_size"], self.facts["num_blocks"], routers)
 
     def check(self) -> None:
         """See `Child.check`; this also starts and ends engines, as many as are wanted."""
@@ -249,7 +253,7 @@ class FleetClient(DPClient):
         assert fleet.coordinator
         self.facts, self.arrived, self.ended = fleet.facts, threading.Event(), threading.Event()
         addresses = [fleet.ends[rank][0] for rank in fleet.ranks]
-        super().__init__(addresses, fleet.coordinator.address, fleet.facts["block_size"], board)
+        super().__init__(addresses, fleet.coordinator.address, fleet.new_router(), board)
         self.watcher = threading.Thread(target=self._watch_over, args=(fleet,), daemon=True)
         self.watcher.start()
 

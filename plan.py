@@ -255,6 +255,15 @@ class Loads:
     """Coordinator to client: (waiting, running, waited) of each engine; see `Load`."""
 
     loads: list[tuple[int, int, int]]
+    routed: list[tuple[bytes, int]] = field(default_factory=list)  # (digest, rank) of each `Routed` since the last ones
+
+
+@dataclass(slots=True)
+class Routed:
+    """Client to coordinator, for other clients: an engine was given a prompt."""
+
+    digest: bytes  # the hash of its full blocks
+    rank: int
 
 
 @dataclass(slots=True)
@@ -344,6 +353,7 @@ Message = (
     | Load
     | Subscribe
     | Loads
+    | Routed
     | WaveReport
     | Wave
     | Meet

@@ -511,7 +511,8 @@ def serve(argv: list[str]) -> None:
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            return create_app(Api(fleet.new_client(), tokenizer, fleet.facts, config, names, board), spans)
+            client = fleet.new_client(config.api_server_count)
+            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:

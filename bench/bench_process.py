@@ -144,7 +144,7 @@ def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int 
         for affinity in (False, True):
             config = EngineConfig(block_size=1, max_num_batched_tokens=2**18)
             schedulers = [Scheduler(config, pool, longest + 2, vocab, []) for _ in range(engines)]
-            router, latest = Router(engines, 1, affinity), deque[int](maxlen=in_flight)
+            router, latest = Router(engines, 1, affinity=affinity), deque[int](maxlen=in_flight)
             counts = [0] * engines
             for i, pages in enumerate(prompts):
                 router.update([(0, latest.count(rank)) for rank in range(engines)])

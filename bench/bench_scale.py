@@ -25,11 +25,9 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 
-import data_parallel
 from client import ACCEPTED, connect, read_frames, to_frame
 from config import EngineConfig
 from data_parallel import INTERVAL, CoordinatorProcess, Router
@@ -50,7 +48,6 @@ LEAD = 120.0  # seconds before the first arrival in which conversations begin
 APPS, SHARED, SYSTEM = 100, 0.5, 256  # system prompts, the share of conversations with one, and the tokens of each
 WARM_UP = 0.3  # share of the requests, the first, that no figure counts
 POLICIES = ("by prefix", "least loaded", "round robin")  # the first two are the router's
-TWO = "less of two"  # the engine of two drawn at random that has the lower load, as the router does not do it
 
 
 class Device(NamedTuple):
@@ -343,11 +340,13 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
 
     Messages take no time. Loads are published as the coordinator does it, every `INTERVAL` seconds.
     """
-    fronts = [Router(len(engines), engines[0].config.block_size, policy == "by prefix") for _ in range(routers)]
+    size = engines[0].config.block_size
+    fronts = [Router(len(engines), size, POOL, routers, policy == "by prefix") for _ in range(routers)]
     rng, turns, alive = random.Random(0), itertools.cycle(range(len(engines))), list(range(len(engines)))
     ends: list[tuple[float, int]] = []  # of the steps that run, and whose
     idle, published = [True] * len(engines), 0.0
     spreads, routing = array("d"), array("d")
+    routed: list[tuple[bytes, int]] = []  # what routers have told the coordinator since it published loads
 
     def advance(until: float) -> None:
         while ends and ends[0][0] <= until:
@@ -365,6 +364,9 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
             loads = [engine.said for engine in engines]
             for front in fronts:
                 front.update(loads)
+                for digest, rank in routed:
+                    front.learn(digest, rank)
+            routed = []
         advance(job.at)
         if number % 64 == 0 and number > WARM_UP * len(jobs):
             sizes = [engine.size for engine in engines]
@@ -372,14 +374,10 @@ def simulate(jobs: Sequence[Job], engines: Sequence[Any], policy: str, routers: 
                 spreads.append(max(sizes) * len(sizes) / total)
         front, tokens = fronts[rng.randrange(routers)], job.tokens() if policy == "by prefix" else []
         begun = time.perf_counter()
-        if policy == "round robin":
-            rank = next(turns)
-        elif policy == TWO:
-            rank = min(rng.sample(alive, 2), key=front.loads.__getitem__)
-            front.loads[rank] += 1
-        else:
-            rank = front.choose(tokens, "", 1, alive)
+        rank = next(turns) if policy == "round robin" else front.choose(tokens, "", 1, alive)
         routing.append(time.perf_counter() - begun)
+        if routers > 1 and front.latest:
+            routed.append((front.latest, rank))
         engines[rank].add(job, job.at)
         if idle[rank]:
             idle[rank] = False
@@ -412,7 +410,6 @@ class Cell:
     policies: Sequence[str] = POLICIES
     kinds: Sequence[type] = (ModelEngine,)
     routers: int = 1
-    remembered: int = data_parallel.MAX_PREFIXES  # blocks, by each router
     config: EngineConfig = field(default_factory=EngineConfig)
     device: Device = field(default_factory=Device)
 
@@ -425,15 +422,14 @@ def cell_figures(cell: Cell, lengths: np.ndarray) -> Figures:
         jobs = draw_jobs(lengths, cell.requests, rate, seed=0)
         engines = [kind(cell.config, cell.device) for _ in range(cell.engines)]
         begun = time.perf_counter()
-        with mock.patch.object(data_parallel, "MAX_PREFIXES", cell.remembered):
-            outcome = simulate(jobs, engines, policy, cell.routers)
+        outcome = simulate(jobs, engines, policy, cell.routers)
         took = time.perf_counter() - begun
         assert all(job.first > job.begun >= job.at for job in jobs)
         counted = jobs[int(WARM_UP * len(jobs)) :]
         work, cached = np.array([engine.computed for engine in engines]), sum(job.cached for job in counted)
         row: dict[str, Any] = {
-            "engines": cell.engines, "load": cell.load, "routers": cell.routers, "blocks remembered": cell.remembered,
-            "policy": policy, "engine": "scheduler" if kind is ScheduledEngine else "model", "requests": len(jobs),
+            "engines": cell.engines, "load": cell.load, "routers": cell.routers, "policy": policy,
+            "engine": "scheduler" if kind is ScheduledEngine else "model", "requests": len(jobs),
             "requests/s": round(rate, 1), "routing us": round(float(np.median(outcome.routing)) * 1e6, 1),
             "most load / mean": round(outcome.spread, 2), "most tokens / mean": round(work.max() / work.mean(), 3),
         }  # fmt: skip
@@ -457,8 +453,7 @@ def scale_figures(
 ) -> Figures:
     """Run the simulation for numbers of engines, loads and policies.
 
-    Then come, for the most engines and the highest load, runs with many routers and with one that remembers more; and
-    runs with real schedulers beside the model.
+    Then come, at the highest load, runs with several routers; and runs with real schedulers beside the model.
 
     Args:
         trace: of lengths, see `read_lengths`.
@@ -473,8 +468,8 @@ def scale_figures(
     few, most, high = min(engines), max(engines), max(loads)
     cells = [Cell(size, load, round(unit * weights[size])) for size in sorted(engines, reverse=True) for load in loads]
     half = round(unit * weights[most] / 2)
-    cells.append(Cell(most, high, half, (*POLICIES[:2], TWO), routers=32))
-    cells.append(Cell(most, high, half, POLICIES[:1], remembered=2**22))
+    fronts = {min(8 * few, most): 4, most: 32}
+    cells += [Cell(size, high, half, POLICIES[:2], routers=count) for size, count in fronts.items()]
     both = (ScheduledEngine, ModelEngine)
     cells += [Cell(size, load, checked, kinds=both) for size in sorted({few, min(8 * few, most)}) for load in loads]
     lengths, figures = read_lengths(trace), []

@@ -136,10 +136,8 @@ def test_prefixes_are_found_where_they_are_sent():
     by_prefix, least, robin = cell_figures(cell, read_lengths(None))
     assert by_prefix["of one cache"] > 0.8 > least["of one cache"] and robin["of one cache"] < 0.8
     assert robin["routing us"] < by_prefix["routing us"]
-    (forgetful,) = cell_figures(Cell(4, 0.7, 2000, ("by prefix",), remembered=10), read_lengths(None))
-    assert forgetful["of one cache"] < by_prefix["of one cache"] - 0.1
-    (many,) = cell_figures(Cell(4, 0.7, 2000, ("by prefix",), routers=8), read_lengths(None))
-    assert many["of one cache"] < by_prefix["of one cache"] - 0.1
+    (several,) = cell_figures(Cell(4, 0.7, 2000, ("by prefix",), routers=4), read_lengths(None))
+    assert several["of one cache"] > 0.8  # because each router tells the others
 
 
 def test_scale_figures():
@@ -147,11 +145,8 @@ def test_scale_figures():
     shown = [(f["engines"], f["policy"], f["engine"], f["routers"]) for f in figures]
     policies = ("by prefix", "least loaded", "round robin")
     assert shown[:6] == [(size, policy, "model", 1) for size in (4, 2) for policy in policies]
-    assert shown[6:9] == [(4, policy, "model", 32) for policy in ("by prefix", "least loaded", "less of two")]
-    assert (
-        shown[9] == (4, "by prefix", "model", 1) and figures[9]["blocks remembered"] > figures[0]["blocks remembered"]
-    )
-    checked = figures[10:]
+    assert shown[6:8] == [(4, policy, "model", 32) for policy in policies[:2]]
+    checked = figures[8:]
     assert len(checked) == 2 * 3 * 2 and {f["engine"] for f in checked} == {"scheduler", "model"}
     assert sum(f["requests"] for f in figures[:6]) == pytest.approx(2400, rel=0.2)
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +43,8 @@ def test_requests_take_turns_while_loads_are_equal():
 
 def test_the_least_loaded_gets_the_next():
     router = Router(3, 4)
-    router.update([(0, 5), (1, 0), (0, 3)])  # one that waits weighs as four that run
-    assert router.choose([1] * 8, "", 1, range(3)) == 2
-    assert router.choose([2] * 8, "", 4, range(3)) in (1, 2)
+    router.update([(0, 5), (1, 0), (0, 3)])  # one that waits weighs as four that run, and so does one that was sent
+    assert [router.choose([i] * 8, "", 1, range(3)) for i in range(1, 4)] == [2, 1, 0]
     router.update([(0, 5), (0, 9), (0, 7)])
     assert router.choose([3] * 8, "", 1, [1, 2]) == 2  # engine 0 is not alive
 
@@ -54,8 +53,22 @@ def test_what_was_sent_counts_until_there_is_news():
     router = Router(2, 4)
     first = router.choose([1] * 8, "", 7, range(2))
     assert [router.choose([i] * 8, "", 1, range(2)) for i in range(2, 8)] == [1 - first] * 6
-    router.update([(0, 0), (0, 0)])
-    router.choose([9] * 8, "", 1, range(2))
+
+
+def test_several_routers_do_not_all_send_to_the_engine_of_the_least_load():
+    routers, sent = [Router(16, 4, routers=8) for _ in range(8)], Counter()
+    for router in routers:
+        router.update([(0, rank) for rank in range(16)])
+        sent.update(router.choose([i] * 8, "", 1, range(16)) for i in range(20))
+    assert len(sent) == 16 and max(sent.values()) < 40 and sent[0] > sent[15]
+
+
+def test_a_router_learns_from_others_who_holds_a_prefix():
+    first, second = (Router(8, 4, routers=2) for _ in range(2))
+    home = first.choose(range(10), "", 1, range(8))
+    second.learn(first.latest, home)
+    assert all(second.choose([*range(8), 70 + i], "", 1, range(8)) == home for i in range(4))
+    assert first.choose([1], "", 1, range(8)) in range(8) and first.latest == b""  # no full block, and so no news
 
 
 def test_a_prefix_goes_where_it_is_while_loads_are_close():
@@ -86,9 +99,8 @@ def test_the_longest_prefix_counts():
     assert router.choose([*short, *range(8, 16), 1], "", 1, range(2)) == longer
 
 
-def test_holders_are_forgotten_the_oldest_first(monkeypatch):
-    monkeypatch.setattr("data_parallel.MAX_PREFIXES", 10)
-    router = Router(2, 1)
+def test_holders_are_forgotten_the_oldest_first():
+    router = Router(2, 1, num_blocks=5)
     for i in range(20):
         router.choose([i], "", 1, range(2))
     assert len(router.holders) == 10
@@ -269,7 +281,7 @@ def test_a_client_of_engines_of_which_none_lives():
     addresses = [address for address, _ in pairs]
     board = Board()
     board.engines[0] = board.engines[1] = READY
-    client = DPClient(addresses[:2], addresses[2], 16, board)
+    client = DPClient(addresses[:2], addresses[2], Router(2, 16), board)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
         client.add(EngineCoreRequest("x", [1], GREEDY))

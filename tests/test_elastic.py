@@ -136,8 +136,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         assert settled(server, 1)
         scale(server, 3)
         keep_reading(lambda: settled(server, 3))
-        keep_reading(lambda: min(counts(server, "generation_tokens_total").values()) > 60)
-        assert set(counts(server, "num_requests_running")) == {"0", "1", "2"}
+        keep_reading(lambda: sum(made > 60 for made in counts(server, "generation_tokens_total").values()) == 3)
         gone = [pid for rank, pid in engines(server).items() if rank]
         scale(server, 1)
         keep_reading(lambda: settled(server, 1))
