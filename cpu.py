@@ -1,4 +1,4 @@
-"""What makes torch fast on a CPU: weights packed once, memory that stays mapped, a thread for each core.
+"""What a CPU has, and what makes torch fast on it: weights packed once, memory that stays mapped, threads.
 
 All of it is optional: where a CPU, a libc or a torch does not have it, plain torch serves, only slower.
 """
@@ -11,7 +11,8 @@ import functools
 import math
 import os
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,22 +31,68 @@ PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
+CGROUPS, MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # limits by which Linux keeps containers apart
 UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
+
+
+def available_cores() -> int:
+    """Cores that this process may run on, or fewer, if its container gets less of their time."""
+    process = psutil.Process()
+    # macOS does not tell which cores a process may run on: all of them.
+    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else os.cpu_count() or 1
+    for folder in _cgroups("cpu"):
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
+            if (folder / "cpu.max").exists():
+                share, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                share, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+            if share > 0:  # version 1 has -1 for no limit
+                cores = min(cores, max(1, share // period))
+    return cores
+
+
+def available_bytes() -> int:
+    """Bytes of memory that can be had without swapping, with the cache of files: the machine's, or the container's."""
+    free = psutil.virtual_memory().available
+    for folder in _cgroups("memory"):
+        with contextlib.suppress(OSError, ValueError):
+            first = (folder / "memory.max").exists()
+            names = ("memory.max", "memory.current") if first else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            limit, used = (int((folder / name).read_text()) for name in names)
+            told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            prefix = "" if first else "total_"
+            files = sum(int(told[f"{prefix}{age}_file"]) for age in ("active", "inactive"))
+            free = min(free, max(0, limit - used + files))
+    return free
+
+
+def _cgroups(controller: str) -> Iterator[Path]:
+    """The folders of Linux that say what this process may use of something, of either version (`man 7 cgroups`).
+
+    Its group's comes first, and then those of the groups above. In a container the topmost one is the container's.
+    """
+    with contextlib.suppress(OSError):  # not Linux
+        for line in MINE.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            top = CGROUPS / controllers if controllers else CGROUPS
+            group = top / path.strip("/")
+            group = group if group.exists() else top  # the path may be as it is outside of the container
+            yield from [group, *(above for above in group.parents if above.is_relative_to(top))]
 
 
 def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
     """Let torch use `threads` threads, and let malloc keep its memory.
 
-    None means one thread for each core that this process may run on, divided among `ranks` processes. With `spare` one
-    core stays free. In a small model two threads wait for each other at every product, and lose more to a third process
+    None means a thread for each core that this process may use, divided among `ranks` processes. With `spare` one core
+    stays free. In a small model two threads wait for each other at every product, and lose more to a third process
     than the second thread brings.
 
     By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
     intermediates page by page, which can take longer than computing them.
     """
-    process = psutil.Process()
-    # macOS does not tell which cores a process may run on: all of them.
-    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else os.cpu_count() or 1
+    cores = available_cores()
     torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
     with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows there is not even a libc
         libc = ctypes.CDLL(None)

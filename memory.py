@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from types import ModuleType
 
-import psutil
 import torch
 
 from batch_state import BatchState
 from config import EngineConfig
+from cpu import available_bytes
 from kv_layout import most_blocks
 from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
@@ -469,11 +469,6 @@ def plan_stage(
     plan = replace(plan, states=4 * model.state_size * count)
     plan.beside_states(2 * room)
     return model, plan, room, f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
-
-
-def available_bytes() -> int:
-    """Bytes of this machine's memory that can be had without swapping, including the cache of files."""
-    return psutil.virtual_memory().available
 
 
 def gpu_bytes() -> int:

@@ -28,7 +28,6 @@ from loader import checkpoint_files, fill_dummy, load_weights
 from logs import logger
 from memory import (
     CPU_KV_SHARE,
-    available_bytes,
     blocks_per_seq,
     captures_graphs,
     count_snapshots,
@@ -98,7 +97,7 @@ class Startup:
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
             self.load()
-        self.cpu_room = int(CPU_KV_SHARE * available_bytes() / self.sharers)  # read before the KV pool takes some
+        self.cpu_room = int(CPU_KV_SHARE * cpu.available_bytes() / self.sharers)  # read before the KV pool takes some
         self.num_snapshots = self.fit_states()
         self.guard = CompileGuard(self.ops) if self.ops.BACKEND == "triton" else None
         if self.device == "cuda" and self.guard:
@@ -288,7 +287,7 @@ class Startup:
 
     def host_bytes(self) -> int:
         """Bytes of it that this rank may use; the ranks of a machine share its memory."""
-        room = int(PINNED_SHARE * available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
+        room = int(PINNED_SHARE * cpu.available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
         return min(int(self.swap_space * 2**30 / self.group.local_size), room)
 
     def new_host_states(self) -> torch.Tensor:
@@ -592,7 +591,7 @@ def check_room(
         attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
     )
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu.available_bytes()
     if size > free:
         raise ValueError(
             f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "

@@ -256,6 +256,58 @@ print(torch.get_num_threads())"""
     assert run.stdout.strip() == str(wanted)
 
 
+def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, files: dict[str, str]) -> None:
+    """Have this process be in cgroups that have these files."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "mine").write_text(mine)
+    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu, "MINE", tmp_path / "mine")
+
+
+STAT = "anon 1\nactive_file 300\ninactive_file 20\ntotal_active_file 4000\ntotal_inactive_file 200\n"
+
+
+@pytest.mark.parametrize(
+    "mine, files, wanted",
+    [
+        # a container of its own, version 2 and version 1, whose path is the host's
+        ("0::/\n", {"memory.max": "5000\n", "memory.current": "2000\n", "memory.stat": STAT}, 3320),
+        ("4:memory:/docker/7f\n0::/\n", {"memory/memory.limit_in_bytes": "5000\n", "memory/memory.stat": STAT,
+                                          "memory/memory.usage_in_bytes": "4900\n"}, 4300),
+        # the least of a group and those above; one that is over its limit
+        ("0::/a/b\n", {"a/b/memory.max": "max\n", "a/b/memory.current": "9\n", "a/b/memory.stat": STAT,
+                       "a/memory.max": "700\n", "a/memory.current": "600\n", "a/memory.stat": STAT}, 420),
+        ("0::/\n", {"memory.max": "5000\n", "memory.current": "6000\n", "memory.stat": STAT}, 0),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "2000\n", "memory.stat": STAT}, None),
+        ("0::/\n", {}, None),
+    ],
+)  # fmt: skip
+def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
+    cgroup(tmp_path, monkeypatch, mine, files)
+    free = cpu.available_bytes()
+    assert free == wanted if wanted is not None else free > 2**20
+
+
+@pytest.mark.parametrize(
+    "mine, files, wanted",
+    [
+        ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+        ("1:cpu,cpuacct:/x\n", {"cpu,cpuacct/cpu.cfs_quota_us": "200000\n",
+                               "cpu,cpuacct/cpu.cfs_period_us": "100000\n"}, 2),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ("0::/a\n", {"a/cpu.max": "max 100000\n", "cpu.max": "200000 100000\n"}, 2),
+    ],
+)  # fmt: skip
+def test_cores_are_the_containers(tmp_path, monkeypatch, mine, files, wanted):
+    cgroup(tmp_path, monkeypatch, mine, files)
+    monkeypatch.setattr(cpu.psutil.Process, "cpu_affinity", lambda process: range(8))
+    assert cpu.available_cores() == wanted
+
+
 PREPARED = """
 import ctypes, sys
 sys.path[:0] = sys.argv[1:]

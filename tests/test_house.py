@@ -116,7 +116,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "loader": {"dequantize", "hub", "model"},
     "dequantize": {"quantization"},
     "memory": {
-        "batch_state", "config", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
+        "batch_state", "config", "cpu", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
     "parallel": {"config"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
