@@ -388,7 +388,7 @@ def run_rank(rank: int, size: int, stages: int, folder: Path) -> None:
             str(folder / name), dtype="float32", device="cpu", threads=1, block_size=16, max_num_seqs=2,
             max_model_len=64, max_num_batched_tokens=64, tensor_parallel_size=size, pipeline_parallel_size=stages,
         )  # fmt: skip
-        rendezvous = f"file://{folder}/meet-{name}-{stages}"
+        rendezvous = f"file://{folder}/meet-{name}-{size}-{stages}"
         worker = start_worker(config, ModelConfig.from_folder(config.model), rank, rendezvous)
         seen, forward = [], worker.model.forward
         worker.model.forward = lambda *args, seen=seen, forward=forward: seen.append(forward(*args)) or seen[-1]
@@ -401,21 +401,25 @@ def run_rank(rank: int, size: int, stages: int, folder: Path) -> None:
         results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
         found[name] = logits, [result.token_ids[1] for result in results]
         worker.group.close()
-    torch.save(found, folder / f"rank{rank}-{stages}.pt")
+    torch.save(found, folder / f"rank{rank}-{size}-{stages}.pt")
+
+
+def run_ranks(size: int, stages: int, checkpoints: Path) -> list[dict[str, Any]]:
+    """What the ranks of the last stage found. The same processes run all cases, because starting them takes seconds."""
+    torch.multiprocessing.spawn(run_rank, (size, stages, checkpoints), nprocs=size * stages)
+    last = range((stages - 1) * size, stages * size)
+    return [torch.load(checkpoints / f"rank{rank}-{size}-{stages}.pt") for rank in last]
 
 
 @pytest.fixture(scope="session")
 def ranks(checkpoints: Path) -> list[dict[str, Any]]:
-    """What two ranks found. One pair of processes runs all cases, because starting one takes seconds."""
-    torch.multiprocessing.spawn(run_rank, (2, 1, checkpoints), nprocs=2)
-    return [torch.load(checkpoints / f"rank{rank}-1.pt") for rank in range(2)]
+    return run_ranks(2, 1, checkpoints)
 
 
-@pytest.fixture(scope="session")
-def last_stage(checkpoints: Path) -> dict[str, Any]:
-    """What the last of two stages found, likewise."""
-    torch.multiprocessing.spawn(run_rank, (1, 2, checkpoints), nprocs=2)
-    return torch.load(checkpoints / "rank1-2.pt")
+@pytest.fixture(scope="session", params=[1, pytest.param(2, marks=pytest.mark.long)])
+def last_stage(checkpoints: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Of two stages, of one rank each or two."""
+    return run_ranks(request.param, 2, checkpoints)[0]
 
 
 @pytest.mark.parametrize("name", CASES)

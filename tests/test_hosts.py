@@ -28,6 +28,7 @@ from hosts import MAGIC, NONCE, Gate, Node, Refused, admit, differences, prove, 
 from plan import Attach, Health, Join, Load, Loads
 from ring import Codec
 from served import ROOT, alive, eventually
+from test_pipeline import MIXED, PROMPTS, STARVED
 from test_survival import command
 from test_torchrun import hosts as namespaces  # noqa: F401 (a fixture)
 from test_torchrun import ip
@@ -488,6 +489,8 @@ def test_when_the_server_is_killed_its_successor_finds_the_host(two: TwoHosts) -
 
 # --- several engines of a script --------------------------------------------------------------------------------------
 
+FEWER = {"num_gpu_blocks_override": 20}  # KV blocks, because each engine has half of the requests
+
 
 def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
     with LLM(DEMO, data_parallel_size=2, device="cpu", dtype="float32", threads=1) as several:
@@ -509,3 +512,26 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
             _ = several.core
     with pytest.raises(ValueError, match="closed"):
         several.generate("a")
+
+
+@LONG
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tensor_parallel_size": 2, "block_size": 8},
+        {"tensor_parallel_size": 2, **STARVED, **FEWER, "preemption_mode": "swap", "async_scheduling": False},
+        {"pipeline_parallel_size": 2, **STARVED, **FEWER, "preemption_mode": "recompute"},
+    ],
+    ids=str,
+)
+def test_several_engines_of_several_ranks_give_the_tokens_of_one(llm: LLM, fields: dict[str, Any]) -> None:
+    """Samples and beams among them; the second time prefixes are cached."""
+
+    def tokens(llm: LLM) -> list[list[list[int]]]:
+        outputs = llm.generate(PROMPTS, MIXED, use_tqdm=False)
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+    with LLM(DEMO, data_parallel_size=2, device="cpu", dtype="float32", threads=1, **fields) as several:
+        assert tokens(several) == tokens(several) == tokens(llm)
+        told = several.get_metrics().values()
+        assert (sum(each["num_preemptions_total"] for each in told) > 0) == ("num_gpu_blocks_override" in fields)
