@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from config import VERSION, EngineConfig
-from executor import MpExecutor, Peers, WorkerError, new_executor
+from executor import MpExecutor, Peers, WorkerError, WorkerStoppedError, new_executor
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -257,7 +257,8 @@ class EngineCore:
             self._replace_workers(error)
 
     def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
-        begun, outputs = time.monotonic(), self._start_over(True, str(error))
+        cause = None if isinstance(error, WorkerStoppedError) else str(error)
+        begun, outputs = time.monotonic(), self._start_over(True, cause)
         self._restart_workers(error)
         live = len(self.scheduler.requests)
         logger.warning(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")

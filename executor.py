@@ -53,6 +53,10 @@ class WorkerError(RuntimeError):
     """A worker has died, or does not answer; the message names its rank and the step."""
 
 
+class WorkerStoppedError(WorkerError):
+    """A signal has stopped it, which is no request's fault."""
+
+
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
     """Seconds that a step may take: what was asked for, or else what follows from the largest step of warm-up."""
     return config.step_timeout or max(MIN_STEP_TIMEOUT, round(SLOWEST * facts["step_seconds"], 1))
@@ -443,7 +447,7 @@ class MpExecutor:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         stopped = [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]
         if stopped:
-            return WorkerError(f"rank {stopped[0]} is stopped{self._where()}")
+            return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")

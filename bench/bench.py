@@ -12,7 +12,7 @@ Each line below goes after `python bench/bench.py`:
     autoscale --trace AzureLLMInferenceTrace_conv.csv  how many engines the rule by queue time keeps, simulated
     ring                                         the shared-memory ring: round trips, and a million messages
     executor                                     a worker process, and the KV sanitizer, against neither
-    survival                                     streams while their worker is killed, again and again
+    survival                                     streams while workers are killed, again and again
     overload                                     four times the work that the KV pool holds, all at once
     kernels                                      each kernel, checked, against its floor and a library
     throughput --model FOLDER                    nano-vllm's 256 requests of random lengths, peers beside it
@@ -415,6 +415,7 @@ def new_parser() -> argparse.ArgumentParser:
     survival = commands.add_parser("survival")
     survival.add_argument("--streams", type=int, default=200)
     survival.add_argument("--kills", type=int, default=10)
+    survival.add_argument("--options", type=shlex.split, default=[], help="further options for the server")
     for command, new_tokens in ((executor, 64), (survival, 500)):
         command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
         command.add_argument("--new-tokens", type=int, default=new_tokens)
@@ -505,7 +506,7 @@ def main() -> None:
     elif args.command == "executor":
         figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
     elif args.command == "survival":
-        figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens)
+        figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens, args.options)
     elif args.command == "kernels":
         import bench_kernels  # only here, because the other benchmarks run without Triton
 

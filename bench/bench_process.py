@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -171,14 +172,14 @@ def routing_figures(trace: Path, engines: int, pools: list[int], in_flight: int 
 # --- survival ---------------------------------------------------------------------------------------------------------
 
 
-def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> Figures:
-    """Compare streams whose worker is killed (or stopped) at random moments with the same streams left in peace."""
+def survival_figures(model: str, streams: int, kills: int, new_tokens: int, options: list[str]) -> Figures:
+    """Compare streams whose workers are killed (or stopped) at random moments with the same streams left in peace."""
     figures = []
     for name in ("SIGKILL", "SIGSTOP"):
         with tempfile.TemporaryFile("w+") as log:
             folder = str(Path(model).resolve())
             command = [sys.executable, "server.py", "--model", folder, "--port", "0", "--step-timeout", "2"]
-            server = subprocess.Popen([*command, "--dtype", "float32"], cwd=ROOT, stderr=log)
+            server = subprocess.Popen([*command, "--dtype", "float32", *options], cwd=ROOT, stderr=log)
             try:
                 port = int(_wait_for_log(server, log, "http://127.0.0.1:").strip("\n"))
                 wanted = _stream_texts(port, streams, new_tokens)
@@ -189,7 +190,7 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int) -> F
                 while done < kills and reading.is_alive():
                     time.sleep(rng.uniform(0.5, 2.0))
                     restarts = _restarts(port)
-                    os.kill(_worker(server.pid), getattr(signal, name))
+                    os.kill(rng.choice([*_workers(server.pid)]), getattr(signal, name))
                     done += 1
                     while _restarts(port) == restarts:
                         time.sleep(0.05)
@@ -255,11 +256,9 @@ def _restarts(port: int) -> float:
     return float(lines[0].split()[-1]) if lines else -1.0
 
 
-def _worker(pid: int) -> int:
-    """The process below `pid` that holds the model, found by torch's library; 0 if there is none."""
+def _workers(pid: int) -> Iterator[int]:
+    """The processes below `pid` that hold the model, or a stage of it, found by torch's library."""
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
         if "libtorch" in Path(f"/proc/{child}/maps").read_text():
-            return int(child)
-        if found := _worker(int(child)):
-            return found
-    return 0
+            yield int(child)
+        yield from _workers(int(child))

@@ -94,18 +94,21 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, caplog, with_signal):
+def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
     when(mp_llm, [3, 30], lambda: os.kill(worker(mp_llm), with_signal))
-    first = worker(mp_llm)
+    first, trial, suspects = worker(mp_llm), mp_llm.core.scheduler.admission.trial, []
+    died = trial.died
+    monkeypatch.setattr(trial, "died", lambda seqs, requests: suspects.extend(seqs) or died(seqs, requests))
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     mp_llm.core.check_integrity()
     assert mp_llm.core.metrics()["num_worker_restarts_total"] == before + 2 and not alive(first)
     what = "has died (SIGKILL)" if with_signal == signal.SIGKILL else "is stopped"
     assert [bool(text) for text in said] == [True, False] * 2 and f"rank 0 {what} in step " in str(said[0])
     assert "new workers after " in caplog.text
+    assert bool(suspects) == (with_signal == signal.SIGKILL)  # no request stops a worker
 
 
 @pytest.mark.parametrize(
