@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
@@ -263,20 +263,28 @@ class FrameServer:
 
     def send(self, client: socket.socket, message: Message) -> None:
         """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
+        self.publish(message, [client])
+
+    def publish(self, message: Message, clients: Iterable[socket.socket] | None = None) -> None:
+        """Write to all clients, or to these; see `send`."""
         with self.lock:
             frame = to_frame(self.codec, message)
-            if client in self.late:
-                self.late[client].append(frame)
-                return
-            try:
-                sent = client.send(frame, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                sent = 0
-            except OSError:  # its reader sees that, too
-                return
-            if sent < len(frame):
-                self.late[client] = deque([frame[sent:]])
-                threading.Thread(target=self._catch_up, args=(client,), daemon=True).start()
+            for client in list(self.clients if clients is None else clients):
+                self._write(client, frame)
+
+    def _write(self, client: socket.socket, frame: bytes) -> None:
+        if client in self.late:
+            self.late[client].append(frame)
+            return
+        try:
+            sent = client.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # its reader sees that, too
+            return
+        if sent < len(frame):
+            self.late[client] = deque([frame[sent:]])
+            threading.Thread(target=self._catch_up, args=(client,), daemon=True).start()
 
     def _catch_up(self, client: socket.socket) -> None:
         while True:
@@ -290,11 +298,6 @@ class FrameServer:
             except OSError:
                 with contextlib.suppress(OSError):
                     client.shutdown(socket.SHUT_RDWR)
-
-    def publish(self, message: Message) -> None:
-        """Write to all clients."""
-        for client in list(self.clients):
-            self.send(client, message)
 
     def drop(self, client: socket.socket) -> None:
         """Forget a client that has left."""

@@ -453,9 +453,8 @@ class Coordinator:
                 self._handle(*self.frames.inbox.get(timeout=INTERVAL if changed else None))
             if (self.routed or self.published != self.loads) and time.monotonic() - self.last >= INTERVAL:
                 self.published, self.last = list(self.loads), time.monotonic()
-                news, self.routed = Loads(self.published, self.routed), []
-                for client in self.subscribers:
-                    self.frames.send(client, news)
+                self.frames.publish(Loads(self.published, self.routed), self.subscribers)
+                self.routed = []
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
         assert client
@@ -467,8 +466,7 @@ class Coordinator:
         elif isinstance(message, WaveReport):
             self.in_lockstep.add(client)
             if wave := self.waves.update(message):
-                for engine in self.in_lockstep:
-                    self.frames.send(engine, wave)
+                self.frames.publish(wave, self.in_lockstep)
         elif isinstance(message, Meet):
             self._meet(client, message)
         elif isinstance(message, Subscribe):
