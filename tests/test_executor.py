@@ -94,7 +94,7 @@ def test_the_same_tokens_from_a_worker_process(mp_llm, answers):
 
 
 @pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_nobody_notices_a_workers_death_but_by_the_clock(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
+def test_a_workers_death_is_noticed_by_the_clock_alone(mp_llm, answers, undisturbed, monkeypatch, caplog, with_signal):
     said: list[str | None] = []
     mp_llm.core.on_trouble = said.append
     before = mp_llm.core.metrics()["num_worker_restarts_total"]
