@@ -441,23 +441,23 @@ class Coordinator:
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
         self.loads: list[tuple[int, int, int]] = [IDLE] * size  # as `plan.Loads` has them
-        self.published: list[tuple[int, int, int]] = []
         self.routed: list[tuple[bytes, int]] = []  # since loads were published
-        self.last = 0.0  # when loads were published
+        # Whether something has come since then. Loads may be as they were then, and yet tell routers that what they
+        # have sent has ended.
+        self.news, self.last = False, 0.0
 
     def run(self) -> None:
         """Serve for ever."""
         while True:
-            changed = self.routed or self.published != self.loads
             with contextlib.suppress(queue.Empty):
-                self._handle(*self.frames.inbox.get(timeout=INTERVAL if changed else None))
-            if (self.routed or self.published != self.loads) and time.monotonic() - self.last >= INTERVAL:
-                self.published, self.last = list(self.loads), time.monotonic()
-                self.frames.publish(Loads(self.published, self.routed), self.subscribers)
-                self.routed = []
+                self._handle(*self.frames.inbox.get(timeout=INTERVAL if self.news else None))
+            if self.news and time.monotonic() - self.last >= INTERVAL:
+                self.frames.publish(Loads(self.loads, self.routed), self.subscribers)
+                self.routed, self.news, self.last = [], False, time.monotonic()
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
         assert client
+        self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
             self.engines[client] = message.rank
             self.loads[message.rank] = message.waiting, message.running, message.waited
