@@ -15,20 +15,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from client import GONE, SILENT, EngineDeadError, MPClient, Stream
+from client import GONE, SILENT, EngineDeadError, MPClient, Stream, source_of
 from config import EngineConfig
 from engine_process import EngineProcess
 from hub import find_model
 from logs import logger, set_up
 from model_config import ModelConfig
 from outputs import Choices, RequestOutput
-from plan import EngineCoreRequest, EngineOutput
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method, reference_to
 from processes import LOOK
 from prompts import InputProcessor, Prompt
 from ring import STALL
@@ -92,7 +93,7 @@ class AsyncLLM:
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
         self.numbers = itertools.count()
-        self.process = EngineProcess(config)
+        self.process = EngineProcess(dataclasses.replace(config, runs_functions=True))
         try:
             self.process.wait()
         except BaseException as error:
@@ -215,9 +216,9 @@ class AsyncLLM:
         self._check_open()
         return SamplingParams(**self.process.facts["default_sampling"])
 
-    async def _call(self, method: str, *args: Any) -> Any:
+    async def _call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
         self._check_open()
-        return await asyncio.to_thread(self.client.call, method, *args)
+        return await asyncio.to_thread(self.client.call, method, *args, timeout=timeout)
 
     async def get_metrics(self) -> dict[str, Any]:
         """What the engine counts; see `LLM.get_metrics`."""
@@ -233,21 +234,40 @@ class AsyncLLM:
         return True
 
     async def collective_rpc(
-        self,
-        method: str,
-        timeout: float | None = None,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
-        """What a method of `Worker` returns on each device; see `LLM.collective_rpc`.
+        """See `LLM.collective_rpc`. The engine does nothing else meanwhile."""
+        name = method if isinstance(method, str) else reference_to(method)
+        return await self._call("collective_rpc", name, timeout, [*args], dict(kwargs or {}), timeout=None)
 
-        Raises:
-            ValueError: there is no such method, it failed or took longer than `timeout`, or it is a function, which
-                is not sent to the engine's process.
-        """
-        if not isinstance(method, str):
-            raise ValueError(f"method is {method!r}; for AsyncLLM it must be the name of a method of the worker")
-        return await self._call("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `EngineCore.sleep`. Requests wait until then."""
+        await self._call("sleep", level, timeout=None)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        await self._call("wake_up", tags, timeout=None)
+
+    async def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return await self._call("is_sleeping")
+
+    async def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
+        """See `LLM.update_weights`. Requests that have come run to their end first, and what comes meanwhile waits."""
+        with source_of(folder, tensors) as source:
+            return await self._call("update_weights", *source, timeout=None)
+
+    async def get_weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return await self._call("get_weights_version")
+
+    async def start_profile(self) -> None:
+        """Record what the engine and its workers do; see `EngineCore.start_profile`."""
+        await self._call("start_profile", timeout=None)
+
+    async def stop_profile(self) -> list[str]:
+        """End that; returns the names of the files in `torch_profiler_dir`."""
+        return await self._call("stop_profile", timeout=None)
 
     @property
     def errored(self) -> bool:

@@ -1,6 +1,7 @@
 """How other processes speak to the engine, and to the coordinator: over sockets, in frames of a message each.
 
     MPClient        a client's end of one engine: what it adds comes back as a `Stream` of outputs
+    InprocClient    has the same methods, for a script whose engine is in its own process
     Stream          the outputs of one request, or of several, as they come
     FrameServer     the end that listens: the messages of all its clients come into one inbox
     Connection      a client's end of a socket, made anew whenever it is lost
@@ -21,18 +22,21 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
 from ring import BEAT, STALL, Codec, Watchdog
 
+AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
 GONE = "the engine process has ended"
 OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
 SILENT = "the engine process gives no sign of life"
@@ -142,12 +146,12 @@ class MPClient:
             with contextlib.suppress(EngineDeadError):
                 self._send(Abort(request_id, index, reason))
 
-    def call(self, method: str, *args: Any, timeout: float = 10.0) -> Any:
-        """Run a utility of the engine and return its value.
+    def call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
+        """Run a utility of the engine and return its value; without a timeout, wait for as long as it takes.
 
         Raises:
-            ValueError: the engine does not have it, or it failed.
-            TimeoutError: no answer came within `timeout` seconds.
+            ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
+            TimeoutError: no answer came within `timeout` seconds, or it says so of itself.
             EngineDeadError: there is no engine.
         """
         call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
@@ -155,6 +159,8 @@ class MPClient:
         try:
             self._send(Call(call_id, method, list(args)))
             reply = waiter.get(timeout=timeout)
+        except TypeError as error:  # of the codec
+            raise ValueError(f"{method} cannot be called with these arguments: {error}") from None
         except queue.Empty:
             raise TimeoutError(f"the engine did not answer {method!r} within {timeout} s") from None
         finally:
@@ -162,16 +168,149 @@ class MPClient:
         if reply is None:
             raise EngineDeadError(self.said or GONE)
         if reply.error:
-            raise ValueError(reply.error)
+            raise (TimeoutError if reply.late else ValueError)(reply.error)
         return reply.value
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What `call` returns on each engine, by its rank; here there is one."""
-        return {self.rank: self.call(method, *args)}
+        return {self.rank: self.call(method, *args, timeout=timeout)}
+
+    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """The same for a utility that changes the engine, and so may take its time."""
+        return self.call_all(method, *args, timeout=timeout)
 
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
         self.connection.close()
+
+
+class InprocClient:
+    """The engine in the caller's own process, with the methods of `MPClient`.
+
+    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
+
+    Args:
+        core: an `EngineCore`.
+    """
+
+    def __init__(self, core: Any):
+        self.core = core
+        self.streams: dict[str, Stream] = {}
+
+    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
+
+        Raises:
+            ValueError: it can never run.
+        """
+        self.core.add(request, at_once=True)
+        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
+
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        self.core.abort(request_id, index, reason)
+        if index is None:
+            self.streams.pop(request_id, None)
+
+    def step(self) -> bool:
+        """Run a step and hand out its outputs; returns whether there was anything to run."""
+        if not self.core.has_work():
+            return False
+        for output in self.core.step():
+            stream = self.streams[output.request_id]
+            if output.finished:
+                del self.streams[output.request_id]
+            stream.put(output)
+        return True
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the engine has measured and chosen."""
+        return self.core.facts
+
+    def stream(self) -> Stream:
+        """A stream that runs the engine while it is read."""
+        return InprocStream(self)
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
+        """What a utility of the engine returns, however long it takes; raises what `EngineCore.utility` does."""
+        while method in AFTER_ALL and self.core.busy():
+            self.step()
+        return self.core.utility(method, *args)
+
+    def call_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """What `call` returns on each engine, by its rank; here there is one."""
+        return {0: self.call(method, *args)}
+
+    call_each = call_all
+
+    def close(self) -> None:
+        """Drop what runs, and end the engine."""
+        for request_id in list(self.streams):
+            self.abort(request_id)
+        while self.step():
+            pass
+        self.core.close()
+
+
+class InprocStream(Stream):
+    """A stream of an `InprocClient`."""
+
+    def __init__(self, client: InprocClient):
+        super().__init__()
+        self.client = client
+
+    def get(self, timeout: float | None = None) -> EngineOutput:
+        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds, or none is to come.
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
+            if not self.client.step():
+                break
+        return super().get(0)
+
+
+# --- new weights ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator[tuple[str, bool]]:
+    """What `EngineCore.update_weights` is called with for a folder, or else for tensors.
+
+    Tensors go through a safetensors file in memory, which this user's processes can open by its path, and which no kill
+    leaves behind. Where the system has no such files, it is a temporary one.
+
+    Raises:
+        ValueError: not one of the two is given; or the tensors are none, or of a kind that safetensors has not.
+    """
+    if (folder is None) == (tensors is None):
+        raise ValueError("update_weights takes either a folder or tensors")
+    if folder is not None:
+        yield os.path.abspath(folder), True
+        return
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise ValueError(f"tensors is {tensors!r:.80}; it must be a dict of tensors by their names in a checkpoint")
+    from safetensors import SafetensorError  # here, because it loads torch, which whoever has tensors has loaded
+    from safetensors.torch import save
+
+    try:  # of copies, because two names of one tensor would be refused
+        data = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"tensors cannot be sent: {error}") from None
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            file = stack.enter_context(open(os.memfd_create("manta-weights"), "wb"))
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="manta-")), "model.safetensors")
+            file = stack.enter_context(open(path, "wb"))
+        file.write(data)
+        file.flush()
+        yield path, False
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -125,7 +126,8 @@ class EngineConfig:
             "data_parallel_size_max", "data_parallel_autoscale"),
         "limits of a request": ("max_logprobs",),
         "diagnostics": (
-            "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "sanitize_kv"),
+            "log_level", "log_format", "disable_log_stats", "log_scheduler", "trace", "torch_profiler_dir",
+            "sanitize_kv"),
     }  # fmt: skip
     model: str = option(
         DEMO,
@@ -269,6 +271,9 @@ class EngineConfig:
     trace: str | None = option(
         None, "file for a timeline of each step's phases, in the engine and on the device, as Perfetto shows it"
     )
+    torch_profiler_dir: str | None = option(
+        None, "folder for what torch's profiler records from start_profile to stop_profile; without it there is none"
+    )
     batch_invariant: bool = option(
         False, "logits bit-equal whatever runs beside a request, however it is chunked or cached; slower"
     )
@@ -301,6 +306,10 @@ class EngineConfig:
     beside_server: bool = option(False, "")  # whether a server's processes share the cores; set where they start
     num_host_blocks: int | None = option(None, "")  # instead of what fits; set where workers are started anew,
     num_host_states: int | None = option(None, "")  # as is this
+    weights: str = option("", "")  # folder or file that `update_weights` has put in the place of the model's own,
+    weights_stamp: str = option("", "")  # what it looked like then; see `stamp_of`
+    weights_version: int = option(0, "")  # how often weights were updated
+    runs_functions: bool = option(False, "")  # whether the engine's clients may name functions for workers to run
     seed: int = option(0, "seed of requests that bring none, and of dummy weights", 0, 2**63 - 1)
 
     @property
@@ -461,7 +470,7 @@ class ServerConfig:
         "server": (
             "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
             "share_prefix_cache", "allowed_origins", "root_path", "api_server_count", "max_live_viewers",
-            "max_stored_responses", "max_stored_response_bytes", "drain_timeout"),
+            "max_stored_responses", "max_stored_response_bytes", "drain_timeout", "enable_control_routes"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
@@ -524,6 +533,9 @@ class ServerConfig:
     body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
     write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
     drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
+    enable_control_routes: bool = option(
+        False, "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile"
+    )
     api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
 
     def __post_init__(self) -> None:
@@ -555,6 +567,23 @@ class ServerConfig:
                     f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
                     "have at least 1, and only visible ASCII without spaces"
                 )
+
+
+def stamp_of(source: str) -> str:
+    """Stands for the state of the safetensors in a folder, or of one such file: names, sizes and times.
+
+    Raises:
+        ValueError: there are none.
+    """
+    path = Path(source)
+    try:
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors*"))
+        states = [(file.name, (state := file.stat()).st_size, state.st_mtime_ns) for file in files]
+    except OSError as error:
+        raise ValueError(f"{source}: {error.strerror}") from None
+    if not states:
+        raise ValueError(f"there are no safetensors in {source!r:.200}; it must be a folder with them, or such a file")
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:

@@ -2,12 +2,18 @@
 
 Each `step()` plans, runs and reports; dead workers are replaced. `engine.py` runs it in the caller's process, and
 `engine_process.py` in a process of its own.
+
+Weights change between answers, never within one. Requests that have come before `update_weights` run to their end with
+the old ones, and what comes meanwhile waits for the new ones. While the engine sleeps nothing can run to its end: then
+requests that have begun to answer end with an error. The others are computed from their beginning when it wakes up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import pkgutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +21,14 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
 
-from config import VERSION, EngineConfig
-from executor import MpExecutor, Peers, WorkerError, WorkerStoppedError, new_executor
+from config import VERSION, EngineConfig, stamp_of
+from executor import MpExecutor, Peers, TorchrunExecutor, WorkerError, WorkerStoppedError, new_executor
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
 from model_config import ModelConfig
-from plan import EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
+from plan import TAGS, WEIGHTS, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from sampling_params import default_sampling
 from scheduler import Scheduler
@@ -31,8 +37,11 @@ from tracing import Trace
 
 UTILITIES = (
     "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",
-    "do_log_stats",
+    "do_log_stats", "sleep", "wake_up", "is_sleeping", "check_update", "update_weights", "get_weights_version",
+    "start_profile", "stop_profile",
 )  # fmt: skip
+STEPS = ".steps.json"  # how the names of files of steps end
+TENSORS = "tensors"  # in the place of a folder: weights came as tensors, and cannot be loaded again
 GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
 LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
@@ -54,6 +63,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
         config, self.model_config = settle(config, ModelConfig.from_folder(config.folder))
         self.config = config
+        self.check_weights()
         vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
         self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
         if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
@@ -68,6 +78,7 @@ class EngineCore:
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
             "data_parallel_size_max": config.data_parallel_size_max,
+            "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
@@ -90,14 +101,27 @@ class EngineCore:
         self.num_restarts, self.in_a_row = 0, 0  # of the workers: in all, and since a step went through
         self.stat_logger = StatLogger(self.metrics)
         self.compiling: dict[str, tuple[Request, float]] = {}  # requests that wait for their grammars, and until when
+        self.held: dict[str, EngineCoreRequest] = {}  # requests that wait for new weights
+        self.holding = False  # whether others would have to, because weights are about to be updated
+        self.asleep: list[str] = []  # those of TAGS that sleep,
+        self.level = 0  # and how deeply
+        self.lost = ""  # why the workers' weights are no whole ones any more
+        self.profile = ""  # the name of what is being recorded
+        self.news: list[EngineOutput] = []  # of requests that a utility has ended
+        self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None  # called with a successor's options
 
-    def add(self, request: EngineCoreRequest) -> None:
-        """Queue a request.
+    def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
+        """Queue a request; with `at_once`, wait for its grammar, so that what is wrong with that is known now.
 
         Raises:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
+        if self.holding:
+            if r.request_id in self.held or r.request_id in self.scheduler.requests:
+                raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
+            self.held[r.request_id] = r
+            return
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
         queued.delay = time.monotonic() - r.arrival_time
         if self.journal:
@@ -108,6 +132,8 @@ class EngineCore:
                 raise ValueError(f"request id {r.request_id!r} is in use by a request whose grammar is being compiled")
             if r.params.structured_outputs is not None:
                 queued.grammar = self.grammars.compile(r.params.structured_outputs)
+                if at_once:
+                    wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():
                     self.compiling[r.request_id] = queued, time.monotonic() + COMPILE_TIMEOUT
                     return
@@ -124,8 +150,13 @@ class EngineCore:
             self.journal.add(request)
 
     def admit(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars have been compiled; returns the news of those that are refused."""
-        refused = []
+        """Queue requests that have waited for grammars or weights; returns the news of those that are refused."""
+        refused, self.news = self.news, []
+        for request_id in [] if self.holding else list(self.held):
+            try:
+                self.add(self.held.pop(request_id))
+            except ValueError as error:
+                refused.append(EngineOutput(request_id, [], "error", error=str(error), finished=True))
         for request, until in [*self.compiling.values()]:
             try:
                 if not (request.grammar.done() or time.monotonic() > until):
@@ -145,13 +176,18 @@ class EngineCore:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
             self.compiling.pop(request_id, None)
+            self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         if self.journal:
             self.journal.abort(request_id, index, reason)
 
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.plans or self.compiling) or self.scheduler.has_work()
+        return bool(self.plans or self.compiling or self.news) or self._may_run()
+
+    def _may_run(self) -> bool:
+        """Whether a request could be run now."""
+        return not self.asleep and self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
         """Take the result of the oldest step that runs, and start the next; returns what the result brought.
@@ -168,16 +204,17 @@ class EngineCore:
             WorkerError: they do not start any more.
             ConnectionError: one is gone, and it is torchrun's to replace.
         """
+        self._check_whole()
         if self.journal:
             self.journal.tick()
         refused = self.admit()
-        more, restarts = self.scheduler.has_work() if start is None else start, self.num_restarts
+        more, restarts = self._may_run() if start is None else start, self.num_restarts
         ready = len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead()))
         news = self._land() if ready else Outputs()
         news.outputs += refused + self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
-        more = self.scheduler.has_work() if start is None else start and self.num_restarts == restarts
+        more = self._may_run() if start is None else start and self.num_restarts == restarts
         if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
             with self.span("schedule"):
                 self.plans.append(self.scheduler.schedule())
@@ -194,6 +231,9 @@ class EngineCore:
             except KeyboardInterrupt:
                 self._start_over(False, None)
                 raise
+        if self.config.weights_version:  # those of all its tokens, because weights do not change within an answer
+            for output in news.outputs:
+                output.weights_version = self.config.weights_version
         return news
 
     def _constrained(self) -> list[SequenceGroup]:
@@ -251,6 +291,7 @@ class EngineCore:
 
     def check_workers(self) -> None:
         """Replace workers that have died while idle; raises what `step` does."""
+        self._check_whole()
         try:
             self.executor.check()
         except WorkerError as error:
@@ -275,6 +316,10 @@ class EngineCore:
         if states := self.facts["states"]:
             sizes |= {"num_state_snapshots": states["snapshots"], "num_host_states": states["host"]}
         config = dataclasses.replace(self.config, num_gpu_blocks_override=self.facts["num_blocks"], **sizes)
+        try:
+            self.check_weights()
+        except ValueError as changed:
+            raise WorkerError(f"{error}; new workers cannot have their weights: {changed}") from error
         most, pause = self.config.max_worker_restarts, 0.0
         assert isinstance(self.executor, MpExecutor)
         while True:
@@ -287,7 +332,12 @@ class EngineCore:
             time.sleep(pause)
             self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
             try:
-                return self.executor.restart(config)
+                self.executor.restart(config)
+                if self.asleep:
+                    self.executor.collective_rpc("sleep", args=[self.level])
+                    if awake := [tag for tag in TAGS if tag not in self.asleep]:
+                        self.executor.collective_rpc("wake_up", args=[awake, self.config.weights])
+                return
             except (ValueError, WorkerError, OSError) as failure:
                 logger.warning(f"{failure}: the workers are started once more")
                 error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
@@ -305,12 +355,209 @@ class EngineCore:
     ) -> list[Any]:
         """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
 
+        Args:
+            method: may be a `plan.reference_to` a function, too, if this is the engine of a script.
+
         Raises:
-            ValueError: it failed.
+            ValueError: it failed, or there is none.
             TimeoutError: it took longer than `timeout` seconds.
             WorkerError: so did the worker.
         """
+        if isinstance(method, str) and ":" in method:
+            if not self.config.runs_functions:
+                raise ValueError(f"method is {method!r:.200}; it must be the name of a method of the worker")
+            try:
+                method = pkgutil.resolve_name(method)
+            except (AttributeError, ImportError, ValueError) as error:
+                raise ValueError(
+                    f"method is {method!r:.200}, which the engine's process cannot import: {error}"
+                ) from None
         return self.executor.collective_rpc(method, timeout, args, kwargs)
+
+    # --- sleep, weights and profiles ----------------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether requests are still to run to their end before weights may be updated."""
+        return not self.asleep and bool(self.plans or self.compiling or self.scheduler.has_work())
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or the KV cache sleep, and so no request runs."""
+        return bool(self.asleep)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`. Requests that run or come wait until then.
+
+        Those that ran compute their tokens again when they go on, and get the same. Prefixes are forgotten.
+
+        Args:
+            level: 1: the weights wait in host memory. 2: they are dropped, and loaded again at `wake_up` or by
+                `update_weights`.
+
+        Raises:
+            ValueError: the level is another one, or other engines step together with this one.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level is {level!r:.80}; it must be 1 or 2")
+        self._check_alone("sleep")
+        if WEIGHTS in self.asleep:  # they may be dropped already
+            level = max(level, self.level)
+        self.news += self._start_over(True, None)
+        self._on_workers("sleep", level)
+        self.asleep, self.level = [*TAGS], level
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory for weights, KV cache, or both, again. Once both are there, requests go on.
+
+        Args:
+            tags: some of TAGS; None: both. What is awake stays so.
+
+        Raises:
+            ValueError: a tag is unknown, or the weights cannot be loaded again.
+        """
+        tags = [*TAGS] if tags is None else tags
+        if isinstance(tags, str) or not set(tags) <= set(TAGS):
+            raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
+        if not (waking := [tag for tag in self.asleep if tag in tags]):
+            return
+        if WEIGHTS in waking and self.level == 2:
+            self.check_weights()
+        self._on_workers("wake_up", waking, self.config.weights)
+        self._awake(*waking)
+
+    def _awake(self, *tags: str) -> None:
+        self.asleep = [tag for tag in self.asleep if tag not in tags]
+        self.level = self.level if self.asleep else 0
+
+    def check_update(self, source: str, lasting: bool = True) -> str:
+        """Check by the headers of its files whether `update_weights` could take a source; returns its `stamp_of`.
+
+        Raises:
+            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype; it
+                is named. Or this engine cannot have other weights.
+        """
+        self._check_alone("update_weights")
+        if isinstance(self.executor, TorchrunExecutor) and not lasting:
+            raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
+        stamp = stamp_of(source) if lasting else ""
+        self._on_workers("check_weights", source)
+        return stamp
+
+    def update_weights(self, source: str, lasting: bool = True) -> int:
+        """Replace the weights, of all ranks; returns their version, which is how often that was done.
+
+        No request may run, see `busy`. Prefixes are forgotten. Weights that sleep are awake afterwards.
+
+        Args:
+            source: a folder with safetensors, or one such file, of the model's own shapes.
+            lasting: whether it stays, so that new workers can load it.
+
+        Raises:
+            ValueError: see `check_update`, and nothing has changed; or the source turned out to be bad while it was
+                loaded, and the old weights are there again.
+            WorkerError: the old ones were dropped or came as tensors, and are lost with that. The engine is of no use.
+        """
+        stamp = self.check_update(source, lasting)
+        begun = [request for request in self.scheduler.requests.values() if has_begun(request)]
+        try:
+            self._on_workers("load_weights", source)
+        except ValueError as error:
+            self._restore(error)
+            raise
+        for request in begun:
+            why = "the weights were updated while the engine slept, and this answer had begun with the old ones"
+            self.abort(request.request_id, reason="error")
+            self.news.append(EngineOutput(request.request_id, [], "error", error=why, finished=True, engine_fault=True))
+        options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
+        options["weights_version"] = self.config.weights_version + 1
+        self.config = dataclasses.replace(self.config, **options)
+        self._awake(WEIGHTS)
+        self.reset_prefix_cache()
+        self.on_weights(options)
+        logger.info(f"weights updated from {options['weights']}: version {self.config.weights_version}")
+        return self.config.weights_version
+
+    def get_weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return self.config.weights_version
+
+    def _restore(self, error: ValueError) -> None:
+        """Loading has failed in its midst: bring the old weights back."""
+        try:
+            self.check_weights()
+            self._on_workers("load_weights", self.config.weights)
+        except ValueError as failure:
+            self.lost = f"weights are neither the new ones ({error}) nor the old ones ({failure})"
+            raise WorkerError(self.lost) from error
+        self._awake(WEIGHTS)
+
+    def check_weights(self) -> None:
+        """Check that weights which were updated can be loaded once more as they were.
+
+        Raises:
+            ValueError: they came as tensors, or their files have changed.
+        """
+        source = self.config.weights
+        if source == TENSORS:
+            raise ValueError(f"version {self.config.weights_version} of the weights came as tensors, which are gone")
+        if source and stamp_of(source) != self.config.weights_stamp:
+            raise ValueError(f"{source} has changed since version {self.config.weights_version} was loaded from there")
+
+    def _check_whole(self) -> None:
+        if self.lost:
+            raise WorkerError(self.lost)
+
+    def _check_alone(self, method: str) -> None:
+        if self.config.lockstep:
+            raise ValueError(f"{method} is not for engines that share experts, because these run every step together")
+
+    def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        """What a method of `KeptWorker` returns on each rank, which may take as long as a start.
+
+        Raises:
+            ValueError: it failed; or a worker did, and all were started anew as they were.
+        """
+        timeout = self.config.startup_timeout if isinstance(self.executor, MpExecutor) else None
+        try:
+            return self.executor.collective_rpc(method, timeout, args)
+        except (WorkerError, TimeoutError) as error:
+            self.news += self._replace_workers(WorkerError(f"{method}: {error}"))
+            raise ValueError(f"{method}: {error}; the workers were started anew, as they were before") from error
+
+    def start_profile(self) -> None:
+        """Record what the workers do, by torch's profiler, and the phases of each step, as the option `trace` does.
+
+        Raises:
+            ValueError: there is no `torch_profiler_dir`, nothing can be written there, or this goes on already.
+        """
+        if (folder := self.config.torch_profiler_dir) is None:
+            raise ValueError("torch_profiler_dir is None; it must be a folder for the profiles")
+        if self.profile:
+            raise ValueError("a profile is being recorded; stop it first")
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"torch_profiler_dir is {folder!r}: {error.strerror}") from None
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}-engine{self.config.data_parallel_rank}"
+        trace = self.trace or Trace(os.path.join(folder, name + STEPS), self.config.pipeline_parallel_size)
+        self._on_workers("start_profile")
+        self.profile, self.trace = name, trace
+
+    def stop_profile(self) -> list[str]:
+        """End that; returns the names of the files in `torch_profiler_dir`, which Perfetto shows.
+
+        Each rank has one of torch's, unless it was started anew meanwhile; and one is of the steps, unless they are in
+        the file of the option `trace`.
+
+        Raises:
+            ValueError: nothing is recorded.
+        """
+        if not self.profile:
+            raise ValueError("no profile is being recorded; start one first")
+        name, files, self.profile = self.profile, [], ""
+        if self.trace and not self.config.trace:
+            self.trace.close()
+            self.trace, files = None, [name + STEPS]
+        return [*filter(None, self._on_workers("stop_profile", name)), *files]
 
     def utility(self, method: str, *args: Any) -> Any:
         """What one of `UTILITIES` returns: the methods that clients may call by name.
@@ -332,13 +579,13 @@ class EngineCore:
     def load(self) -> tuple[int, int, int]:
         """How many groups of sequences wait, or are swapped, and how many run; for how long the next one has waited.
 
-        That is in tenths of a second.
+        That is in tenths of a second, and 0 while the engine sleeps.
         """
         scheduler = self.scheduler
         queues, waited = (scheduler.waiting, scheduler.swapped, scheduler.admission.aside), 0.0
-        if scheduler.waiting:
+        if scheduler.waiting and not self.asleep:
             waited = scheduler.clock() - scheduler.waiting.first().timeline.begun
-        return sum(map(len, queues)), len(scheduler.running), round(10 * waited)
+        return sum(map(len, queues)) + len(self.held), len(scheduler.running), round(10 * waited)
 
     def metrics(self) -> dict[str, Any]:
         """What is counted, by the names of `metrics.SERIES`."""
@@ -418,3 +665,10 @@ class EngineCore:
         if m["measured"] > 1.05 * m["predicted"]:
             note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
         return note
+
+
+def has_begun(request: Request) -> bool:
+    """Whether something of a request's answer has come of the weights that are there now."""
+    seqs = [seq for group in request.groups for seq in group.seqs]
+    sampled = any(len(seq.tokens) > request.num_prompt for seq in seqs)
+    return sampled or bool(request.finished_reports) or request.params.prompt_logprobs is not None

@@ -32,7 +32,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from client import Connection, EngineDeadError, FrameServer, MPClient, Stream
+from client import GONE, Connection, EngineDeadError, FrameServer, MPClient, Stream
 from executor import meeting_place, name_process
 from kv_cache import chain
 from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Routed, Subscribe, Wave, WaveReport
@@ -156,7 +156,7 @@ class DPClient:
 
     Args:
         addresses: of the engines, also of those that are yet to come.
-        coordinator: its address.
+        coordinator: its address; None: the loads of engines are not known, because there is one engine.
         router: of this process.
         board: has the state of each engine, and takes the queue time.
         changing: whether these states may change.
@@ -165,7 +165,7 @@ class DPClient:
     def __init__(
         self,
         addresses: Sequence[socket.socket],
-        coordinator: socket.socket,
+        coordinator: socket.socket | None,
         router: Router,
         board: Board,
         changing: bool = False,
@@ -175,7 +175,9 @@ class DPClient:
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
         self.lock, self.closed = threading.Lock(), False
         self._look()
-        self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
+        self.coordinator: Connection | None = None
+        if coordinator:
+            self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
         if changing:
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -229,7 +231,7 @@ class DPClient:
                 rank = self.router.choose(prompt, request.salt, width, sorted(well))
                 digest, client = self.router.latest, self.clients[rank]
                 self.adding[rank] += 1
-            if digest and self.router.routers > 1:
+            if digest and self.coordinator and self.router.routers > 1:
                 self.coordinator.send(Routed(digest, rank))
             try:
                 return client.add(request, stream)
@@ -237,28 +239,40 @@ class DPClient:
                 tried.add(rank)
             finally:
                 self.adding[rank] -= 1
-        raise EngineDeadError(str(self.trouble))
+        raise EngineDeadError(self.trouble or GONE)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up, or one of its samples; those engines that do not have it do nothing."""
         for client in list(self.clients.values()):
             client.abort(request_id, index, reason)
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
         found = {}
         for rank, client in sorted(self.clients.items()):
             if not client.connection.silent:
                 with contextlib.suppress(EngineDeadError):
-                    found[rank] = client.call(method, *args)
+                    found[rank] = client.call(method, *args, timeout=timeout)
         if not found:
-            raise EngineDeadError(str(self.trouble))
+            raise EngineDeadError(self.trouble or GONE)
+        return found
+
+    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """The same for a utility that changes the engines, which do it one after the other. All of them have to.
+
+        Raises:
+            EngineDeadError: some did not answer. The others have done it.
+        """
+        found = self.call_all(method, *args, timeout=timeout)
+        if missing := sorted(self._ready().keys() - found.keys()):
+            raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
         return found
 
     def close(self) -> None:
         """Hang up."""
         self.closed = True
-        self.coordinator.close()
+        if self.coordinator:
+            self.coordinator.close()
         for client in list(self.clients.values()):
             client.close()
 

@@ -1,11 +1,7 @@
-"""The engine in the caller's own process, for scripts.
+"""The engine for scripts, in the caller's own process; or one or several in processes of their own.
 
-    InprocClient    `core.EngineCore` with the methods of `client.py`'s `MPClient`; several engines are processes, which
-                    `fleet.FleetClient` speaks to
-    LLMEngine       the same for callers that run its loop themselves
-    LLM             `LLM("demo").generate("To be, or not")`
-
-For the server the core has a process of its own: `engine_process.py`.
+LLM             `LLM("demo").generate("To be, or not")`
+LLMEngine       for callers that run its loop themselves
 """
 
 from __future__ import annotations
@@ -14,17 +10,17 @@ import dataclasses
 import inspect
 import itertools
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
-from client import Stream
+from client import EngineDeadError, InprocClient, Stream, source_of
 from config import EngineConfig
 from core import EngineCore
-from grammar import COMPILE_TIMEOUT
 from hub import find_model
 from logs import logger, set_up
 from messages import chat_messages, template_variables
@@ -46,7 +42,7 @@ from outputs import (
     cosine,
     numbers,
 )
-from plan import EngineCoreRequest, EngineOutput
+from plan import EngineCoreRequest, Kwargs, Method, reference_to
 from prompts import InputProcessor, Prompt, listed, read_prompt
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
@@ -62,6 +58,7 @@ __all__ = [  # for scripts
 
 
 EngineArgs = EngineConfig  # vLLM's name for it
+OWN_PROCESS = "MANTA_ENABLE_V1_MULTIPROCESSING"  # vLLM's, by our name
 Options = ParamSpec("Options")
 
 
@@ -81,105 +78,27 @@ def with_options(
     return decorate
 
 
-class InprocClient:
-    """The engine in the caller's own process, with the methods of `MPClient`.
-
-    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
-
-    Args:
-        core: the engine.
-    """
-
-    def __init__(self, core: EngineCore):
-        self.core = core
-        self.streams: dict[str, Stream] = {}
-
-    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
-
-        Raises:
-            ValueError: it can never run.
-        """
-        if (wanted := request.params.structured_outputs) is not None:  # so that what is wrong with it is known here
-            wait([self.core.grammars.compile(wanted)], COMPILE_TIMEOUT)
-        self.core.add(request)
-        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
-
-    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
-        self.core.abort(request_id, index, reason)
-        if index is None:
-            self.streams.pop(request_id, None)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What the engine has measured and chosen."""
-        return self.core.facts
-
-    def stream(self) -> Stream:
-        """A stream that runs the engine while it is read."""
-        return InprocStream(self)
-
-    def step(self) -> bool:
-        """Run a step and hand out its outputs; returns whether there was anything to run."""
-        if not self.core.has_work():
-            return False
-        for output in self.core.step():
-            stream = self.streams[output.request_id]
-            if output.finished:
-                del self.streams[output.request_id]
-            stream.put(output)
-        return True
-
-    def call(self, method: str, *args: Any) -> Any:
-        """What a utility of the engine returns; raises what `EngineCore.utility` does."""
-        return self.core.utility(method, *args)
-
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
-        """What `call` returns on each engine, by its rank; here there is one."""
-        return {0: self.call(method, *args)}
-
-    def close(self) -> None:
-        """Drop what runs, and end the engine."""
-        for request_id in list(self.streams):
-            self.abort(request_id)
-        while self.step():
-            pass
-        self.core.close()
-
-
-class InprocStream(Stream):
-    """A stream of an `InprocClient`."""
-
-    def __init__(self, client: InprocClient):
-        super().__init__()
-        self.client = client
-
-    def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
-
-        Raises:
-            queue.Empty: none came within `timeout` seconds, or none is to come.
-            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
-            if not self.client.step():
-                break
-        return super().get(0)
-
-
 def new_client(config: EngineConfig) -> InprocClient | FleetClient:
-    """A client of a new engine in this process, or of several, which have processes of their own."""
-    if config.data_parallel_size == 1:
+    """A client of a new engine in this process, or of one or several that have processes of their own; see `LLM`.
+
+    Raises:
+        ValueError: MANTA_ENABLE_V1_MULTIPROCESSING is neither 0 nor 1, or does not go with this system or the options;
+            or an engine does not start.
+    """
+    if (apart := os.environ.get(OWN_PROCESS, "0")) not in ("0", "1"):
+        raise ValueError(f"{OWN_PROCESS} is {apart!r:.80} in the environment; it must be 0 or 1")
+    if config.data_parallel_size == 1 and apart == "0":
         return InprocClient(EngineCore(config))
-    from fleet import FleetClient  # here, because one engine in a script does without all of that
+    if sys.platform == "win32" or config.distributed_executor_backend == "torchrun":
+        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'torchrun'"
+        raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
+    from fleet import FleetClient  # here, because it needs gunicorn, which one engine in a script does without
 
     return FleetClient(config)
 
 
 class LLMEngine:
-    """A model in this process, for those who run its loop themselves.
+    """A model for those who run its loop themselves.
 
     Args:
         config: the engine's options.
@@ -251,12 +170,22 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Run a step; returns of each request that it brought forward all its answers so far.
 
-        A request that the engine had to give up is finished, too, and says why in `error`.
+        A request that the engine had to give up is finished, too, and says why in `error`. While the engine sleeps
+        nothing comes.
+
+        Raises:
+            EngineDeadError: an engine had a process of its own, which has died. All requests are given up.
         """
         self.client.step()
-        grown: dict[str, Choices] = {}
-        while not self.stream.queue.empty():
-            output = self.stream.get()
+        grown, outputs = dict[str, Choices](), []
+        try:
+            while not self.stream.queue.empty():
+                outputs.append(Stream.get(self.stream))  # its own `get` may raise what is wrong with one request
+        except EngineDeadError:
+            self.abort_request(list(self.live))
+            self.stream = self.client.stream()
+            raise
+        for output in outputs:
             if choices := self.live.get(output.request_id):
                 choices.follow(output, self.client.abort)
                 grown[output.request_id] = choices
@@ -285,7 +214,11 @@ class LLMEngine:
 
 
 class LLM:
-    """A model in this process, for scripts. `with LLM(...) as llm:` closes it at the end.
+    """A model for scripts. `with LLM(...) as llm:` closes it at the end.
+
+    The engine runs in this process, while somebody waits for it. With MANTA_ENABLE_V1_MULTIPROCESSING=1 in the
+    environment it has a process of its own, and so has each of several engines. One that dies is replaced; what ran
+    there raises an `EngineDeadError`.
 
     In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
     from here. The other ranks do what rank 0 says until its script has ended.
@@ -328,9 +261,9 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine; raises as `client` does, and a ValueError if there are several, in other processes."""
+        """The engine; raises as `client` does, and a ValueError if it is, or they are, in other processes."""
         if not isinstance(client := self.client, InprocClient):
-            raise ValueError(f"data_parallel_size is {self.config.data_parallel_size}; these engines have no one core")
+            raise ValueError("this LLM's engines are in other processes, so it has no `core`")
         return client.core
 
     def __enter__(self) -> LLM:
@@ -367,29 +300,76 @@ class LLM:
 
     def collective_rpc(
         self,
-        method: str | Callable[..., Any],
+        method: Method,
         timeout: float | None = None,
         args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        kwargs: Kwargs = None,
     ) -> list[Any]:
         """What a method of `Worker` returns on each device, or a function that is called with the worker.
 
         Args:
-            method: the method's name, or the function. Worker processes import the function by its module's name. From
-                them come only numbers, texts, bytes, lists and dicts.
-            timeout: seconds that it may take (default: as long as a step may).
-            args, kwargs: what it is called with, after the worker.
+            method: its name, or the function. Other processes must be able to import the function: one that is in the
+                script itself or in another function cannot go to an engine that has a process of its own.
+            timeout: seconds that it may take. Where the worker is in this process, it runs to its end all the same.
+            args, kwargs: what else it is called with. To an engine of another process go only numbers, texts, bytes,
+                lists and dicts, and only these come back from any other process.
 
         Raises:
             ValueError: there is no such method, it failed, or it cannot be sent.
             TimeoutError: it took longer.
         """
-        if not isinstance(method, str) and self.config.data_parallel_size > 1:
-            raise ValueError(
-                f"method is {method!r}; with several engines it must be the name of a method of the worker"
-            )
-        found = self.client.call_all("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
-        return [one for engine in found.values() for one in engine]
+        if not isinstance(method, str) and not isinstance(self.client, InprocClient):
+            method = reference_to(method)
+        return self._on_workers("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
+
+    def _on_workers(self, method: str, *args: Any) -> list[Any]:
+        """What a utility of the engine returns for each device, of all engines."""
+        return [one for found in self.client.call_each(method, *args).values() for one in found]
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `EngineCore.sleep`. Until then `generate` raises a ValueError."""
+        self.client.call_each("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
+        self.client.call_each("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache sleep."""
+        return any(self.client.call_all("is_sleeping").values())
+
+    def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
+        """Replace all weights without a restart; returns their version, see `weights_version`.
+
+        Args:
+            folder: has safetensors of the model's shapes, or is one such file.
+            tensors: all of the checkpoint's tensors by their names, instead of a folder.
+
+        Raises:
+            ValueError: see `EngineCore.update_weights` and `client.source_of`.
+        """
+        if tensors is not None and self.config.local_engines < self.config.data_parallel_size:
+            raise ValueError("tensors is given; for engines on other hosts it must be a folder that they can read")
+        with source_of(folder, tensors) as source:
+            self.client.call_each("check_update", *source)
+            return max(self.client.call_each("update_weights", *source).values())
+
+    @property
+    def weights_version(self) -> int:
+        """How often weights were updated; 0: they are those of the start."""
+        return max(self.client.call_all("get_weights_version").values())
+
+    def start_profile(self) -> None:
+        """Record what the engine and its workers do; see `EngineCore.start_profile`."""
+        self.client.call_each("start_profile")
+
+    def stop_profile(self) -> list[str]:
+        """End that; returns the names of the files in `torch_profiler_dir`."""
+        return self._on_workers("stop_profile")
+
+    def _check_awake(self) -> None:
+        if self.is_sleeping():
+            raise ValueError("the engine sleeps; call wake_up() first")
 
     def generate(
         self,
@@ -410,6 +390,7 @@ class LLM:
         Raises:
             ValueError: a prompt is empty, too long or has tokens outside of the vocabulary; nothing is run then.
         """
+        self._check_awake()
         client, items = self.client, listed(prompts)
         if isinstance(sampling_params, list | tuple):
             if len(sampling_params) != len(items):
@@ -602,6 +583,7 @@ class LLM:
         each = params if isinstance(params, list) else [params or PoolingParams()] * len(prompt_ids)
         if len(each) != len(prompt_ids):
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
+        self._check_awake()
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
         live, stream = set(), self.client.stream()
         try:

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, for the server: `EngineServer` runs there, `EngineProcess` is its handle.
+"""The engine in a process of its own: `EngineServer` runs there, `EngineProcess` is its handle.
 
 Clients (`client.py`) talk to it over sockets. torch is not imported here as long as the workers have processes of their
 own, so that an engine process that was killed is soon replaced.
@@ -14,12 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import Any
 
-from client import Connection, FrameServer
+from client import AFTER_ALL, Connection, FrameServer
 from config import PROG, EngineConfig
-from core import GLANCE, EngineCore
+from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
 from logs import console, logger, set_up
@@ -51,6 +51,7 @@ class EngineServer:
     ):
         self.core, self.frames = core, FrameServer(listener)
         self.owners: dict[str, socket.socket] = {}
+        self.deferred: deque[tuple[socket.socket, Call]] = deque()  # calls that wait until the engine is not busy
         core.on_trouble = self._tell
         if isinstance(core.executor, MpExecutor):
             core.executor.on_trouble = self._tell
@@ -110,6 +111,7 @@ class EngineServer:
                     self._handle(client, message)
                 except queue.Empty:
                     pass
+                self._call_deferred()
                 self._hand_out(Outputs(core.admit()))
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
@@ -121,6 +123,7 @@ class EngineServer:
                 start = self.lockstep.running
                 self.lockstep.steps += start
             self._hand_out(core.step(start))
+            self._call_deferred()
             self._log_stats()
 
     def _log_stats(self) -> None:
@@ -174,18 +177,30 @@ class EngineServer:
                 if message.index is None:
                     del self.owners[message.request_id]
         elif isinstance(message, Call):
-            self.frames.send(client, self._call(message))
+            if message.method in AFTER_ALL:
+                self.deferred.append((client, message))
+                self.core.holding = True
+            else:
+                self._call(client, message)
         else:
             for request_id in [id for id, owner in self.owners.items() if owner is client]:
                 del self.owners[request_id]
                 self.core.abort(request_id)
             self.frames.drop(client)
 
-    def _call(self, call: Call) -> Reply:
+    def _call_deferred(self) -> None:
+        while self.deferred and not self.core.busy():
+            client, call = self.deferred.popleft()
+            self.core.holding = bool(self.deferred)
+            self._call(client, call)
+
+    def _call(self, client: socket.socket, call: Call) -> None:
         try:
-            return Reply(call.call_id, self.core.utility(call.method, *call.args))
+            self.frames.send(client, Reply(call.call_id, self.core.utility(call.method, *call.args)))
         except Exception as error:  # the caller hears of it, and the engine goes on
-            return Reply(call.call_id, error=str(error) if isinstance(error, ValueError) else repr(error))
+            late = isinstance(error, TimeoutError)
+            said = str(error) if late or isinstance(error, ValueError) else repr(error)
+            self.frames.send(client, Reply(call.call_id, error=said, late=late))
 
 
 def engine_main() -> None:
@@ -209,6 +224,7 @@ def engine_main() -> None:
     parent.is_idle = server.is_idle
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
+    core.on_weights = parent.tell
     parent.ready(core.facts)
     code = 1
     try:
@@ -244,17 +260,32 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        self.replaceable = config.distributed_executor_backend != "torchrun"
+        self.irreplaceable = "all ranks" if config.distributed_executor_backend == "torchrun" else ""  # went with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def check(self) -> None:
-        """See `Child.check`; an engine whose ranks torchrun has started cannot be replaced without them."""
-        if not self.replaceable and self.process.poll() is not None:
-            raise ChildProcessError(f"{self.name} has ended, and all ranks with it")
+        """See `Child.check`. An engine cannot be replaced without ranks that torchrun has started, nor without weights
+        that came as tensors."""
+        if self.process.poll() is not None:
+            if not self.starting:
+                self.listen()
+            if self.irreplaceable:
+                raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
         super().check()
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The options by which a process has the weights that this one has now."""
+        self.listen()
+        return {name: self.options[name] for name in ("weights", "weights_stamp", "weights_version")}
+
+    def on_told(self, options: dict[str, Any]) -> None:
+        """The engine has other weights; its successor loads the same, if it can."""
+        self.options |= options
+        self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""

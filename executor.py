@@ -26,6 +26,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import wait
 from typing import Any, NoReturn, Protocol
 
@@ -445,8 +446,7 @@ class MpExecutor:
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
-        stopped = [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]
-        if stopped:
+        if stopped := [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]:
             return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
@@ -459,8 +459,7 @@ class MpExecutor:
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """The result of a step of which each rank has one: the last stage's has the tokens, and the phases are all stages'.
-    The `stage_size` ranks of a stage have the same."""
+    """One of all ranks' results: the last stage's tokens, all stages' phases. A stage's `stage_size` ranks have the same."""
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
@@ -469,7 +468,7 @@ def joined(results: list[StepResult], stage_size: int) -> StepResult:
 
 
 def start_method() -> str:
-    """How worker processes start, by MANTA_WORKER_MULTIPROC_METHOD. A process that has loaded torch is not forked.
+    """How worker processes start: as MANTA_WORKER_MULTIPROC_METHOD says, but no process that has torch is forked.
 
     Raises:
         ValueError: this system has no such method.
@@ -478,11 +477,12 @@ def start_method() -> str:
     if asked not in allowed:
         raise ValueError(f"MANTA_WORKER_MULTIPROC_METHOD is {asked!r}; it must be {' or '.join(allowed)}")
     if asked == "fork" and (torch := sys.modules.get("torch")):
-        why = "has loaded torch, whose threads a fork lacks"
-        if torch.cuda.is_initialized():
-            why = "has initialised CUDA, which a fork cannot use"
-        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process {why}: workers are spawned")
+        reasons = ("loaded torch, whose threads a fork lacks", "initialised CUDA, which a fork cannot use")
+        why = reasons[torch.cuda.is_initialized()]
+        logger.warning(f"MANTA_WORKER_MULTIPROC_METHOD is 'fork', but this process has {why}: workers are spawned")
         return "spawn"
+    if asked == "forkserver":  # the server itself must not import the caller's script
+        multiprocessing.set_forkserver_preload([])
     return asked
 
 
@@ -502,12 +502,11 @@ def meeting_place() -> Iterator[str]:
 
 def end(processes: list[Any], rings: list[RingBuffer]) -> None:
     """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
-    for process in processes:
-        if process.pid is not None:
-            process.kill()
-    for process in processes:
-        if process.pid is not None:
-            process.join(KILL_TIMEOUT)
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(KILL_TIMEOUT)
     for ring in rings:
         ring.close()
     processes.clear()
@@ -563,8 +562,7 @@ def worker_main(
 ) -> None:
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
-    several = config.max_engines > 1
-    name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if several else ""))
+    name_process(f"worker {rank}" + (f" of engine {config.data_parallel_rank}" if config.max_engines > 1 else ""))
     set_up(config.log_level, config.log_format)
     threading.Thread(target=leave_with_parent, daemon=True).start()
     if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
@@ -575,14 +573,11 @@ def worker_main(
     results.be_writer()
     threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
 
-    def send(message: bytes) -> None:
-        results.write(message, NEVER)
-
+    send = partial(results.write, timeout=NEVER)
     try:
         worker = new_worker(config, model_config, rank, rendezvous)
     except ValueError as error:
-        send(codec.encode(Reply(0, error=str(error))))
-        return
+        return send(codec.encode(Reply(0, error=str(error))))
     send(codec.encode(Reply(0, worker.facts())))
     launched: deque[Any] = deque()
     while True:
@@ -606,8 +601,9 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
         return codec.encode(worker.step(message))
     try:
         return codec.encode(Reply(message.call_id, message.run(worker)))
-    except Exception:  # the caller hears of it
-        return codec.encode(Reply(message.call_id, error=traceback.format_exc()))
+    except Exception as error:  # the caller hears of it
+        said = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        return codec.encode(Reply(message.call_id, error=said))
 
 
 def keep_beating(results: RingBuffer) -> None:

@@ -109,6 +109,8 @@ class Fleet:
         config = dataclasses.replace(self.config, data_parallel_rank=rank)
         if self.facts:
             config = dataclasses.replace(config, **sizes_of(self.facts))
+        if others := [engine.weights for engine in self.engines.values()]:
+            config = dataclasses.replace(config, **max(others, key=lambda weights: weights["weights_version"]))
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -228,7 +230,7 @@ class FleetStream(Stream):
 
 
 class FleetClient(DPClient):
-    """Several engines for a script, with the methods of `engine.InprocClient`. It starts them and looks after them.
+    """A script's engines, with the methods of an `InprocClient`. It starts them and looks after them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
 
@@ -244,16 +246,16 @@ class FleetClient(DPClient):
         secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
         try:
-            fleet = launch(config, self.children, board, secret)
+            fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
         except BaseException as error:
             self._stop()
             if isinstance(error, SystemExit):
                 raise ValueError("the engine processes have not started; they have said why on stderr") from None
             raise
-        assert fleet.coordinator
         self.facts, self.arrived, self.ended = fleet.facts, threading.Event(), threading.Event()
         addresses = [fleet.ends[rank][0] for rank in fleet.ranks]
-        super().__init__(addresses, fleet.coordinator.address, fleet.new_router(), board)
+        coordinator = fleet.coordinator.address if fleet.coordinator else None
+        super().__init__(addresses, coordinator, fleet.new_router(), board)
         self.watcher = threading.Thread(target=self._watch_over, args=(fleet,), daemon=True)
         self.watcher.start()
 

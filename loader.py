@@ -51,12 +51,16 @@ BUFFERS, BUFFER_BYTES = 4, 32 * 2**20  # two are filled and two emptied; a call'
 Pair = tuple[torch.Tensor, torch.Tensor | Packed]  # target and source, of equal shapes
 
 
-def load_weights(model: Transformer, folder: str, staged: bool | None = None) -> None:
+def load_weights(
+    model: Transformer, folder: str, staged: bool | None = None, wanted: dict[str, Part] | None = None
+) -> None:
     """Fill `model` from the safetensors of `folder`: one file, or the files named in an index.
 
     Only this rank's share of each tensor is read, and only after the headers of all files have been checked.
 
     Args:
+        folder: may be a safetensors file itself, too.
+        wanted: the model's `parameters`, where they were asked for before its weights were packed.
         staged: whether to copy through a `Stage`; by default, whether the model is on a GPU. On a CPU the second copy
             would only cost time.
 
@@ -64,12 +68,9 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
         ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen, of another dtype, or not
             finite; it is named.
     """
-    wanted, device = model.parameters(), torch.device(model.device)
+    wanted, device = wanted or model.parameters(), torch.device(model.device)
     paths = checkpoint_files(folder)
-    found: dict[str, str] = {}  # our names and the checkpoint's
-    scales = find_scales(paths, model.config.quantization)
-    files = [find_slices(path, wanted, model, found, scales) for path in paths]
-    check_complete(folder, wanted, found)
+    found, files = find_weights(model, folder, paths, wanted)
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
     sums: dict[str, torch.Tensor] = {}
@@ -92,6 +93,30 @@ def load_weights(model: Transformer, folder: str, staged: bool | None = None) ->
             dtype = str(targets[0].dtype).removeprefix("torch.")
             raise ValueError(f"{folder}: tensor {found[name]} has NaN or infinite elements, read as {dtype}")
     model.finish()
+
+
+def find_weights(
+    model: Transformer, folder: str, paths: list[str], wanted: dict[str, Part]
+) -> tuple[dict[str, str], list[dict[str, list[Pair]]]]:
+    """Our names of the checkpoint's tensors and its own, and what is to be copied out of each file.
+
+    Raises:
+        ValueError: see `find_slices` and `check_complete`.
+    """
+    found: dict[str, str] = {}
+    scales = find_scales(paths, model.config.quantization)
+    files = [find_slices(path, wanted, model, found, scales) for path in paths]
+    check_complete(folder, wanted, found)
+    return found, files
+
+
+def check_weights(model: Transformer, folder: str) -> None:
+    """Check by the headers of its files whether `load_weights` could fill such a `model`; it may be on `meta`.
+
+    Raises:
+        ValueError: see `find_weights`.
+    """
+    find_weights(model, folder, checkpoint_files(folder), model.parameters())
 
 
 def check_complete(folder: str, wanted: dict[str, Part], found: dict[str, str]) -> None:
@@ -267,7 +292,9 @@ class Stage:
 
 
 def checkpoint_files(folder: str) -> list[str]:
-    """Paths of the safetensors files that make up the checkpoint in `folder`."""
+    """Paths of the safetensors files that make up the checkpoint in `folder`, which may be such a file itself."""
+    if os.path.isfile(folder):
+        return [folder]
     names = weight_names(folder)
     for name in names:
         if not os.path.isfile(os.path.join(folder, name)):
@@ -275,13 +302,14 @@ def checkpoint_files(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def fill_dummy(model: Transformer, seed: int) -> None:
+def fill_dummy(model: Transformer, seed: int, wanted: dict[str, Part] | None = None) -> None:
     """Make weights up: norms 1, biases 0, matrices from a normal distribution that keeps activations near 1.
 
-    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks.
+    Every rank makes all of a matrix and takes its share, so that the model is the same for any number of ranks. Of
+    `wanted` see `load_weights`.
     """
     generator = torch.Generator(device=model.device).manual_seed(seed % 2**63)
-    wanted = model.parameters()
+    wanted = wanted or model.parameters()
     for name, part in wanted.items():
         if part.instead_of:  # the tensors that it stands for are made one by one
             continue

@@ -471,6 +471,35 @@ def plan_stage(
     return model, plan, room, f"on a CPU with {free / 2**30:,.1f} GiB free beside them"
 
 
+def check_room(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: str
+) -> None:
+    """Check, before any of them is allocated, that this device has room for a rank's matrices and RoPE's table.
+
+    Raises:
+        ValueError: names what they take and what is free.
+    """
+    c = model_config
+    with_keys = [shape for i, shape in enumerate(c.kv_shapes) if i not in c.delta_layers]
+    q = c.num_heads * (3 if c.row.out_gate else 2)  # heads of queries, gates and results
+    attention = sum(c.hidden_size * (q + 2 * kv_heads) * dim for kv_heads, dim in with_keys)
+    if c.delta:
+        attention += len(c.delta_layers) * c.delta.weights(c.hidden_size)
+    if c.latent:
+        attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
+    tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
+    matrices = (
+        attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
+    )
+    size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else available_bytes()
+    if size > free:
+        raise ValueError(
+            f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "
+            f"{device} has {free / 2**30:,.1f} GiB free"
+        )
+
+
 def gpu_bytes() -> int:
     """Bytes of memory of the smallest GPU that CUDA_VISIBLE_DEVICES lets through; 0 where there is none.
 

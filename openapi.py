@@ -28,21 +28,38 @@ GETS = {
 }  # fmt: skip
 KINDS = {  # what comes back, where that is not JSON
     "/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript", "/metrics": "text/plain",
-    "/live": "text/event-stream",
+    "/live": "text/event-stream", "/profiles/{name}": "application/octet-stream",
 }  # fmt: skip
-BODILESS = {("get", path): summary for path, summary in GETS.items()} | {
+OTHERS = {("get", path): summary for path, summary in GETS.items()} | {
+    ("post", "/scale"): "Have so many engines.",
     ("delete", "/v1/responses/{id}"): "Forget a stored response.",
     ("post", "/v1/responses/{id}/cancel"): "Is refused, because no response is made in the background.",
 }
-SCALE = {
-    "type": "object", "required": ["data_parallel_size"], "additionalProperties": False,
-    "properties": {"data_parallel_size": {"type": "integer", "minimum": 1}},
+BODIES: dict[str, dict[str, Any]] = {  # of routes that have no struct; the first field is required
+    "/scale": {"data_parallel_size": {"type": "integer", "minimum": 1}},
+    "/update_weights": {"model_path": {"type": "string"}},
+    "/collective_rpc": {
+        "method": {"type": "string"}, "timeout": {"type": ["number", "null"]}, "args": {"type": ["array", "null"]},
+        "kwargs": {"type": ["object", "null"]},
+    },
 }  # fmt: skip
+CONTROLS = {  # with `enable_control_routes`
+    ("post", "/sleep"): "Give memory back; level 1 keeps the weights in host memory, level 2 drops them.",
+    ("post", "/wake_up"): "Take it again: that of weights, of kv_cache, or both.",
+    ("get", "/is_sleeping"): "Whether the engine sleeps.",
+    ("post", "/update_weights"): "Load other weights of the same shapes, after the requests that run.",
+    ("post", "/collective_rpc"): "What a method of the worker returns on each device.",
+    ("post", "/start_profile"): "Have torch's profiler record what the workers do, and the phases of each step.",
+    ("post", "/stop_profile"): "End that, and write the files.",
+    ("get", "/profiles/{name}"): "One of these files.",
+}
 QUERIES: dict[str, dict[str, Any]] = {  # what may stand behind the question mark of a path
     "/v1/responses/{id}/input_items": {
         "limit": {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS}, "order": {"enum": ["asc", "desc"]},
         "after": {"type": "string"},
     },
+    "/sleep": {"level": {"enum": [1, 2]}},
+    "/wake_up": {"tags": {"type": "array", "items": {"enum": ["weights", "kv_cache"]}}},
 }  # fmt: skip
 
 
@@ -87,10 +104,10 @@ def replies(error: dict[str, Any], *kinds: str) -> dict[str, Any]:
     }
 
 
-def openapi(root_path: str = "") -> dict[str, Any]:
+def openapi(root_path: str = "", controls: bool = False) -> dict[str, Any]:
     """The schema of all routes, as OpenAPI 3.1 writes it, from the structs that validate requests.
 
-    `root_path` is what stands before the routes.
+    `root_path` is what stands before the routes. `controls` says whether those that change the server are there.
     """
     types = [*REQUESTS.values(), ErrorReply, MessageErrorReply]
     refs, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
@@ -106,7 +123,7 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         for name in fields["required"]:  # what must be there may not be null
             fields["properties"][name]["anyOf"].remove({"type": "null"})
             del fields["properties"][name]["default"]
-    for (method, path), summary in BODILESS.items():
+    for (method, path), summary in (OTHERS | (CONTROLS if controls else {})).items():
         places = [
             {"name": n, "in": "path", "required": True, "schema": {"type": "string"}}
             for n in re.findall(r"{(\w+)}", path)
@@ -114,10 +131,11 @@ def openapi(root_path: str = "") -> dict[str, Any]:
         places += [{"name": name, "in": "query", "schema": schema} for name, schema in QUERIES.get(path, {}).items()]
         found = replies(error, KINDS.get(path, "application/json"))
         operation = {"summary": summary, "parameters": places, "responses": found}
+        if method == "post" and path in BODIES:
+            fields = {"type": "object", "properties": BODIES[path], "required": [next(iter(BODIES[path]))]}
+            content = {"application/json": {"schema": fields | {"additionalProperties": False}}}
+            operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[method] = operation
-    asked = {"required": True, "content": {"application/json": {"schema": SCALE}}}
-    scaled = {"summary": "Have so many engines.", "requestBody": asked, "responses": replies(error, "application/json")}
-    paths["/scale"]["post"] = scaled
     return {
         "openapi": "3.1.0", "info": {"title": "Manta", "version": VERSION}, "servers": [{"url": root_path or "/"}],
         "paths": paths,

@@ -307,6 +307,7 @@ class Choices:
         self.num_live = len(self.drawn)
         self.error: str | None = None
         self.metrics = RequestMetrics(time.monotonic())
+        self.weights_version = 0  # how often weights had been updated before it was computed
 
     @property
     def finished(self) -> bool:
@@ -325,6 +326,7 @@ class Choices:
         of it.
         """
         generation, metrics = self.drawn[output.index], self.metrics
+        self.weights_version = output.weights_version or self.weights_version
         if self.prompt_logprobs is not None:
             self.prompt_logprobs += output.prompt_logprobs or ()
         if generation.finished:  # the engine sent this before it heard of the abort

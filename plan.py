@@ -7,6 +7,7 @@ A plan carries differences, not batches: the workers keep the state of every seq
 from __future__ import annotations
 
 import pickle
+import pkgutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from sampling_params import PoolingParams, SamplingParams
 
 Method = str | Callable[..., Any]  # the name of a method of `Worker`, or a function whose first argument is a worker
 Kwargs = Mapping[str, Any] | None  # of a method
+TAGS = WEIGHTS, KV_CACHE = "weights", "kv_cache"  # what sleeps, by vLLM's names
 
 
 @dataclass(slots=True, kw_only=True)
@@ -133,6 +135,7 @@ class EngineOutput:
     prompt_logprobs: list[Logprobs] | None = None  # of the next tokens of the prompt, which come in parts, in order
     pooled: bytes | None = None  # of a pooling request: the vector, in float32
     time_in_queue: float | None = None  # seconds that the request waited before it was first let in
+    weights_version: int = 0  # how often weights had been updated before its answer was computed
 
 
 @dataclass(slots=True)
@@ -219,6 +222,26 @@ class Call:
         return method(*self.args, **self.kwargs)
 
 
+def reference_to(function: Callable[..., Any]) -> str:
+    """`module:name` of a function, by which another program finds it. (On sockets nothing is pickled.)
+
+    Raises:
+        ValueError: another program does not find it.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    reference = f"{module}:{name}"
+    try:
+        found = pkgutil.resolve_name(reference) if module != "__main__" else None
+    except (AttributeError, ImportError, ValueError):
+        found = None
+    if found is not function:
+        raise ValueError(
+            f"method is {function!r:.200}, which the engine's process cannot import; it must be the name of a method "
+            "of the worker, or a function of a module other than the script itself"
+        )
+    return reference
+
+
 @dataclass(slots=True)
 class Reply:
     """What a utility call returned, or what was wrong with it."""
@@ -226,6 +249,7 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
+    late: bool = False  # whether that is a TimeoutError
 
 
 @dataclass(slots=True)

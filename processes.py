@@ -100,18 +100,21 @@ class Child:
     def on_ready(self) -> None:
         """Called when the process has reported its `facts`, which may change the options of its successor."""
 
+    def on_told(self, options: dict[str, Any]) -> None:
+        """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
+
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, "-P", self.script]
         fds = [end.fileno() for end in (self.listener, *self.beside)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=self.environment,
-            pass_fds=fds,
+            pass_fds=fds, bufsize=0,
         )  # fmt: skip
+        self.said = b""  # of a line that has no end yet
         assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):  # it is dead already, and its facts will be missing
             self.process.stdin.write(json.dumps({"fds": fds} | self.options).encode() + b"\n")
-            self.process.stdin.flush()
 
     def _said(self, timeout: float = 0) -> bool:
         """Whether the process has said something, or ended, within so many seconds."""
@@ -181,13 +184,21 @@ class Child:
             if time.monotonic() > self.begun + self.startup_timeout + STOP_TIMEOUT:  # its own limit comes first
                 self._kill(f"is not ready after {self.startup_timeout:g} s (startup_timeout)")
         else:
-            assert self.process.stdout
-            while self._said() and (beats := os.read(self.process.stdout.fileno(), 4096)):
-                self.beats += len(beats)
-                self.idle = self.idle + len(beats) if set(beats) == set(IDLE) else 0
+            self.listen()
             still = self.watchdog.look(self.beats)
         if still > self.patience:
             self._kill(f"has given no sign of life for {still:.0f} s")
+
+    def listen(self) -> None:
+        """Take the heartbeats that have come, and what the process has told."""
+        assert self.process.stdout
+        while self._said() and (said := os.read(self.process.stdout.fileno(), 4096)):
+            self.beats += len(said)
+            self.idle = self.idle + len(said) if set(said) == set(IDLE) else 0
+            *lines, rest = (self.said + said).split(b"\n")
+            for line in lines:
+                self.on_told(json.loads(line.strip(BUSY + IDLE)))
+            self.said = rest.lstrip(BUSY + IDLE)
 
     def _kill(self, why: str) -> None:
         logger.warning(f"{self.name} {why}; it is killed (pid {self.process.pid})")
@@ -249,7 +260,7 @@ class ParentPipe:
         self.listener, *self.beside = [socket.socket(fileno=fd) for fd in self.options.pop("fds")]
         self.on_close: Callable[[], None] = lambda: None
         self.is_idle: Callable[[], bool] = lambda: False
-        self.out = os.dup(1)
+        self.out, self.lock = os.dup(1), threading.Lock()
         os.dup2(2, 1)  # the parent reads facts and heartbeats there, and nothing that a library prints
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -271,8 +282,18 @@ class ParentPipe:
     def _beat(self) -> None:
         while True:
             time.sleep(LOOK)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError), self.lock:
                 os.write(self.out, IDLE if self.is_idle() else BUSY)
+
+    def tell(self, options: dict[str, Any]) -> None:
+        """Tell the parent something for `Child.on_told`, in a line that no heartbeat comes into."""
+        line = json.dumps(options).encode() + b"\n"
+        with self.lock:
+            while line:
+                try:
+                    line = line[os.write(self.out, line) :]
+                except BlockingIOError:  # full of heartbeats, which the parent is about to read
+                    time.sleep(LOOK)
 
     def end(self, code: int) -> NoReturn:
         """End the process and its workers, by SIGKILL, because one that is stopped would not see its parent end."""

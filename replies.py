@@ -298,7 +298,10 @@ class Run(Job):
         return sse(event, long=bool(self.prompts) and self.top is not None)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.fields["model"]}
+        if version := self.requests[0].weights_version:  # as long as they are those of the start, it is left out
+            head["system_fingerprint"] = f"weights-{version}"
+        return head
 
     def _usage(self) -> dict[str, Any]:
         prompt = sum(len(asked.prompt_token_ids) for asked in self.requests)

@@ -20,6 +20,7 @@ import hmac
 import logging
 import os
 import re
+import reprlib
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -37,7 +39,7 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 
 import gevent
 import msgspec
-from flask import Flask, Response, g, request
+from flask import Flask, Response, g, request, send_file
 from gunicorn import util
 from gunicorn.http import errors, wsgi
 from gunicorn.workers.ggevent import GeventWorker
@@ -56,7 +58,7 @@ from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
-from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError, without_folders
 from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
 from responses import message_error
@@ -65,6 +67,7 @@ from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 
 BODY_PART = 2**14  # bytes of a body to read at a time
+PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parent / "web"
@@ -306,12 +309,14 @@ def add_routes(app: Flask, api: Api) -> None:
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
         ("/scale", "scaling", lambda: reply(api.scaling())),
-        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path))),
+        ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path, api.config.enable_control_routes))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
         ("/live", "live", lambda: stream(api.live(g.client), api.config)),
         ("/explain/<path:id>", "explain", lambda id: reply(api.explain(id.rstrip("/"), g.client))),
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
+    if api.config.enable_control_routes:
+        add_control_routes(app, api)
     for method, rule, name, view in (
         ("POST", "/scale", "scale", lambda: reply(api.scale(body_of(api)))),
         ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
@@ -321,6 +326,90 @@ def add_routes(app: Flask, api: Api) -> None:
          lambda id: reply(api.input_items(id, g.client, request.args))),
     ):  # fmt: skip
         app.add_url_rule(rule, name, view, methods=[method])
+
+
+def add_control_routes(app: Flask, api: Api) -> None:
+    """The routes that change the server's state. Each of them asks all engines, one after the other.
+
+    What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body.
+    """
+
+    def ask(utility: str, *args: Any) -> list[Any]:
+        """What a utility returns on each engine."""
+        try:
+            return [*api.client.call_each(utility, *args, timeout=api.config.request_timeout).values()]
+        except ValueError as error:
+            raise ApiError(400, without_folders(str(error))) from None
+
+    def is_sleeping() -> dict[str, Any]:
+        return {"is_sleeping": any(ask("is_sleeping"))}
+
+    def sleep() -> dict[str, Any]:
+        level = request.args.get("level", "1")
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
+        ask("sleep", int(level))
+        return is_sleeping()
+
+    def wake_up() -> dict[str, Any]:
+        ask("wake_up", request.args.getlist("tags") or None)
+        return is_sleeping()
+
+    def update_weights() -> dict[str, Any]:
+        body = fields("model_path")
+        if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
+            raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
+        ask("check_update", folder)
+        return {"weights_version": max(ask("update_weights", folder))}
+
+    def collective_rpc() -> dict[str, Any]:
+        body = fields("method", "timeout", "args", "kwargs")
+        kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
+        for name, kind in kinds.items():
+            if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
+                wanted = getattr(kind, "__name__", str(kind))
+                raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
+        call = body["method"], body.get("timeout"), body.get("args") or [], body.get("kwargs") or {}
+        return {"results": list(chain.from_iterable(ask("collective_rpc", *call)))}
+
+    def fields(*known: str) -> dict[str, Any]:
+        """The body's fields."""
+        body = body_of(api)
+        if unknown := next((name for name in body if name not in known), None):
+            raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
+        return body
+
+    def start_profile() -> dict[str, Any]:
+        ask("start_profile")
+        return {"profiling": True}
+
+    def stop_profile() -> dict[str, Any]:
+        return {"profiling": False, "files": list(chain.from_iterable(ask("stop_profile")))}
+
+    def profile(name: str) -> Response:
+        folder = api.facts["torch_profiler_dir"]
+        if not folder or not PROFILE.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
+            raise ApiError(404, f"there is no profile {name!r:.200}", "name")
+        return send_file(os.path.abspath(path), "application/octet-stream", as_attachment=True, download_name=name)
+
+    def guarded(view: Callable[[], dict[str, Any]], known: str) -> Callable[[], Response]:
+        """The view, for those who may call it and say nothing but what is `known` behind the question mark."""
+
+        def answer() -> Response:
+            if "Origin" in request.headers and not allowed_origin(api.config):
+                raise ApiError(403, "this page's origin may not call this route (allowed_origins)")
+            if unknown := next((name for name in request.args if name != known), None):
+                raise ApiError(400, f"{unknown!r:.80} is unknown; known: {known or 'nothing'}", unknown)
+            return reply(view())
+
+        return answer
+
+    for method, view, known in (
+        ("POST", sleep, "level"), ("POST", wake_up, "tags"), ("GET", is_sleeping, ""), ("POST", update_weights, ""),
+        ("POST", collective_rpc, ""), ("POST", start_profile, ""), ("POST", stop_profile, ""),
+    ):  # fmt: skip
+        app.add_url_rule(f"/{view.__name__}", view.__name__, guarded(view, known), methods=[method])
+    app.add_url_rule("/profiles/<name>", "profile", profile, methods=["GET"])
 
 
 def create_app(api: Api, spans: Spans | None = None) -> Flask:

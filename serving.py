@@ -24,7 +24,6 @@ from gevent.threadpool import ThreadPool
 
 from checks import in_parts
 from config import VERSION, ServerConfig
-from exposition import exposition
 from messages import item_messages
 from outputs import Vector, cosine, numbers
 from processes import DRAINING, READY, STARTING, Board
@@ -53,7 +52,7 @@ from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from structure import structure_of
 from tokenizer import LONG_TEXT, Tokenizer
-from viewers import Viewers
+from viewers import Viewers, exposition
 
 CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens

@@ -30,6 +30,7 @@ from memory import (
     CPU_KV_SHARE,
     blocks_per_seq,
     captures_graphs,
+    check_room,
     count_snapshots,
     fit_pool,
     gpu_bytes,
@@ -46,7 +47,7 @@ from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from pooling import settle
 from sampling_params import PoolingParams
-from sanitizer import KVSanitizer
+from upkeep import KeptWorker
 from worker import Worker
 
 PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
@@ -68,7 +69,10 @@ def start_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0,
         ValueError: the device is not there, the backend does not run on it, the model cannot be divided among the
             ranks, the checkpoint is bad, or memory cannot hold the weights and the KV of a request of `max_model_len`.
     """
-    return Startup(config, model_config, rank, rendezvous).worker
+    startup = Startup(config, model_config, rank, rendezvous)
+    worker = startup.worker
+    del startup.worker  # it refers to the startup, and a cycle would keep its memory for a while after its end
+    return worker
 
 
 class Startup:
@@ -96,6 +100,7 @@ class Startup:
         self.greedy_head: cpu.GreedyHead | None = None
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
+            self.parameters = self.model.parameters()  # none once the weights are packed
             self.load()
         self.cpu_room = int(CPU_KV_SHARE * cpu.available_bytes() / self.sharers)  # read before the KV pool takes some
         self.num_snapshots = self.fit_states()
@@ -116,11 +121,7 @@ class Startup:
         self.worker.exchange(0)
         pipeline.live = pipeline.stages > 1
         self.worker.info["startup"] = self.seconds
-        if config.sanitize_kv and pipeline.first:  # the other stages have the same tables, and do not know all tokens
-            self.worker.sanitizer = KVSanitizer(
-                pool, len(host_pool), state.token_ids, state.block_tables, state.block_size, self.model.layout.windows,
-                states, len(host_states),
-            )  # fmt: skip
+        self.worker.sanitize()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -169,23 +170,33 @@ class Startup:
     def load(self) -> None:
         """Fill the model, plan the memory, and give the weights the layouts that this device is fast with."""
         config, model = self.config, self.model
-        if config.load_format == "dummy":
-            fill_dummy(model, config.seed)
-        else:
-            load_weights(model, config.folder)
+        self.fill(config.weights)
         state = self.new_state(config.max_num_seqs, "meta")
         self.memory = plan_memory(config, model, state, self.device == "cuda")
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu.SMALL
             cpu.settle(config.threads, small and config.beside_server, self.sharers)
+        mapped = config.load_format != "dummy" and not config.weights
+        self.arrange(checkpoint_files(config.folder) if mapped else [])
+
+    def fill(self, source: str) -> None:
+        """Fill the model from a folder or a file, or where that is empty as the options say."""
+        if not source and self.config.load_format == "dummy":
+            fill_dummy(self.model, self.config.seed, self.parameters)
+        else:
+            load_weights(self.model, source or self.config.folder, wanted=self.parameters)
+
+    def arrange(self, files: list[str]) -> None:
+        """Give the weights the layouts that this device is fast with; of the `files` see `cpu.prepare`."""
+        config, model = self.config, self.model
         if self.ops.BACKEND == "cpu":
             rows = "both" if config.compile else "one" if config.max_num_seqs == 1 else "several"
             rows = "several" if config.pools else rows  # a prompt's tokens are the rows of a product
-            files = checkpoint_files(config.folder) if config.load_format != "dummy" else []
             multiplied = None
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
+            self.parameters = {}
             self.greedy_head = cpu.prepare(model, rows, files, multiplied)
         else:
             self.pack(model)
@@ -237,11 +248,10 @@ class Startup:
         states: torch.Tensor,
         host_states: torch.Tensor,
         state: BatchState,
-    ) -> Worker:
+    ) -> KeptWorker:
         """A worker over these pools and this batch state. It is not warmed up yet."""
         watch = self.guard.watch if self.guard else contextlib.nullcontext
-        pools = pool, host_pool, states, host_states
-        return Worker(self.config, self.model, *pools, state, self.greedy_head, watch)
+        return KeptWorker(self, pool, host_pool, states, host_states, state, watch)
 
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block. Its layers lie together, so that copying or swapping it is one contiguous move."""
@@ -568,35 +578,6 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
             f"max_model_len is {max_model_len}; the model was made for at most {model_config.max_position}"
         )
     return max_model_len
-
-
-def check_room(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, max_model_len: int, device: str
-) -> None:
-    """Check, before any of them is allocated, that this device has room for a rank's matrices and RoPE's table.
-
-    Raises:
-        ValueError: names what they take and what is free.
-    """
-    c = model_config
-    with_keys = [shape for i, shape in enumerate(c.kv_shapes) if i not in c.delta_layers]
-    q = c.num_heads * (3 if c.row.out_gate else 2)  # heads of queries, gates and results
-    attention = sum(c.hidden_size * (q + 2 * kv_heads) * dim for kv_heads, dim in with_keys)
-    if c.delta:
-        attention += len(c.delta_layers) * c.delta.weights(c.hidden_size)
-    if c.latent:
-        attention = c.num_layers * c.latent.weights(c.hidden_size, c.num_heads)
-    tables = 2 if c.head == "logits" and not c.tie_word_embeddings else 1  # of the vocabulary's size
-    matrices = (
-        attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
-    )
-    size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu.available_bytes()
-    if size > free:
-        raise ValueError(
-            f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "
-            f"{device} has {free / 2**30:,.1f} GiB free"
-        )
 
 
 def pick_device(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Who watches the engine: what `GET /live` sends, a few times a second, until the viewer leaves.
+"""Who watches the engine: what `GET /live` sends, a few times a second, and what `GET /metrics` tells Prometheus.
 
 However many watch, each API process asks the engine once for all of them, and only while somebody does. The engine
 answers with what it has at hand (`live.py`); the block map and the JSON are made here, off its loop.
@@ -10,20 +10,26 @@ import queue
 import threading
 import time
 from array import array
-from collections.abc import Iterator
-from itertools import chain, groupby, repeat
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, chain, groupby, repeat
 from operator import neg
 from typing import Any
 
 import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from checks import in_parts
 from client import EngineDeadError
 from config import ServerConfig
+from metrics import SERIES
 from processes import Board
 from protocol import ApiError, without_folders
 from replies import Client, sse
 
+FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 PERIOD = 0.2  # seconds between two events
 REST = 100  # times as long as it took to answer, the engine is left alone; so it gives up less than 1% of its time
 MOST_UNREAD = 50  # events that a viewer may leave unread before it is cut off
@@ -155,3 +161,52 @@ def named(engine: dict[str, Any], client: str | None) -> dict[str, Any]:
         return told | {"id": row["id"].rpartition("-")[0] if client in (None, whose) else None}
 
     return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}
+
+
+# --- for Prometheus ---------------------------------------------------------------------------------------------------
+
+
+class EngineCollector(Collector):
+    """What some engines have counted.
+
+    Args:
+        engines: of each, by its rank, what `EngineCore.metrics` returned.
+        prefix: of all names.
+        model_name: a label of all series.
+    """
+
+    def __init__(self, engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str):
+        self.engines, self.prefix, self.model_name = engines, prefix, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        """The series, each with the values of all engines."""
+        for name in next(iter(self.engines.values())):
+            series, values = SERIES[name], {str(rank): told[name] for rank, told in self.engines.items()}
+            if series.kind == "info":
+                first = next(iter(values.values()))
+                info = GaugeMetricFamily(self.prefix + name, series.help, labels=["engine", *first])
+                for engine, labels in values.items():
+                    info.add_metric([engine, *labels.values()], 1)
+                yield info
+                continue
+            labels = ["model_name", "engine", *([series.label] if series.label else [])]
+            family = FAMILIES[series.kind](self.prefix + name, series.help, labels=labels)
+            for engine, value in values.items():
+                for label, one in value.items() if series.label else [(None, value)]:
+                    mine = [self.model_name, engine, *([label] if series.label else [])]
+                    family.add_metric(mine, *(buckets(one) if series.kind == "histogram" else (one,)))
+            yield family
+
+
+def buckets(told: dict[str, Any]) -> tuple[list[tuple[str, float]], float]:
+    """A histogram's buckets as Prometheus has them, each with all values below its bound, and its sum."""
+    bounds = [*map(floatToGoString, told["bounds"]), "+Inf"]
+    return list(zip(bounds, accumulate(told["counts"]), strict=True)), told["sum"]
+
+
+def exposition(engines: Mapping[int, dict[str, Any]], prefix: str, model_name: str) -> bytes:
+    """The series of `EngineCollector` in Prometheus' text format, whatever else the reader takes.
+
+    In OpenMetrics, prometheus_client (0.26) writes an underscore for the colon of vLLM's names.
+    """
+    return generate_latest(EngineCollector(engines, prefix, model_name))

@@ -74,7 +74,8 @@ class Worker:
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # the rows that the batch state holds
         self.marks: list[Mark] | None = None  # of the step that is being launched; None without a trace
-        self.clock = DeviceClock() if config.trace and self.device == "cuda" else None
+        self.traces = bool(config.trace)  # whether steps tell when their phases began
+        self.clock = DeviceClock() if self.traces and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
         # With each graph the tensors of `forward` that it fills.
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
@@ -95,7 +96,7 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Do the host's part of `step`. The device may still be running it afterwards."""
-        self.marks = [] if self.config.trace else None
+        self.marks = [] if self.traces else None
         self.mark("apply")
         try:
             with torch.inference_mode(), self.watch():

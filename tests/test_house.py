@@ -25,10 +25,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
     "serving": {
-        "checks", "config", "exposition", "messages", "outputs", "processes", "protocol", "reading",
+        "checks", "config", "messages", "outputs", "processes", "protocol", "reading",
         "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
-    "viewers": {"checks", "client", "config", "processes", "protocol", "replies"},
-    "exposition": {"metrics"},
+    "viewers": {"checks", "client", "config", "metrics", "processes", "protocol", "replies"},
     "bodies": {"config", "protocol"},
     "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
     "checks": {"config", "messages", "sampling_params"},
@@ -56,8 +55,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "fleet", "grammar", "hub", "logs", "messages", "outputs", "plan",
-        "prompts", "sampling_params", "tokenizer"},
+        "client", "config", "core", "fleet", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
@@ -104,8 +103,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "sampling_params", "sanitizer"},
     "startup": {
         "batch_state", "compile_guard", "config", "cpu", "cpu_compiled", "cpu_ops", "kernels", "loader", "logs",
-        "memory", "model", "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "sanitizer",
+        "memory", "model", "model_config", "parallel", "plan", "pooling", "reference", "sampling_params", "upkeep",
         "worker"},
+    "upkeep": {"batch_state", "cpu", "loader", "model", "plan", "sanitizer", "worker"},
     "compile_guard": set(),
     "batch_state": {"cpu", "plan", "sampling_params"},
     "model": {"delta_net", "latent_attention", "layers", "model_config", "parallel", "rope"},
@@ -142,8 +142,8 @@ STDLIB_ONLY = {
     "model_config", "plan", "pooling", "quantization", "queues", "sampling_params", "scheduler", "sequence", "sizes",
 }  # fmt: skip
 DEVICE = {
-    "worker", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net", "rope",
-    "loader", "dequantize", "memory", "parallel", "sanitizer",
+    "worker", "upkeep", "startup", "compile_guard", "batch_state", "model", "layers", "latent_attention", "delta_net",
+    "rope", "loader", "dequantize", "memory", "parallel", "sanitizer",
 }  # fmt: skip
 # These define what kernels and cpu_ops pass on.
 HOMES_OF_OPS = {

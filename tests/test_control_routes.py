@@ -1,0 +1,218 @@
+"""The routes that change the server: whom they answer, what they ask of the engines, and what a real server does."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flask.testing import FlaskClient
+from safetensors.torch import load_file, save_file
+
+from client import EngineDeadError
+from config import DEMO
+from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of, post, refusal, told
+from served import Server, serving
+
+POSTS = ("/sleep", "/wake_up", "/update_weights", "/collective_rpc", "/start_profile", "/stop_profile")
+GETS = ("/is_sleeping", "/profiles/a.pt.trace.json.gz")
+ORIGIN = {"Origin": "https://page.example"}
+
+
+class Engines(ScriptedClient):
+    """An engine that answers utilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[Any, ...]] = []
+        self.error: Exception | None = None
+        self.asleep = False
+
+    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        assert timeout and timeout > 1000
+        self.asked.append((method, *args))
+        if self.error:
+            raise self.error
+        self.asleep = method == "sleep" or (self.asleep and method != "wake_up")
+        answers: dict[str, Any] = {
+            "is_sleeping": self.asleep, "update_weights": 3, "stop_profile": ["a.pt.trace.json.gz"],
+            "collective_rpc": [{"b": [1]}, None],
+        }  # fmt: skip
+        return dict.fromkeys([0, 1], answers.get(method))
+
+
+@pytest.fixture
+def engines() -> Engines:
+    return Engines()
+
+
+@pytest.fixture
+def controls(engines: Engines, tmp_path: Path) -> FlaskClient:
+    facts = FACTS | {"data_parallel_size": 2, "torch_profiler_dir": str(tmp_path)}
+    return client_of(engines, facts, enable_control_routes=True)
+
+
+def test_they_are_off_unless_an_option_allows_them(http_client: FlaskClient) -> None:
+    for path in POSTS:
+        refusal(http_client.post(path), 404)
+    for path in GETS:
+        refusal(http_client.get(path), 404)
+    assert "/sleep" not in http_client.get("/openapi.json").json["paths"]
+
+
+def test_they_need_the_key(engines: Engines) -> None:
+    http_client = client_of(engines, FACTS | {"torch_profiler_dir": None}, enable_control_routes=True, api_key=("one",))
+    for path in POSTS:
+        refusal(http_client.post(path), 401)
+    for path in GETS:
+        refusal(http_client.get(path), 401)
+    assert not engines.asked
+    assert http_client.post("/sleep", headers={"X-Api-Key": "one"}).status_code == 200
+
+
+def test_pages_of_other_origins_may_not_call_them(engines: Engines, controls: FlaskClient) -> None:
+    for path in POSTS:
+        assert "allowed_origins" in refusal(controls.post(path, headers=ORIGIN), 403)["message"]
+    assert not engines.asked
+    facts = FACTS | {"torch_profiler_dir": None}
+    allowed = client_of(engines, facts, enable_control_routes=True, allowed_origins=(ORIGIN["Origin"],))
+    assert allowed.post("/sleep", headers=ORIGIN).status_code == 200
+
+
+def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -> None:
+    assert controls.post("/sleep").json == controls.post("/sleep?level=2").json == {"is_sleeping": True}
+    assert controls.get("/is_sleeping").json == {"is_sleeping": True}
+    assert controls.post("/wake_up?tags=weights&tags=kv_cache").json == {"is_sleeping": False}
+    controls.post("/wake_up")
+    assert post(controls, "/update_weights", model_path="/models/a").json == {"weights_version": 3}
+    call = {"method": "block_bytes", "timeout": 2.5, "args": [1], "kwargs": {"a": "b"}}
+    assert post(controls, "/collective_rpc", **call).json == {"results": 2 * [{"b": [1]}, None]}
+    post(controls, "/collective_rpc", method="facts", timeout=None)
+    assert controls.post("/start_profile").json == {"profiling": True}
+    assert controls.post("/stop_profile").json == {"profiling": False, "files": 2 * ["a.pt.trace.json.gz"]}
+    assert [call for call in engines.asked if call != ("is_sleeping",)] == [
+        ("sleep", 1), ("sleep", 2), ("wake_up", ["weights", "kv_cache"]), ("wake_up", None),
+        ("check_update", "/models/a"), ("update_weights", "/models/a"),
+        ("collective_rpc", "block_bytes", 2.5, [1], {"a": "b"}), ("collective_rpc", "facts", None, [], {}),
+        ("start_profile",), ("stop_profile",),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/sleep?level=3", None, "level is '3'; it must be 1 or 2"), ("/sleep?mode=abort", None, "known: level"),
+        ("/wake_up?tag=weights", None, "known: tags"), ("/start_profile?a=1", None, "known: nothing"),
+        ("/update_weights", {}, "model_path is None"), ("/update_weights", {"model_path": "a"}, "from the root"),
+        ("/update_weights", {"model_path": "/a", "more": 1}, "no field 'more'; known: model_path"),
+        ("/update_weights", {"model_path": 5}, "model_path is 5; it must be a path"),
+        ("/collective_rpc", {}, "method is None; it must be str"),
+        ("/collective_rpc", {"method": "a", "args": 5}, "args is 5; it must be list"),
+        ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True; it must be int"),
+        ("/collective_rpc", {"method": "a", "kwarg": {}}, "no field 'kwarg'"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_400(engines: Engines, controls: FlaskClient, path: str, body: Any, words: str) -> None:
+    assert words in refusal(controls.post(path, json=body) if body is not None else controls.post(path))["message"]
+    assert not engines.asked
+
+
+def test_what_engines_refuse_is_400_and_engines_that_are_away_are_503(engines: Engines, controls: FlaskClient) -> None:
+    engines.error = ValueError("/secret/place/model has no tensor x")
+    assert refusal(post(controls, "/update_weights", model_path="/a"))["message"] == "model has no tensor x"
+    engines.error = EngineDeadError("sleep was not done by engines that do not answer: [1]; ask again")
+    assert "do not answer: [1]" in refusal(controls.post("/sleep"), 503)["message"]
+
+
+def test_a_profile_is_downloaded_and_nothing_else(controls: FlaskClient, tmp_path: Path) -> None:
+    (tmp_path / "a.pt.trace.json.gz").write_bytes(gzip.compress(b"{}"))
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "a.steps.json").write_text("[]")
+    with controls.get("/profiles/a.pt.trace.json.gz") as response:
+        assert "Content-Encoding" not in response.headers and gzip.decompress(response.data) == b"{}"
+    with controls.get("/profiles/a.steps.json") as response:
+        assert response.data == b"[]"
+    for name in ("secret", "b.pt.trace.json.gz", "..%2fa.steps.json", "../secret"):
+        refusal(controls.get(f"/profiles/{name}"), 404)
+
+
+def test_the_schema_has_them(controls: FlaskClient) -> None:
+    paths = controls.get("/openapi.json").json["paths"]
+    assert all("post" in paths[path] for path in POSTS) and "get" in paths["/profiles/{name}"]
+
+
+@pytest.mark.parametrize("route", [COMPLETIONS, CHAT])
+def test_replies_tell_the_version_of_the_weights(engine: ScriptedClient, http_client: FlaskClient, route: str) -> None:
+    assert "system_fingerprint" not in post(http_client, route, **BODIES[route]).json
+    engine.script = [told([5]), told([6], "length")]
+    engine.script[-1].finished = True
+    for output in engine.script:
+        output.weights_version = 2
+    assert post(http_client, route, **BODIES[route]).json["system_fingerprint"] == "weights-2"
+    events = post(http_client, route, **BODIES[route], stream=True).text.split("data: ")[1:-1]
+    assert {json.loads(event)["system_fingerprint"] for event in events} == {"weights-2"}
+
+
+# --- a real server ----------------------------------------------------------------------------------------------------
+
+STORY = {"prompt": "ROMEO:\n", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("server")
+    flags = ("--enable-control-routes", "--torch-profiler-dir", str(folder / "profiles"))
+    with serving(folder, *flags) as made:
+        yield made
+
+
+def download(server: Server, name: str) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/profiles/{name}") as response:
+        return response.read()
+
+
+def test_a_server_sleeps_profiles_and_takes_other_weights(server: Server, tmp_path: Path) -> None:
+    def complete(**more: Any) -> dict[str, Any]:
+        status, text = server.post("/v1/completions", STORY | more)
+        assert status == 200, text
+        return json.loads(text)
+
+    before, texts = complete(), []
+    thread = threading.Thread(target=lambda: texts.append(complete()["choices"][0]["text"]))
+    assert server.post("/sleep?level=2", {})[0] == 200
+    thread.start()
+    assert json.loads(server.get("/is_sleeping")[1]) == {"is_sleeping": True} and server.get("/health")[0] == 200
+    thread.join(0.5)
+    assert not texts  # it waits
+    assert json.loads(server.post("/wake_up", {})[1]) == {"is_sleeping": False}
+    thread.join(30)
+    assert texts == [before["choices"][0]["text"]]
+
+    assert server.post("/start_profile", {})[0] == 200
+    complete(max_tokens=4)
+    torchs, steps = json.loads(server.post("/stop_profile", {})[1])["files"]
+    assert server.get("/profiles/nothing.pt.trace.json.gz")[0] == 404
+    assert "traceEvents" in json.loads(gzip.decompress(download(server, torchs)))
+    assert {"schedule", "wait", "update"} <= {event["name"] for event in json.loads(download(server, steps))}
+    status, text = server.post("/collective_rpc", {"method": "block_bytes"})
+    assert status == 200 and json.loads(text)["results"][0] > 0
+    status, text = server.post("/collective_rpc", {"method": "os:getpid"})
+    assert status == 400 and "must be the name of a method of the worker" in text
+
+    shutil.copytree(DEMO, tmp_path / "other", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    weights = load_file(f"{DEMO}/model.safetensors")
+    weights = {name: weight + 0.02 * torch.randn(weight.shape).to(weight.dtype) for name, weight in weights.items()}
+    save_file(weights, tmp_path / "other" / "model.safetensors")
+    status, text = server.post("/update_weights", {"model_path": str(tmp_path / "other")})
+    assert (status, json.loads(text)) == (200, {"weights_version": 1})
+    after = complete()
+    assert after["system_fingerprint"] == "weights-1" and after["choices"] != before["choices"]
+    status, text = server.post("/update_weights", {"model_path": str(tmp_path)})
+    assert status == 400 and "no safetensors" in text
+    assert complete()["choices"] == after["choices"]

@@ -1,0 +1,198 @@
+"""How processes start: fork, spawn and forkserver for workers, and an engine in a process of its own for `LLM`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from client import EngineDeadError, InprocClient
+from config import DEMO
+from engine import LLM, LLMEngine, SamplingParams
+from served import eventually
+
+ROOT = Path(__file__).parent.parent
+METHOD, OWN_PROCESS = "MANTA_WORKER_MULTIPROC_METHOD", "MANTA_ENABLE_V1_MULTIPROCESSING"
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
+PROMPTS = ["To be, or not", [5, 80, 300]]
+
+
+def tokens(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+# --- workers that were started so -------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, signal, sys
+from engine import LLM, SamplingParams
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+{guard}
+    assert "torch" not in sys.modules
+    llm = LLM(device="cpu", dtype="float32", threads=1, max_model_len=256, **{options})
+    found = [[o.outputs[0].token_ids for o in llm.generate({prompts}, GREEDY, use_tqdm=False)]]
+    processes = llm.core.executor.processes
+    os.kill(processes[-1].pid, signal.SIGKILL)
+    found.append([o.outputs[0].token_ids for o in llm.generate({prompts}, GREEDY, use_tqdm=False)])
+    print(json.dumps([type(processes[0]).__name__, found, [process.pid for process in processes]]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def run_script(
+    folder: Path, method: str, guard: str = 'if __name__ == "__main__":'
+) -> subprocess.CompletedProcess[str]:
+    options = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
+    (folder / "script.py").write_text(SCRIPT.format(guard=guard, options=options, prompts=PROMPTS))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", METHOD: method}
+    return subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_give_the_same_tokens_are_replaced_and_end_with_their_script(tmp_path, llm, method):
+    done = run_script(tmp_path, method)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    kind, found, pids = json.loads(done.stdout)
+    assert kind == {"fork": "ForkProcess", "forkserver": "ForkServerProcess"}[method]
+    assert found == [tokens(llm)] * 2 and len(pids) == 2
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), 20)
+
+
+def test_who_needs_a_guard_is_told_so_in_one_sentence(tmp_path):
+    done = run_script(tmp_path, "forkserver", guard="if True:")
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "so LLM starts processes, which import your script: put what it does under `if __name__ == '__main__':`"
+    )
+
+
+# --- an engine in a process of its own --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def own_process():
+    """An `LLM` whose engine is another process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OWN_PROCESS, "1")
+        made = LLM(DEMO, dtype="float32", device="cpu", threads=1, trace=None)
+    yield made
+    made.close()
+
+
+def test_only_1_and_0_are_allowed(monkeypatch, make_llm):
+    monkeypatch.setenv(OWN_PROCESS, "yes")
+    with pytest.raises(ValueError, match=f"{OWN_PROCESS} is 'yes' in the environment; it must be 0 or 1"):
+        make_llm()
+    monkeypatch.setenv(OWN_PROCESS, "1")
+    with pytest.raises(ValueError, match="with distributed_executor_backend 'torchrun' they must be 0 and 1"):
+        make_llm(distributed_executor_backend="torchrun")
+
+
+def test_the_face_is_the_same(own_process, llm):
+    assert isinstance(llm.client, InprocClient) and not isinstance(own_process.client, InprocClient)
+    with pytest.raises(ValueError, match="in other processes"):
+        assert own_process.core
+    params = SamplingParams(temperature=0.8, seed=4, n=3, max_tokens=20, stop=["e "])
+    for prompts, given in ((PROMPTS, GREEDY), (PROMPTS, params), (["To"] * 40, GREEDY)):
+        mine, theirs = (each.generate(prompts, given, use_tqdm=False) for each in (own_process, llm))
+        assert [output.outputs for output in mine] == [output.outputs for output in theirs]
+    question = [{"role": "user", "content": "What is 23 + 58?"}]
+    mine, theirs = (each.chat(question, GREEDY, use_tqdm=False)[0].outputs for each in (own_process, llm))
+    assert mine == theirs
+    assert own_process.get_default_sampling_params() == llm.get_default_sampling_params()
+    assert own_process.get_metrics().keys() == llm.get_metrics().keys()
+    assert own_process.reset_prefix_cache() and own_process.collective_rpc("block_bytes")
+    assert own_process.weights_version == 0 and not own_process.is_sleeping()
+
+
+def test_bad_requests_raise_and_leave_nothing_for_the_next(own_process, llm):
+    regex = {"structured_outputs": {"regex": "("}}
+    for prompts, given in ((["a", [10**6]], {}), (["a", []], {}), (["a"], regex), (["a", [5] * 10**4], {})):
+        for each in (own_process, llm):
+            with pytest.raises(ValueError):
+                each.generate(prompts, SamplingParams(max_tokens=4, **given), use_tqdm=False)
+    assert tokens(own_process) == tokens(llm)
+
+
+def describe(worker: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    return [worker.group.rank, list(args), kwargs]
+
+
+def nap(worker: Any, seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+
+
+def a_tensor(worker: Any) -> torch.Tensor:
+    return torch.zeros(1)
+
+
+def test_functions_of_modules_go_there_and_errors_come_back(own_process, llm):
+    assert own_process.collective_rpc(describe, args=(5,), kwargs={"a": [1]}) == [[0, [5], {"a": [1]}]]
+    assert own_process.collective_rpc(nap, args=(0.1,)) == ["rested"]
+    with pytest.raises(TimeoutError, match=r"timeout is 0.1 s; the call took 0\.[34]|has not replied within 0.1 s"):
+        own_process.collective_rpc(nap, 0.1, (0.3,))
+    assert tokens(own_process) == tokens(llm)
+    with pytest.raises(ValueError, match=r"method is .*lambda.* cannot import"):
+        own_process.collective_rpc(lambda worker: 1)
+    with pytest.raises(ValueError, match=r"cannot be called with these arguments.*Tensor"):
+        own_process.collective_rpc(describe, args=(torch.zeros(1),))
+    with pytest.raises(ValueError, match="Tensor"):
+        own_process.collective_rpc(a_tensor)
+    with pytest.raises(ValueError, match="method is 'nowhere:function', which the engine's process cannot import"):
+        own_process.collective_rpc("nowhere:function")
+    with pytest.raises(ValueError, match="must be the name of a method of the worker"):
+        llm.collective_rpc("test_start_methods:describe")
+    assert tokens(own_process) == tokens(llm)
+
+
+def test_its_caller_may_run_the_loop(monkeypatch, llm):
+    monkeypatch.setenv(OWN_PROCESS, "1")
+    engine, found = LLMEngine(llm.config), {}
+
+    def finish() -> None:
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                found[output.request_id] = output
+
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    engine.add_request("bad", [5] * 2000, GREEDY)
+    finish()
+    assert engine.step() == [] and "1023" in found["bad"].error
+    assert [found[str(i)].outputs[0].token_ids for i in range(2)] == tokens(llm)
+    for i in range(3):
+        engine.add_request(str(i), "To be", LONG)
+    engine.step()
+    os.kill(engine.client.children[0].children[0].process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDeadError, match="the engine process has ended"):
+        finish()
+    assert not engine.has_unfinished_requests()
+    while "again" not in found:
+        try:
+            engine.add_request("again", PROMPTS[0], GREEDY)
+            finish()
+        except EngineDeadError:
+            time.sleep(0.1)
+    assert found["again"].outputs[0].token_ids == tokens(llm)[0]
+    engine.close()
+
+
+def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
+    monkeypatch.setenv(OWN_PROCESS, "1")
+    with pytest.raises(ValueError, match="have said why on stderr"):
+        make_llm(max_model_len=10**6)
+    assert "error: max_model_len is 1000000" in capfd.readouterr().err

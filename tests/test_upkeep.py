@@ -1,0 +1,501 @@
+"""What is done to workers between their steps: sleep, other weights, profiles, and a caller's functions."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import itertools
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from async_llm import AsyncLLM, EngineArgs, EngineDeadError
+from client import source_of
+from config import DEMO
+from engine import LLM, LLMEngine, SamplingParams
+from executor import WorkerError
+from upkeep import KeptWorker
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+PROMPTS = ["To be, or not", [5, 80, 300], "ROMEO:\n", list(range(3, 150))]
+
+
+def tokens(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> str:
+    """A copy of the demo with other weights."""
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def disturb(weights: dict[str, torch.Tensor], seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in weights.items():
+        noise = torch.randn(weight.shape, generator=generator)
+        weights[name] = (weight.float() + 0.02 * noise).to(weight.dtype)
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model of the demo's shape that says other things."""
+    return changed(tmp_path_factory.mktemp("other") / "model", disturb)
+
+
+@pytest.fixture(scope="module")
+def wanted(llm: LLM) -> list[list[int]]:
+    return tokens(llm)
+
+
+@pytest.fixture(scope="module")
+def others(other: str, wanted: list[list[int]]) -> list[list[int]]:
+    llm = LLM(other, dtype="float32", device="cpu")
+    found = tokens(llm)
+    llm.close()
+    assert all(a != b for a, b in zip(found, wanted, strict=True))
+    return found
+
+
+@pytest.fixture(scope="module", params=["uni", "mp"])
+def either(request: pytest.FixtureRequest, make_llm: Callable[..., LLM]) -> Iterator[LLM]:
+    llm = make_llm(distributed_executor_backend=request.param, threads=1)
+    yield llm
+    llm.close()
+
+
+@pytest.fixture
+def fresh(either: LLM) -> LLM:
+    """An `LLM` that is awake and has the demo's weights."""
+    either.wake_up()
+    if either.weights_version:
+        either.update_weights(DEMO)
+    return either
+
+
+# --- sleep ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_slept_says_what_it_said_before(fresh, wanted):
+    for level in (1, 2, 1):
+        assert tokens(fresh) == wanted and not fresh.is_sleeping()
+        fresh.sleep(level)
+        assert fresh.is_sleeping()
+        with pytest.raises(ValueError, match="sleeps"):
+            fresh.generate("To be", GREEDY)
+        fresh.wake_up(["weights"])
+        assert fresh.is_sleeping()
+        fresh.wake_up()
+        fresh.wake_up()  # has nothing to do
+    assert tokens(fresh) == wanted
+    fresh.core.check_integrity()
+
+
+def test_sleeping_deeper_and_waking_in_parts(fresh, wanted):
+    fresh.sleep(1)
+    fresh.sleep(2)
+    fresh.wake_up(["kv_cache"])
+    fresh.sleep(1)  # the weights are gone already
+    fresh.wake_up(["kv_cache"])
+    fresh.wake_up(["weights"])
+    assert not fresh.is_sleeping() and tokens(fresh) == wanted
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"backend": "reference"}, {"max_num_seqs": 1, "dtype": "bfloat16"},
+        {"dtype": "bfloat16", "load_format": "dummy"}, {"sanitize_kv": True, "swap_space": 0.01},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_layout_sleeps_and_takes_other_weights(make_llm, other, fields):
+    with make_llm(threads=1, **fields) as llm:
+        before = tokens(llm, PROMPTS[:2], SHORT)
+        for level in (2, 1):
+            llm.sleep(level)
+            llm.wake_up()
+            assert tokens(llm, PROMPTS[:2], SHORT) == before
+        llm.update_weights(other)
+        after = tokens(llm, PROMPTS[:2], SHORT)
+        assert after != before
+        llm.sleep(2)
+        llm.wake_up()
+        assert tokens(llm, PROMPTS[:2], SHORT) == after
+        if "load_format" not in fields:
+            llm.update_weights(DEMO)
+            assert tokens(llm, PROMPTS[:2], SHORT) == before
+
+
+@pytest.mark.parametrize("call", ["sleep(0)", "sleep('1')", "sleep(3)", "wake_up('weights')", "wake_up(['kv'])"])
+def test_a_level_or_a_tag_that_is_not_there(llm, call):
+    with pytest.raises(ValueError, match="it must be"):
+        eval(f"llm.{call}")
+    assert not llm.is_sleeping()
+
+
+def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
+    engine = LLMEngine(llm.config)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(str(i), prompt, GREEDY)
+    found: dict[str, list[int]] = {}
+    for i in itertools.count():
+        if not engine.has_unfinished_requests():
+            break
+        for output in engine.step():
+            found[output.request_id] = output.outputs[0].token_ids
+        if i in (0, 2, 5):
+            engine.client.call("sleep", 1 + i % 2)
+            assert engine.step() == [] and engine.has_unfinished_requests()
+            engine.client.call("wake_up")
+        engine.client.core.check_integrity()
+    assert [found[str(i)] for i in range(len(PROMPTS))] == wanted
+    engine.close()
+
+
+def config_of(folder: Path) -> str:
+    """A model of 100 MB in float32, whose weights are made up."""
+    folder.mkdir()
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 8000,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def resident(worker: KeptWorker) -> int:
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_memory_goes_back_to_the_system(tmp_path, backend):
+    llm = LLM(
+        config_of(tmp_path / "model"), device="cpu", backend=backend, dtype="float32", load_format="dummy", threads=1,
+        skip_tokenizer_init=True, distributed_executor_backend="mp", num_gpu_blocks_override=64, max_num_seqs=16,
+    )  # fmt: skip
+    assert llm.core.facts["parameters"] * 4 > 90e6 and llm.core.facts["kv_bytes"] > 60e6
+    prompts = [[3 + i] * 900 for i in range(2)]
+    before = tokens(llm, prompts, SHORT)
+    (awake,) = llm.collective_rpc(resident)
+    seen = [awake]
+    for level in (1, 2):
+        llm.sleep(level)
+        seen += llm.collective_rpc(resident)
+    assert awake - seen[1] > 0.8 * 2 * 900 / 1024 * llm.core.facts["kv_bytes"] / 4  # what the prompts had filled
+    assert seen[1] - seen[2] > 0.5 * 4 * llm.core.facts["parameters"]  # what is packed takes fewer bytes
+    llm.wake_up()
+    assert tokens(llm, prompts, SHORT) == before
+    assert abs(llm.collective_rpc(resident)[0] - awake) < 0.2 * awake
+    llm.close()
+
+
+# --- other weights ----------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted, others):
+    version = fresh.weights_version
+    assert tokens(fresh) == wanted
+    assert fresh.update_weights(other) == version + 1
+    assert tokens(fresh) == others  # and so no block of the old ones was found again
+    assert fresh.update_weights(tensors=load_file(f"{DEMO}/model.safetensors")) == version + 2
+    assert tokens(fresh) == wanted
+    assert fresh.update_weights(f"{other}/model.safetensors") == fresh.weights_version == version + 3
+    assert tokens(fresh) == others
+
+
+@pytest.mark.parametrize(
+    "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
+)
+def test_all_ranks_sleep_are_profiled_and_take_other_weights(make_llm, tmp_path, other, wanted, others, ranks):
+    with make_llm(threads=1, torch_profiler_dir=str(tmp_path / "profiles"), **ranks) as llm:
+        assert tokens(llm) == wanted
+        llm.start_profile()
+        tokens(llm, PROMPTS[:1], SHORT)
+        files = llm.stop_profile()
+        assert sorted(files) == sorted(os.listdir(tmp_path / "profiles"))
+        assert len([file for file in files if file.endswith(".pt.trace.json.gz")]) == 2
+        llm.update_weights(other)
+        llm.sleep(2)
+        assert llm.is_sleeping()
+        llm.wake_up()
+        assert tokens(llm) == others
+        llm.update_weights(tensors=load_file(f"{DEMO}/model.safetensors"))
+        assert tokens(llm) == wanted and llm.weights_version == 2
+        with pytest.raises(ValueError, match="there are no safetensors"):
+            llm.update_weights(str(tmp_path))
+        assert tokens(llm) == wanted and llm.weights_version == 2
+        assert len(llm.collective_rpc(asleep_on)) == 2
+
+
+def test_weights_for_an_engine_that_sleeps(fresh, other, others):
+    for level in (1, 2):
+        fresh.sleep(level)
+        fresh.update_weights(other)
+        assert fresh.is_sleeping()
+        fresh.wake_up(["kv_cache"])
+        assert not fresh.is_sleeping() and tokens(fresh) == others
+    fresh.update_weights(tensors=load_file(f"{DEMO}/model.safetensors"))
+    fresh.sleep(2)
+    with pytest.raises(ValueError, match=f"version {fresh.weights_version} of the weights came as tensors"):
+        fresh.wake_up()
+    fresh.update_weights(other)
+    fresh.wake_up()
+    assert tokens(fresh) == others
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(fresh, tmp_path, wanted):
+    version = fresh.weights_version
+    weights = load_file(f"{DEMO}/model.safetensors")
+    name = next(name for name, weight in weights.items() if weight.ndim == 2)
+    del weights[name]
+    with pytest.raises(ValueError, match=f"has no tensor {name}"):
+        fresh.update_weights(tensors=weights)
+    with pytest.raises(ValueError, match=rf"tensor {name} has shape \[3, 4\]"):
+        fresh.update_weights(tensors=weights | {name: torch.zeros(3, 4)})
+    with pytest.raises(ValueError, match="surplus"):
+        fresh.update_weights(changed(tmp_path / "more", lambda weights: weights.update(surplus=torch.zeros(1))))
+    for given, words in (({}, "either"), ({"folder": DEMO, "tensors": weights}, "either"),
+                         ({"folder": str(tmp_path)}, "no safetensors"), ({"tensors": {}}, "dict of tensors"),
+                         ({"tensors": {name: [1.0]}}, "cannot be sent")):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            fresh.update_weights(**given)
+    assert fresh.weights_version == version and tokens(fresh) == wanted
+
+
+def test_weights_that_turn_out_to_be_bad_leave_the_old_ones(make_llm, tmp_path, other, others):
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights[max(weights)].view(-1)[0] = torch.nan
+
+    bad, llm = changed(tmp_path / "bad", spoil), make_llm(tensor_parallel_size=2, threads=1)
+    llm.update_weights(other)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        llm.update_weights(bad)
+    assert llm.weights_version == 1 and tokens(llm) == others
+    llm.update_weights(tensors=load_file(f"{other}/model.safetensors"))
+    with pytest.raises(WorkerError, match=r"neither the new ones .*NaN.* nor the old ones .*came as tensors"):
+        llm.update_weights(bad)
+    with pytest.raises(WorkerError, match="neither the new ones"):
+        llm.generate("To be", GREEDY, use_tqdm=False)
+    llm.core.close()
+
+
+def kill(llm: LLM) -> None:
+    process = llm.core.executor.processes[0]
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def test_new_workers_have_the_weights_that_were_set_last(make_llm, tmp_path, wanted):
+    llm = make_llm(distributed_executor_backend="mp", threads=1)
+    folder = changed(tmp_path / "model", disturb)
+    llm.update_weights(folder)
+    after = tokens(llm)
+    kill(llm)
+    assert tokens(llm) == after != wanted
+    llm.sleep(2)
+    kill(llm)
+    llm.core.check_workers()
+    assert llm.is_sleeping() and llm.collective_rpc(asleep_on) == [["kv_cache", "weights"]]
+    llm.wake_up()
+    assert tokens(llm) == after
+    os.utime(f"{folder}/model.safetensors", (1, 1))
+    kill(llm)
+    with pytest.raises(WorkerError, match="has changed since version 1"):
+        tokens(llm)
+    llm.core.close()
+
+
+def fail_at(worker: KeptWorker, method: str) -> None:
+    setattr(worker, method, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_worker_that_dies_in_the_middle_is_replaced_and_nothing_hangs(make_llm, other, wanted):
+    llm = make_llm(tensor_parallel_size=2, threads=1)
+    update = partial(llm.update_weights, other)
+    for method, call in (("drop_weights", partial(llm.sleep, 2)), ("load_weights", update)):
+        llm.collective_rpc(fail_at, args=(method,))
+        with pytest.raises(ValueError, match=r"died \(SIGKILL\).*; the workers were started anew, as they were before"):
+            call()
+        assert not llm.is_sleeping() and llm.weights_version == 0 and tokens(llm) == wanted
+    llm.sleep()
+    llm.collective_rpc(fail_at, args=("wake_up",))
+    with pytest.raises(ValueError, match="as they were before"):
+        llm.wake_up()
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert tokens(llm) == wanted
+    llm.close()
+
+
+def asleep_on(worker: KeptWorker) -> list[str]:
+    return sorted(worker.asleep)
+
+
+def test_weights_that_came_as_tensors_die_with_the_workers_and_so_does_the_engine(make_llm, other):
+    llm = make_llm(distributed_executor_backend="mp", threads=1)
+    llm.update_weights(tensors=load_file(f"{other}/model.safetensors"))
+    kill(llm)
+    for _ in range(2):
+        with pytest.raises(WorkerError, match=r"died \(SIGKILL\).*version 1 of the weights came as tensors"):
+            tokens(llm)
+    llm.core.close()
+
+
+def test_a_source_of_tensors_has_them_bit_by_bit():
+    base = torch.randn(6, 5)
+    given = {"a": base, "b": base.t(), "c": base.bfloat16(), "ü" * 300: torch.tensor(3), "d": base, "e": base[:0]}
+    with source_of(None, given) as (path, lasting):
+        found = load_file(path)
+    assert not lasting and found.keys() == given.keys()
+    assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in given.items())
+
+
+# --- with requests in flight ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llm_async() -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(EngineArgs(DEMO, dtype="float32", device="cpu", threads=1))
+    yield llm
+    llm.shutdown()
+
+
+async def last(llm: AsyncLLM, prompt: Any, params: SamplingParams, name: str) -> Any:
+    return [output async for output in llm.generate(prompt, params, name)][-1]
+
+
+async def begin(llm: AsyncLLM, params: SamplingParams, name: str) -> asyncio.Task:
+    """A request that has had a token."""
+    event = asyncio.Event()
+
+    async def read() -> Any:
+        outputs = []
+        async for output in llm.generate(PROMPTS[1], params, name):
+            outputs.append(output)
+            event.set()
+        return outputs[-1]
+
+    task = asyncio.create_task(read())
+    await event.wait()
+    return task
+
+
+def test_no_answer_mixes_weights(llm_async, llm, other):
+    async def main() -> tuple[Any, Any, int]:
+        running = await begin(llm_async, LONG, "old")
+        update = asyncio.create_task(llm_async.update_weights(other))
+        await asyncio.sleep(0.05)
+        assert not running.done() and not update.done()
+        later = asyncio.create_task(last(llm_async, PROMPTS[1], LONG, "new"))
+        dropped = asyncio.create_task(last(llm_async, PROMPTS[0], LONG, "dropped"))
+        await asyncio.sleep(0.05)
+        dropped.cancel()
+        return (await running), (await later), (await update)
+
+    old, new, version = asyncio.run(main())
+    fresh = LLM(other, dtype="float32", device="cpu")
+    assert version == 1 and old.outputs[0].token_ids == tokens(llm, [PROMPTS[1]], LONG)[0]
+    assert new.outputs[0].token_ids == tokens(fresh, [PROMPTS[1]], LONG)[0]
+    fresh.close()
+
+
+def test_requests_wait_while_the_engine_sleeps(llm_async, llm, other):
+    async def main() -> list[Any]:
+        running = await begin(llm_async, LONG, "kept")
+        await llm_async.sleep()
+        later = asyncio.create_task(last(llm_async, PROMPTS[0], GREEDY, "later"))
+        await asyncio.sleep(0.3)
+        assert await llm_async.is_sleeping() and not running.done() and not later.done()
+        await llm_async.wake_up()
+        found = [await running, await later]
+        begun = await begin(llm_async, LONG, "begun")
+        await llm_async.sleep(2)
+        waits = asyncio.create_task(last(llm_async, PROMPTS[0], GREEDY, "waits"))
+        await asyncio.sleep(0.1)
+        await llm_async.update_weights(other)
+        await llm_async.wake_up()
+        return [*found, await begun, await waits]
+
+    kept, later, begun, waited = asyncio.run(main())
+    assert kept.outputs[0].token_ids == tokens(llm, [PROMPTS[1]], LONG)[0]
+    assert later.outputs[0].token_ids == tokens(llm, [PROMPTS[0]])[0] != waited.outputs[0].token_ids
+    assert begun.finished and "this answer had begun with the old ones" in begun.error and waited.error is None
+
+
+def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(llm_async, other, wanted, others):
+    async def again() -> list[int]:
+        while True:
+            try:
+                return (await last(llm_async, PROMPTS[0], GREEDY, "again")).outputs[0].token_ids
+            except EngineDeadError:
+                await asyncio.sleep(0.1)
+
+    async def main() -> None:
+        await llm_async.update_weights(other)
+        os.kill(llm_async.process.process.pid, signal.SIGKILL)
+        assert await again() == others[0] and await llm_async.get_weights_version() == 1
+        assert await llm_async.update_weights(tensors=load_file(f"{DEMO}/model.safetensors")) == 2
+        assert await again() == wanted[0]
+        os.kill(llm_async.process.process.pid, signal.SIGKILL)
+        await asyncio.to_thread(llm_async.watcher.join, 30)
+        assert not llm_async.watcher.is_alive()  # it has given up, and nothing brings the old weights back
+        with pytest.raises(EngineDeadError):
+            await last(llm_async, PROMPTS[0], GREEDY, "never")
+
+    asyncio.run(main())
+
+
+def test_an_engine_of_the_server_runs_no_functions(llm):
+    with pytest.raises(ValueError, match="must be the name of a method of the worker"):
+        llm.core.utility("collective_rpc", "os:getpid")
+
+
+# --- profiles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_profile_has_what_torch_and_the_engine_do(make_llm, tmp_path, trace):
+    folder = tmp_path / "profiles"
+    with make_llm(
+        threads=1, torch_profiler_dir=str(folder), trace=str(tmp_path / "trace.json") if trace else None
+    ) as llm:
+        for _ in range(1 + trace):
+            with pytest.raises(ValueError, match="no profile is being recorded"):
+                llm.stop_profile()
+            llm.start_profile()
+            with pytest.raises(ValueError, match="a profile is being recorded"):
+                llm.start_profile()
+            tokens(llm, ["To be"], SHORT)
+            file, *steps = llm.stop_profile()
+            events = json.loads(gzip.decompress((folder / file).read_bytes()))["traceEvents"]
+            assert any(event["name"].startswith("aten::") for event in events)
+            assert [Path(name).suffixes for name in steps] == ([] if trace else [[".steps", ".json"]])
+            for path in [folder / name for name in steps] or [tmp_path / "trace.json"]:
+                phases = {event["name"] for event in json.loads(path.read_text())}
+                assert {"schedule", "wait", "update", "apply"} <= phases
+
+
+def test_what_cannot_be_profiled_is_refused(llm, make_llm, tmp_path):
+    with pytest.raises(ValueError, match="torch_profiler_dir is None"):
+        llm.start_profile()
+    (tmp_path / "file").write_text("")
+    refused = pytest.raises(ValueError, match=r"torch_profiler_dir is .*: Not a directory")
+    with make_llm(torch_profiler_dir=str(tmp_path / "file" / "folder")) as made, refused:
+        made.start_profile()

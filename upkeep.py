@@ -1,0 +1,223 @@
+"""What is done to a worker between its steps: it sleeps, gets other weights, or is profiled.
+
+Of the KV cache nothing outlasts a sleep, so its pools are dropped and made anew. How weights go depends on the backend:
+
+    cpu      level 1 leaves them where they are, in host memory; level 2 drops the model, whose layouts are packed, and
+             another one is made and packed where weights are needed again
+    others   the tensors stay, so that all that refers to them stays right, and only the memory behind them comes and
+             goes (`UntypedStorage.resize_`). On a GPU level 1 keeps a copy in pinned memory of the host
+
+New weights are written over the old ones, where these are plain tensors; so CUDA graphs, in which their addresses are,
+stay right. Memory that comes back after a sleep lies elsewhere, so the graphs are captured again then. (vLLM keeps the
+addresses by CUDA's virtual memory, for which torch alone has no call.)
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+import cpu
+from batch_state import BatchState
+from loader import check_weights
+from model import Transformer
+from plan import KV_CACHE, WEIGHTS
+from sanitizer import KVSanitizer
+from worker import DeviceClock, Sampled, Worker
+
+
+class KeptWorker(Worker):
+    """A worker, with what has made it ready, which is needed again where memory or weights change.
+
+    Args:
+        startup: the `Startup` that has made the model, and makes the pools; it does not refer to this worker.
+        pool, host_pool, states, host_states, state, watch: see `Worker`.
+    """
+
+    def __init__(
+        self,
+        startup: Any,
+        pool: torch.Tensor,
+        host_pool: torch.Tensor,
+        states: torch.Tensor,
+        host_states: torch.Tensor,
+        state: BatchState,
+        watch: Any,
+    ):
+        pools = pool, host_pool, states, host_states
+        super().__init__(startup.config, startup.model, *pools, state, startup.greedy_head, watch)
+        self.startup, self.lengths = startup, [*map(len, pools)]
+        self.asleep: set[str] = set()
+        self.packed = self.ops.BACKEND == "cpu"  # whether weights have layouts other than the checkpoint's
+        self.dropped = False  # whether there are no weights
+        self.emptied: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []  # each one's size, and copy
+        self.profiler: Any = None
+
+    # --- sleep --------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        """Give memory back: that of the KV cache, and at level 2 that of the weights; on a GPU at level 1, too."""
+        self.graphs.clear()
+        if KV_CACHE not in self.asleep:
+            self.catch_up()  # what the last stage has sampled is on its way
+            self.rows = self.sanitizer = None
+            self.pool, self.states = self.pool[:1].clone(), self.states[:0].clone()  # a block's size may be asked for
+            if self.device == "cpu":  # what is pinned beside a GPU stays
+                self.host_pool, self.host_states = self.host_pool[:0].clone(), self.host_states[:0].clone()
+            self.state = self.startup.new_state(1)
+            self.sampled = Sampled(self.state)
+        if level == 2:
+            self.drop_weights()
+        elif WEIGHTS not in self.asleep and self.device == "cuda":
+            self.empty(keep=True)
+        self.asleep = {WEIGHTS, KV_CACHE}
+        self.give_back()
+
+    def wake_up(self, tags: list[str], source: str) -> None:
+        """Take memory for what the tags name again, if it sleeps, and fill it. See `load_weights` for the source.
+
+        Raises:
+            ValueError: the source is bad.
+        """
+        if WEIGHTS in tags and self.dropped:
+            self.load_weights(source)
+        for storage, size, copy in self.emptied if WEIGHTS in tags else ():
+            assert copy is not None
+            storage.resize_(size)
+            storage.copy_(copy.untyped_storage())
+        if WEIGHTS in tags:
+            self.emptied.clear()
+        if KV_CACHE in tags and KV_CACHE in self.asleep:
+            self.new_pools()
+        self.asleep -= set(tags)
+        if not self.asleep:
+            self.capture()
+
+    def new_pools(self) -> None:
+        """Make the pools and the batch state as they were at the start."""
+        startup, (blocks, host_blocks, rows, host_rows) = self.startup, self.lengths
+        self.pool, self.states = startup.new_pool(blocks), startup.new_states(rows)
+        if self.device == "cpu":
+            self.host_pool = torch.empty(host_blocks, *startup.block_shape(), dtype=startup.model.dtype)
+            self.host_states = torch.empty(host_rows, startup.model.state_size)
+        self.state = startup.new_state(self.config.max_num_seqs)
+        self.sampled = Sampled(self.state)
+        self.sanitize()
+
+    def sanitize(self) -> None:
+        """Check every step from now on, if the options say so; the pools are empty.
+
+        Of several stages the first one does it. The others have the same tables, and do not know all tokens.
+        """
+        if self.config.sanitize_kv and self.pipeline.first:
+            state, windows = self.state, self.model.layout.windows
+            self.sanitizer = KVSanitizer(
+                self.pool, len(self.host_pool), state.token_ids, state.block_tables, state.block_size, windows,
+                self.states, len(self.host_states),
+            )  # fmt: skip
+
+    def capture(self) -> None:
+        """Capture the CUDA graphs again, if there were some."""
+        if self.graph_sizes:
+            self.startup.worker = self
+            try:
+                with self.watch():
+                    self.startup.capture()
+            finally:
+                del self.startup.worker
+
+    def give_back(self) -> None:
+        """Give the system what torch and malloc keep for later."""
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            cpu.release()
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def drop_weights(self) -> None:
+        """Give up the weights; the model's shape stays."""
+        self.dropped = True
+        if not self.packed:
+            self.empty(keep=False)
+        else:
+            self.model = self.startup.model = self.new_model()
+            self.greedy_head = self.startup.greedy_head = None
+
+    def empty(self, keep: bool) -> None:
+        """Take the memory of plain weights away, and `keep` a copy on the host, or none."""
+        if not self.emptied:
+            targets = [piece.target for part in self.startup.parameters.values() for piece in part.pieces]
+            storages = {storage.data_ptr(): storage for storage in (target.untyped_storage() for target in targets)}
+            self.emptied = [(storage, storage.nbytes(), None) for storage in storages.values()]
+        for i, (storage, size, _) in enumerate(self.emptied):
+            copy = None
+            if keep:
+                copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                copy.untyped_storage().copy_(storage)
+            self.emptied[i] = storage, size, copy
+            storage.resize_(0)
+
+    def new_model(self) -> Transformer:
+        """A model of the same shape, on a GPU without memory. On a CPU its weights take none until they are written."""
+        s, device = self.startup, "meta" if self.device == "cuda" else self.device
+        with torch.device(device):  # for tensors that are made without a device
+            return Transformer(s.model_config, s.ops, device, self.model.dtype, self.model.max_model_len, s.group)
+
+    def check_weights(self, source: str) -> None:
+        """Check whether `load_weights` could take the source, by the headers of its files. Nothing changes.
+
+        Raises:
+            ValueError: a file is missing or damaged, or a tensor is missing, surplus, misshapen or of another dtype.
+        """
+        check_weights(self.new_model(), source)
+
+    def load_weights(self, source: str) -> None:
+        """Replace the weights by those of a folder or a safetensors file; "" means those of the start.
+
+        Raises:
+            ValueError: see `check_weights`, or a tensor is not finite. Then some of the weights are new.
+        """
+        startup = self.startup
+        if not self.packed:
+            for storage, size, _ in self.emptied:
+                storage.resize_(size)
+            self.emptied.clear()
+            startup.fill(source)
+        else:
+            self.drop_weights()  # first, so that the old and the new ones never take memory at once
+            self.give_back()
+            startup.parameters = self.model.parameters()
+            startup.fill(source)
+            # The embeddings are not served from the mapped files, because whoever updates weights writes files anew.
+            startup.arrange([])
+            self.greedy_head = startup.greedy_head
+        self.dropped = False
+        self.asleep.discard(WEIGHTS)
+        self.give_back()
+
+    # --- profiles -----------------------------------------------------------------------------------------------------
+
+    def start_profile(self) -> None:
+        """Begin to record what torch's operators and the device do, and the phases of each step."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self.clock = self.clock or DeviceClock()
+        self.traces, self.profiler = True, torch.profiler.profile(activities=activities)
+        self.profiler.start()
+
+    def stop_profile(self, name: str) -> str:
+        """End the record, and write it for Perfetto; returns the name of its file in `torch_profiler_dir`.
+
+        It is empty where nothing was recorded, because this worker has come in the place of another one.
+        """
+        if not self.profiler:
+            return ""
+        profiler, self.profiler, self.traces = self.profiler, None, bool(self.config.trace)
+        profiler.stop()
+        file = f"{name}-rank{self.pipeline.stage * self.group.size + self.group.rank}.pt.trace.json.gz"
+        profiler.export_chrome_trace(os.path.join(str(self.config.torch_profiler_dir), file))
+        return file
