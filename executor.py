@@ -459,7 +459,7 @@ class MpExecutor:
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. A stage's `stage_size` ranks have the same."""
+    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
