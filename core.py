@@ -415,7 +415,7 @@ class EngineCore:
             ValueError: a tag is unknown, or the weights cannot be loaded again.
         """
         tags = [*TAGS] if tags is None else tags
-        if isinstance(tags, str) or not set(tags) <= set(TAGS):
+        if not isinstance(tags, list | tuple) or any(tag not in TAGS for tag in tags):
             raise ValueError(f"tags is {tags!r:.80}; it must be None or a list of some of {', '.join(TAGS)}")
         if not (waking := [tag for tag in self.asleep if tag in tags]):
             return

@@ -142,7 +142,9 @@ def test_every_layout_sleeps_and_takes_other_weights(make_llm, other, fields):
             assert tokens(llm, PROMPTS[:2], SHORT) == before
 
 
-@pytest.mark.parametrize("call", ["sleep(0)", "sleep('1')", "sleep(3)", "wake_up('weights')", "wake_up(['kv'])"])
+@pytest.mark.parametrize(
+    "call", ["sleep(0)", "sleep('1')", "sleep(3)", "wake_up('weights')", "wake_up(['kv'])", "wake_up([[]])"]
+)
 def test_a_level_or_a_tag_that_is_not_there(llm, call):
     with pytest.raises(ValueError, match="it must be"):
         eval(f"llm.{call}")
