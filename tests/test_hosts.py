@@ -508,7 +508,7 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
         while engine.has_unfinished_requests():
             done |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
         assert [done[str(i)] for i in range(4)] == answers[:4]
-        with pytest.raises(ValueError, match="these engines have no one core"):
+        with pytest.raises(ValueError, match="in other processes, so it has no"):
             _ = several.core
     with pytest.raises(ValueError, match="closed"):
         several.generate("a")
