@@ -158,6 +158,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
         server.assert_gone()
 
 
+@pytest.mark.long
 def test_an_engine_that_drains_ends_its_streams_first_and_a_dead_one_is_given_up(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS[:-2]) as server:  # one API process, whose router knows all
         scale(server, 2)
@@ -195,6 +196,7 @@ def test_an_engine_that_drains_ends_its_streams_first_and_a_dead_one_is_given_up
         assert "another is started" not in server.log.read_text()
 
 
+@pytest.mark.long
 def test_engines_come_when_requests_wait(tmp_path: Path) -> None:
     flags = (*FLAGS[:-2], "--data-parallel-autoscale", "0.3", "--max-num-seqs", "2", "--max-num-batched-tokens", "64")
     with serving(tmp_path, *flags) as server:

@@ -61,7 +61,7 @@ def run_script(
     )
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
 def test_workers_give_the_same_tokens_are_replaced_and_end_with_their_script(tmp_path, llm, method):
     done = run_script(tmp_path, method)
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -186,7 +186,7 @@ def resident(worker: KeptWorker) -> int:
     return psutil.Process().memory_info().rss
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("reference", marks=pytest.mark.long)])
 def test_memory_goes_back_to_the_system(tmp_path, backend):
     llm = LLM(
         config_of(tmp_path / "model"), device="cpu", backend=backend, dtype="float32", load_format="dummy", threads=1,
@@ -223,7 +223,13 @@ def test_weights_are_updated_from_a_folder_and_from_tensors(fresh, other, wanted
 
 
 @pytest.mark.parametrize(
-    "ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"data_parallel_size": 2}], ids=str
+    "ranks",
+    [
+        {"tensor_parallel_size": 2},
+        pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.long),
+        pytest.param({"data_parallel_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 def test_all_ranks_sleep_are_profiled_and_take_other_weights(make_llm, tmp_path, other, wanted, others, ranks):
     with make_llm(threads=1, torch_profiler_dir=str(tmp_path / "profiles"), **ranks) as llm:
