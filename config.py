@@ -238,10 +238,11 @@ class EngineConfig:
     )
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
-    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun"] = option(
+    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun", "ray"] = option(
         "auto",
         "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
-        "several hosts; auto: uni on one device, but for a server mp",
+        "several hosts; ray: in actors on any host of a Ray cluster; auto: uni on one device, but for a server mp, or "
+        "ray where the ranks do not fit this host and Ray runs",
     )
     step_timeout: float | None = option(
         None,

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from config import VERSION, EngineConfig, stamp_of
-from executor import MpExecutor, Peers, TorchrunExecutor, WorkerError, WorkerStoppedError, new_executor
+from executor import MpExecutor, Peers, UniExecutor, WorkerError, WorkerStoppedError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -30,9 +30,11 @@ from logs import StatLogger, logger
 from model_config import ModelConfig
 from plan import TAGS, WEIGHTS, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
+from ray_executor import RayExecutor, choose_backend
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request, SequenceGroup
+from torchrun import TorchrunExecutor, lead_or_follow
 from tracing import Trace
 
 UTILITIES = (
@@ -436,7 +438,7 @@ class EngineCore:
                 is named. Or this engine cannot have other weights.
         """
         self._check_alone("update_weights")
-        if isinstance(self.executor, TorchrunExecutor) and not lasting:
+        if isinstance(self.executor, TorchrunExecutor | RayExecutor) and not lasting:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
         stamp = stamp_of(source) if lasting else ""
         self._on_workers("check_weights", source)
@@ -672,3 +674,20 @@ def has_begun(request: Request) -> bool:
     seqs = [seq for group in request.groups for seq in group.seqs]
     sampled = any(len(seq.tokens) > request.num_prompt for seq in seqs)
     return sampled or bool(request.finished_reports) or request.params.prompt_logprobs is not None
+
+
+def new_executor(
+    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
+) -> UniExecutor | MpExecutor:
+    """The executor that the options ask for.
+
+    Raises:
+        ValueError, WorkerError, ConnectionError: see `choose_backend`, `lead_or_follow` and the executors.
+        SystemExit: this is a rank that follows, and is done.
+    """
+    backend = choose_backend(config, alone=not peers)
+    if backend == "torchrun":
+        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
+    if backend == "ray":
+        return RayExecutor(config, model_config)
+    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)

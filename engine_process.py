@@ -7,11 +7,9 @@ own, so that an engine process that was killed is soon replaced.
 from __future__ import annotations
 
 import dataclasses
-import os
 import queue
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import defaultdict, deque
@@ -21,11 +19,12 @@ from client import AFTER_ALL, Connection, FrameServer
 from config import PROG, EngineConfig
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
-from executor import MpExecutor, TorchrunExecutor, WorkerError, end_with_parent, name_process
+from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from logs import console, logger, set_up
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
 from ring import BEAT
+from torchrun import TorchrunExecutor
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
@@ -254,7 +253,7 @@ class EngineProcess(Child):
         ends: tuple[socket.socket, socket.socket] | None = None,
     ):
         rank, environment = config.data_parallel_rank, {}
-        if config.local_engines > 1:  # each has GPUs of its own
+        if config.local_engines > 1 and config.distributed_executor_backend != "ray":  # each has GPUs of its own
             count = config.world_size
             first = (rank - config.first_rank) * count
             gpus = visible_gpus()
@@ -297,22 +296,6 @@ def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
     """The options by which another engine has the sizes of the one that has reported these facts."""
     names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
     return {field: facts[fact] for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items()}
-
-
-def visible_gpus() -> list[str] | None:
-    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
-
-    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return [name for name in visible.split(",") if name not in ("", "-1")]
-    try:
-        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split()
 
 
 if __name__ == "__main__":

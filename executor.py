@@ -2,8 +2,8 @@
 
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
-    TorchrunExecutor    rank 0's worker in this process, the others in processes that torchrun has started, also on
-                        other hosts, where they `follow`; plans go out by `torch.distributed`
+    TorchrunExecutor    the ranks run in processes that torchrun has started, also on other hosts; see `torchrun.py`
+    RayExecutor         as MpExecutor, with the processes on any host of a Ray cluster; see `ray_executor.py`
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
 imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.
@@ -18,6 +18,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -28,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import wait
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import psutil
 from tqdm import tqdm
@@ -44,7 +45,6 @@ UNGUARDED = 86  # exit code of a worker's process that has found itself running 
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
 SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
 MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
 KILL_TIMEOUT = 10  # seconds to wait for the end of a process that was killed
@@ -128,92 +128,6 @@ class UniExecutor:
         del self.worker
 
 
-class TorchrunExecutor(UniExecutor):
-    """Rank 0's worker in this process; the other ranks, which torchrun has started as well, `follow`.
-
-    No rank can be replaced here: when torchrun sees one end, it ends all of them, and may start all of them again.
-
-    Args:
-        config: the engine's options, as `lead_or_follow` returns them.
-        model_config: the model's shape.
-
-    Raises:
-        ValueError: see `start_worker`.
-        ConnectionError: a rank is gone, or has made no progress for `step_timeout` seconds. From then on all methods
-            that need the other ranks raise it.
-    """
-
-    def __init__(self, config: EngineConfig, model_config: ModelConfig):
-        super().__init__(config, model_config, "env://")
-        self.overlaps = False
-        self.size, self.stages = config.world_size, config.pipeline_parallel_size
-        self.last = self.size - config.tensor_parallel_size  # the rank that tells what was sampled
-        self.worker.group.set_timeout(self.step_timeout)
-        self.codec, self.channel = Codec(), self.worker.group.channel(self.step_timeout)
-        # This also runs when the process ends.
-        self.finalize = weakref.finalize(self, let_go, self.channel, self.worker.catch_up)
-
-    def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over. Of several stages this one, the first, runs it now, and then it is the next one's turn."""
-        super().submit(plan)
-        if self.stages > 1:
-            with self.channel.turn():
-                self.channel.broadcast(self.codec.encode(plan))
-                self.worker.launch(plan)
-
-    def result(self) -> StepResult:
-        """The result of the oldest plan that was handed over. With one stage all ranks run it now."""
-        with self.channel.turn():
-            if self.stages == 1:
-                self.channel.broadcast(self.codec.encode(self.steps[0]))
-                return super().result()
-            step = self.steps.popleft().step
-            while (result := self.codec.decode(self.channel.receive(self.last))).step != step:
-                pass  # an earlier step, which was given up
-            return result
-
-    def collective_rpc(
-        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
-    ) -> list[Any]:
-        """What a method of `Worker` returns on each rank.
-
-        Raises:
-            ValueError: it failed; or it is a function, or there is a timeout, after which ranks would be out of step.
-        """
-        if not isinstance(method, str) or timeout is not None:
-            raise ValueError(f"method is {method!r} and timeout {timeout}; under torchrun they must be a name and None")
-        call = Call.of(0, method, args, kwargs)
-        with self.channel.turn():
-            self.channel.broadcast(self.codec.encode(call))
-            replies = self.channel.all_gather(answer(self.worker, call, self.codec))
-        decoded = [self.codec.decode(reply) for reply in replies]
-        if errors := [reply.error for reply in decoded if reply.error]:
-            raise ValueError(errors[0])
-        return [reply.value for reply in decoded]
-
-    def check(self) -> None:
-        """See whether all ranks live, by asking them something."""
-        self.collective_rpc("block_bytes")
-
-    def note(self) -> str:
-        """What the start log adds about the workers."""
-        return f", {self.size} {'ranks' if self.size > 1 else 'rank'} of torchrun"
-
-    def close(self) -> None:
-        """Let the other ranks go."""
-        self.finalize()
-
-
-def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
-    """Tell the other ranks to end, once nothing is on its way; and log the error if one has ended already."""
-    try:
-        if channel.in_step:
-            catch_up()
-        channel.close()
-    except ConnectionError as error:
-        logger.error(str(error))
-
-
 class Peers(Protocol):
     """The engines that share a model's experts with this one; see `data_parallel.Peers`."""
 
@@ -246,16 +160,18 @@ class MpExecutor:
             os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
         self.config, self.model_config, self.peers = config, model_config, peers
         self.codec, self.call_ids = Codec(), itertools.count(1)
-        self.processes: list[Any] = []
-        self.rings: list[RingBuffer] = []
+        self.processes: list[Any] = []  # of multiprocessing, or with the same methods
+        self.plans: Any = None  # a ring's writing end, or what has its methods
+        self.results: list[Any] = []  # of each rank a ring's reading end, or what has its methods
+        self.held: list[Any] = []  # rings, and what else is to be closed when the processes have ended
         self.waiting: deque[int] = deque()  # steps without a result yet
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
-        self.close = weakref.finalize(self, end, self.processes, self.rings)
+        self.close = weakref.finalize(self, end, self.processes, self.held)
         self.start(config)
 
     def start(self, config: EngineConfig) -> None:
-        """Spawn the workers and wait until they are ready."""
+        """Start the workers and wait until they are ready."""
         size = config.world_size
         if self.peers:
             try:
@@ -263,22 +179,28 @@ class MpExecutor:
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
             config = dataclasses.replace(config, expert_rendezvous=place)
-        context: Any = multiprocessing.get_context(start_method())
-        self.plans, self.results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
-        self.rings += [self.plans, *self.results]
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.next_look, self.trouble, self.ready = 0.0, "", False
-        with meeting_place() as rendezvous:
-            for rank, ring in enumerate(self.results):
-                args = (config, self.model_config, rank, rendezvous, self.plans, ring)
-                process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
-                self.processes.append(process)
-                process.start()
-                ring.be_reader(0, [process.sentinel])
-            self.plans.be_writer()
+        with contextlib.ExitStack() as until_ready:
+            self._launch(config, size, until_ready)
             self.all_facts = self._replies(0, config.startup_timeout)
         self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
+
+    def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
+        """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
+        rendezvous = until_ready.enter_context(meeting_place())
+        context: Any = multiprocessing.get_context(start_method())
+        plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
+        self.plans, self.results = plans, results
+        self.held += [plans, *results]
+        for rank, ring in enumerate(results):
+            args = (config, self.model_config, rank, rendezvous, plans, ring)
+            process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
+            self.processes.append(process)
+            process.start()
+            ring.be_reader(0, [process.sentinel])
+        plans.be_writer()
 
     def facts(self) -> dict[str, Any]:
         """What rank 0 measured and chose, see `Worker.facts`, and how many seconds a step may take."""
@@ -342,7 +264,7 @@ class MpExecutor:
         Raises:
             ValueError, WorkerError, OSError: they do not come up again; another try may go better.
         """
-        end(self.processes, self.rings)
+        end(self.processes, self.held)
         self.waiting.clear()
         self.start(config)
 
@@ -389,7 +311,7 @@ class MpExecutor:
             if self.ready:
                 still = dog.look(self.plans.nap(rank) if idle else self.results[rank].beats)
             else:
-                still = dog.look(0 if is_stopped(process.pid) else dog.beats + 1)
+                still = dog.look(0 if self._is_stopped(process) else dog.beats + 1)
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
@@ -425,7 +347,7 @@ class MpExecutor:
             raise WorkerError(f"rank {rank} broke off in a message{self._where()}") from error
         if message is not None:
             return self.codec.decode(message)
-        if wait([self.processes[rank].sentinel], 0):
+        if not self.processes[rank].is_alive():
             raise self._died(rank)
         return None
 
@@ -446,11 +368,14 @@ class MpExecutor:
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
-        if stopped := [r for r, process in enumerate(self.processes) if is_stopped(process.pid)]:
+        if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
             return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
+
+    def _is_stopped(self, process: Any) -> bool:
+        return is_stopped(process.pid)
 
     def _where(self) -> str:
         if not self.ready:
@@ -500,40 +425,39 @@ def meeting_place() -> Iterator[str]:
         os.close(fd)
 
 
-def end(processes: list[Any], rings: list[RingBuffer]) -> None:
+def end(processes: list[Any], held: list[Any]) -> None:
     """Kill worker processes and free what was shared with them; both lists are empty afterwards."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
     for process in started:
         process.join(KILL_TIMEOUT)
-    for ring in rings:
-        ring.close()
+    for thing in held:
+        thing.close()
     processes.clear()
-    rings.clear()
+    held.clear()
 
 
-def new_executor(
-    config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
-) -> UniExecutor | MpExecutor:
-    """The executor that the options ask for.
+def room(config: EngineConfig) -> int:
+    """How many ranks fit this machine: one on each GPU, or if there are none, or none is wanted, one on each core."""
+    gpus = None if config.device == "cpu" else visible_gpus()
+    return len(gpus) if gpus else os.cpu_count() or 1
 
-    Raises:
-        ValueError, WorkerError, ConnectionError: see the executors, and `lead_or_follow`; or this is Windows, where one
-            worker is the most.
-        SystemExit: this is a rank that follows, and is done.
+
+def visible_gpus() -> list[str] | None:
+    """The GPUs that engines may use, as CUDA_VISIBLE_DEVICES names them, or else by the driver's numbers.
+
+    None means that nobody knows, because the driver's tool is missing. torch would know, but takes seconds to load.
     """
-    backend = config.distributed_executor_backend
-    if backend == "auto":  # a server has to outlive a worker's death; a script on one device needs no process
-        backend = "mp" if config.beside_server or config.world_size > 1 else "uni"
-    if backend != "uni" and sys.platform == "win32":
-        raise ValueError(
-            f"distributed_executor_backend is {backend!r} for {config.world_size} workers; on Windows it must be 'uni' "
-            "for one, because worker processes share descriptors and memory as Unix does"
-        )
-    if backend == "torchrun":
-        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
-    return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return [name for name in visible.split(",") if name not in ("", "-1")]
+    try:
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split()
 
 
 # --- in a worker's process ------------------------------------------------------------------------------------------
@@ -567,10 +491,19 @@ def worker_main(
     threading.Thread(target=leave_with_parent, daemon=True).start()
     if config.beside_server:  # there its parent's thread is the main one; in a script it may end before the process
         end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
-    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
-    codec = Codec()
     plans.be_reader(rank)
     results.be_writer()
+    work(config, model_config, rank, rendezvous, plans, results)
+
+
+def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any) -> None:
+    """Make a worker; take plans and return results until this process ends.
+
+    Args:
+        plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+    """
+    tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
+    codec = Codec()
     threading.Thread(target=keep_beating, args=(results,), daemon=True).start()
 
     send = partial(results.write, timeout=NEVER)
@@ -606,7 +539,7 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
         return codec.encode(Reply(message.call_id, error=said))
 
 
-def keep_beating(results: RingBuffer) -> None:
+def keep_beating(results: Any) -> None:
     """Count heartbeats for as long as this process lives and is not stopped, however long a step takes."""
     while True:
         results.beat()
@@ -641,60 +574,3 @@ def is_stopped(pid: int) -> bool:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
-
-
-# --- in a process that torchrun has started -------------------------------------------------------------------------
-
-
-def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
-    """In rank 0's process, return the options with the number of ranks. Any other rank follows it here, and then ends.
-
-    Raises:
-        ValueError: torchrun has not started this process, or has started more or fewer ranks than the options say.
-        SystemExit: see `follow`.
-    """
-    if missing := [name for name in TORCHRUN if name not in os.environ]:
-        raise ValueError(
-            f"distributed_executor_backend is 'torchrun', but {', '.join(missing)} not set in the environment: "
-            "start with `torchrun --nproc-per-node=N` in place of `python`"
-        )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    if size % stages or ranks not in (EngineConfig.tensor_parallel_size, size // stages):
-        beside = f" and pipeline_parallel_size {stages}" if stages > 1 else ""
-        raise ValueError(f"tensor_parallel_size is {ranks}{beside}; torchrun has started {size} ranks")
-    config = dataclasses.replace(config, tensor_parallel_size=size // stages)
-    end_with_parent(signal.SIGTERM)  # when torchrun is killed, rank 0 drains and ends all
-    if rank:
-        follow(config, model_config, rank)
-    return config
-
-
-def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoReturn:
-    """Do what rank 0 says, until it lets go of this rank or is gone.
-
-    Raises:
-        ValueError: see `start_worker`.
-        SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process logs that and ends with 1, which
-            torchrun takes for a failure.
-    """
-    name_process(f"worker {rank}")
-    try:
-        worker = new_worker(config, model_config, rank, "env://")
-        worker.group.set_timeout(step_timeout(config, worker.facts()))
-        codec, channel = Codec(), worker.group.channel(NEVER)
-        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends them to all ranks; rank 0 drains and ends us
-            signal.signal(number, signal.SIG_IGN)
-        while data := channel.broadcast():
-            message = codec.decode(data)
-            answered = answer(worker, message, codec)
-            if isinstance(message, Call):
-                channel.all_gather(answered)
-            elif config.pipeline_parallel_size > 1 and rank == config.world_size - config.tensor_parallel_size:
-                channel.send(answered)
-    except ConnectionError as error:
-        logger.error(str(error))
-        sys.stdout.flush()
-        os._exit(1)  # at once: torch would wait for its threads first, and torchrun is slow to end a waiting rank
-    worker.group.close()
-    sys.exit(0)

@@ -19,7 +19,8 @@ from typing import Any
 from client import MPClient, Stream
 from config import PROG, EngineConfig
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
-from engine_process import EngineProcess, sizes_of, visible_gpus
+from engine_process import EngineProcess, sizes_of
+from executor import visible_gpus
 from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from logs import console, logger
 from model_config import ModelConfig
@@ -311,7 +312,7 @@ def check_engines(config: EngineConfig) -> None:
             "--headless there is data_parallel_start_rank)"
         )
     size, ranks = config.local_engines, config.world_size
-    if size <= 1 or config.device == "cpu":
+    if size <= 1 or config.device == "cpu" or config.distributed_executor_backend == "ray":
         return
     found = visible_gpus()
     if found and len(found) < size * ranks:

@@ -68,8 +68,9 @@ class Group:
         Args:
             rank: this process's among the ranks of all stages, those of the first stage first.
             size: ranks of each stage.
-            rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, and `env://` is
-                what torchrun has put into the environment.
+            rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
+                torchrun has put into the environment, and `tcp://HOST:PORT` is where rank 0 shall listen. In the last
+                two cases the environment also says which of the ranks on this machine this is.
 
         Raises:
             ValueError: there is no GPU for this rank.
@@ -79,7 +80,7 @@ class Group:
         if (world := group.world_size) > 1:
             assert rendezvous, "several ranks need a place to meet"
             index = rank
-            if rendezvous == "env://":
+            if not rendezvous.startswith("file:"):
                 index = int(os.environ.get("LOCAL_RANK", rank))
                 group.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world))
             if device == "cuda":

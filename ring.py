@@ -1,4 +1,6 @@
-"""Messages as bytes, and a ring of chunks in shared memory that carries them: one writer, many readers.
+"""Messages as bytes, and what carries them between processes: on a machine a ring in shared memory, else a connection.
+
+A ring has chunks, one writer and many readers:
 
     chunk i:   written | length | read by 0 | read by 1 | ...        one 64-bit word each
                payload [chunk_bytes]
@@ -14,6 +16,9 @@ name in the file system, and so nothing is left there, whoever is killed.
 
 Two more words tell that the other end lives, for a `Watchdog` to look at. The writer's process counts its heartbeats in
 one of them. Each reader counts its naps in another: it wakes up now and then while it waits.
+
+To another machine a TCP connection for each rank (`EngineLink`, `RankLink`) does the same. Frames go over it, of a kind
+each: messages, heartbeats, and naps.
 """
 
 from __future__ import annotations
@@ -23,10 +28,12 @@ import mmap
 import os
 import select
 import socket
+import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import reduction
 from typing import Any, get_args
 
@@ -42,6 +49,10 @@ STALL = 3.5  # seconds without a heartbeat after which a process is said to be s
 GAP = 1.0  # seconds that one look at a heartbeat counts for, at most
 BROKEN_OFF = 60.0  # seconds without a byte after which a reader gives up the rest of an announced message
 WORD = 8  # bytes
+HEAD = struct.Struct("<BI")  # of a frame: its kind, and the bytes that follow
+MESSAGE, HEARTBEAT, WAITS = range(3)  # kinds of frames; the last two are empty
+READ = 1 << 18  # bytes that are read at once
+MOST_FDS = 200  # descriptors in a message between processes; Linux takes 253
 
 
 class Codec:
@@ -98,7 +109,7 @@ class Watchdog:
 
 
 class RingBuffer:
-    """One end of a ring. It is made in one process, and handed to others as an argument when they are started.
+    """One end of a ring. It is made in one process, and handed to others as an argument when they are started, or sent.
 
     Args:
         num_readers: processes that read; each has a number from 0 on.
@@ -143,6 +154,33 @@ class RingBuffer:
         self.__dict__.update(state)
         self.fd = state["fd"].detach()  # type: ignore[attr-defined]
         self._map()
+
+    def send(self, sock: socket.socket) -> None:
+        """Hand it to a process that runs already, through a Unix socket; that one calls `receive`."""
+        fds = [self.fd, *(end.fileno() for pair in (*self.bells, *self.sides) for end in pair)]
+        for first in range(0, len(fds), MOST_FDS):
+            socket.send_fds(sock, [bytes([self.num_readers])], fds[first : first + MOST_FDS])
+
+    @classmethod
+    def receive(cls, sock: socket.socket) -> RingBuffer:
+        """The ring that another process sends, whose chunks are of the default size and number.
+
+        Raises:
+            ConnectionError: that process has ended.
+        """
+        fds: list[int] = []
+        count = 1
+        while len(fds) < count:
+            said, more, _, _ = socket.recv_fds(sock, 1, MOST_FDS)
+            if not said:
+                raise ConnectionError("the process that was to send a ring has ended")
+            fds, count = fds + more, 1 + 4 * said[0]
+        ends = [socket.socket(fileno=fd) for fd in fds[1:]]
+        pairs, ring = [*zip(ends[::2], ends[1::2], strict=True)], cls.__new__(cls)
+        ring.num_readers, ring.chunk_bytes, ring.num_chunks, ring.fd = said[0], CHUNK_BYTES, NUM_CHUNKS, fds[0]
+        ring.bells, ring.sides = pairs[: said[0]], pairs[said[0] :]
+        ring._map()
+        return ring
 
     def _order(self) -> None:
         """No store or load of this thread passes here: a lock's atomic instruction is a fence on x86 and on Arm."""
@@ -293,3 +331,144 @@ class RingBuffer:
         for pair in (*self.bells, *self.sides):
             for end in pair:
                 end.close()
+
+
+# --- to another host --------------------------------------------------------------------------------------------------
+
+
+def take_frames(buffer: bytearray) -> Iterator[tuple[int, bytes]]:
+    """Take the frames that have come whole from the front of `buffer`, and yield the kind and payload of each."""
+    while len(buffer) >= HEAD.size:
+        kind, length = HEAD.unpack_from(buffer)
+        if len(buffer) < (end := HEAD.size + length):
+            return
+        yield kind, bytes(memoryview(buffer)[HEAD.size : end])
+        del buffer[:end]
+
+
+class EngineLink:
+    """The engine's end of a connection to a rank, with the methods of a ring's writer and of a ring's reader.
+
+    Args:
+        sock: the connection.
+        rank: at its other end.
+    """
+
+    def __init__(self, sock: socket.socket, rank: int):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.rank, self.buffer, self.closed = sock, rank, bytearray(), False
+        self.messages: deque[bytes] = deque()
+        self.counts = [0, 0, 0]  # frames of each kind
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN)
+
+    def fileno(self) -> int:
+        """Of the connection."""
+        return self.sock.fileno()
+
+    @property
+    def beats(self) -> int:
+        """Heartbeats of the rank's process so far."""
+        self._take(0)
+        return self.counts[HEARTBEAT]
+
+    @property
+    def naps(self) -> int:
+        """A number that changes every second or so while the rank waits for a message."""
+        self._take(0)
+        return self.counts[WAITS]
+
+    def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
+        """Send a message, and call `look` every now and then while there is no room for it.
+
+        Raises:
+            RingTimeout: the rank has not taken it within `timeout` seconds.
+        """
+        rest, deadline = memoryview(HEAD.pack(MESSAGE, len(message)) + message), time.monotonic() + timeout
+        while rest and not self.closed:
+            try:
+                rest = rest[self.sock.send(rest) :]
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    self.closed = True  # what follows half a message would be nonsense
+                    raise RingTimeout(self.rank, self.counts[MESSAGE], timeout) from None
+                self._take(0)  # it may be sending, too, and read nothing before that is taken
+                time.sleep(NAP)
+                look()
+            except OSError:
+                self.closed = True
+
+    def read(self, timeout: float) -> bytes | None:
+        """The next message; None if none has come within `timeout` seconds, or none will come any more."""
+        deadline = time.monotonic() + timeout
+        while not self.messages and not self.closed:
+            left = deadline - time.monotonic()
+            if not self._take(max(0.0, left)) and left <= 0:
+                return None
+        return self.messages.popleft() if self.messages else None
+
+    def _take(self, timeout: float) -> bool:
+        """Take what has come, within so many seconds; returns whether there was anything."""
+        if self.closed or not self.poll.poll(timeout * 1e3):
+            return False
+        try:
+            data = self.sock.recv(READ)
+        except OSError:
+            data = b""
+        self.closed = not data
+        self.buffer += data
+        for kind, payload in take_frames(self.buffer):
+            self.counts[kind] += 1
+            if kind == MESSAGE:
+                self.messages.append(payload)
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self.closed = True
+        self.sock.close()
+
+
+class RankLink:
+    """A rank's end of its connection to the engine, with the methods of a ring's writer and of a ring's reader."""
+
+    def __init__(self, sock: socket.socket):
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock, self.buffer, self.lock = sock, bytearray(), threading.Lock()
+        self.messages: deque[bytes] = deque()
+        self.poll = select.poll()
+        self.poll.register(sock, select.POLLIN)
+
+    def _send(self, kind: int, payload: bytes = b"") -> None:
+        with self.lock:  # of the loop, and of the thread that beats
+            self.sock.sendall(HEAD.pack(kind, len(payload)) + payload)
+
+    def write(self, message: bytes, timeout: float) -> None:
+        """Send a message. It waits for the engine to take it, however long that is."""
+        self._send(MESSAGE, message)
+
+    def beat(self) -> None:
+        """Count a heartbeat, at the other end."""
+        self._send(HEARTBEAT)
+
+    def read(self, timeout: float) -> bytes | None:
+        """The next message; None if none has come within `timeout` seconds. The engine is told every second of waiting.
+
+        Raises:
+            ConnectionError: the engine has hung up.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.messages:
+            if (left := deadline - time.monotonic()) < 0:
+                return None
+            if not self.poll.poll(min(left, BACKSTOP) * 1e3):
+                if left > BACKSTOP:
+                    self._send(WAITS)
+                continue
+            if not (data := self.sock.recv(READ)):
+                raise ConnectionError("the engine has hung up")
+            self.buffer += data
+            self.messages += [payload for _, payload in take_frames(self.buffer)]
+        return self.messages.popleft()

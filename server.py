@@ -49,7 +49,7 @@ import batch
 import terminal
 from bodies import parse_json
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
-from executor import lead_or_follow, name_process
+from executor import name_process
 from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
@@ -65,6 +65,7 @@ from responses import message_error
 from serving import Api, Caller, Events
 from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
+from torchrun import lead_or_follow
 
 BODY_PART = 2**14  # bytes of a body to read at a time
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`

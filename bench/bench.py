@@ -11,8 +11,10 @@ Each line below goes after `python bench/bench.py`:
     elastic --trace AzureLLMInferenceTrace_conv.csv  a server that gets more engines and gives them up
     autoscale --trace AzureLLMInferenceTrace_conv.csv  how many engines the rule by queue time keeps, simulated
     ring                                         the shared-memory ring: round trips, and a million messages
+    ray                                          plans to Ray actors: by a compiled graph, a connection, or rings
     executor                                     a worker process, and the KV sanitizer, against neither
     survival                                     streams while workers are killed, again and again
+    ray-survival                                 streams while Ray actors and nodes are killed
     overload                                     four times the work that the KV pool holds, all at once
     kernels                                      each kernel, checked, against its floor and a library
     throughput --model FOLDER                    nano-vllm's 256 requests of random lengths, peers beside it
@@ -54,6 +56,7 @@ import bench_elastic
 import bench_embed
 import bench_engine
 import bench_process
+import bench_ray
 import bench_scale
 import bench_serve
 import bench_structured
@@ -367,6 +370,17 @@ def add_elastic(commands: Any) -> None:
     autoscale.add_argument("--load-seconds", type=float, default=30.0, help="that an engine takes to start")
 
 
+def add_survival(commands: Any) -> None:
+    """Add what kills processes."""
+    for name, streams in (("survival", 200), ("ray-survival", 100)):
+        survival = commands.add_parser(name)
+        survival.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+        survival.add_argument("--streams", type=int, default=streams)
+        survival.add_argument("--kills", type=int, default=10, help="of each kind")
+        survival.add_argument("--new-tokens", type=int, default=500)
+        survival.add_argument("--options", type=shlex.split, default=[], help="further options for the server")
+
+
 def add_streams(commands: Any) -> None:
     """Add what measures streams of a server."""
     streams, viewers = commands.add_parser("streams"), commands.add_parser("viewers")
@@ -410,15 +424,11 @@ def new_parser() -> argparse.ArgumentParser:
     routing.add_argument("--pools", type=int, nargs="*", default=[2048, 4096, 8192], help="of each engine, in pages")
     ring = commands.add_parser("ring")
     ring.add_argument("--messages", type=int, default=1_000_000)
+    commands.add_parser("ray")
     executor = commands.add_parser("executor")
     executor.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    survival = commands.add_parser("survival")
-    survival.add_argument("--streams", type=int, default=200)
-    survival.add_argument("--kills", type=int, default=10)
-    survival.add_argument("--options", type=shlex.split, default=[], help="further options for the server")
-    for command, new_tokens in ((executor, 64), (survival, 500)):
-        command.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
-        command.add_argument("--new-tokens", type=int, default=new_tokens)
+    executor.add_argument("--model", default=EngineConfig.model, help="folder; default: the bundled demo")
+    executor.add_argument("--new-tokens", type=int, default=64)
     executor.add_argument("--repeats", type=int, default=7)
     kernels = commands.add_parser("kernels")
     kernels.add_argument("--ops", nargs="*", default=[], help="such as sample; default: all of them")
@@ -468,6 +478,7 @@ def new_parser() -> argparse.ArgumentParser:
     add_embed(commands)
     add_scale(commands)
     add_elastic(commands)
+    add_survival(commands)
     add_streams(commands)
     add_structured(commands)
     make = commands.add_parser("make-model")
@@ -503,6 +514,10 @@ def main() -> None:
         figures = bench_elastic.autoscale_figures(args.trace, args.copies, args.targets, args.most, args.load_seconds)
     elif args.command == "ring":
         figures = bench_process.ring_figures(args.messages)
+    elif args.command == "ray":
+        figures = bench_ray.ray_figures()
+    elif args.command == "ray-survival":
+        figures = bench_ray.ray_survival_figures(args.model, args.streams, args.kills, args.new_tokens, args.options)
     elif args.command == "executor":
         figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
     elif args.command == "survival":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -14,7 +15,8 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -181,18 +183,18 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int, opti
             command = [sys.executable, "server.py", "--model", folder, "--port", "0", "--step-timeout", "2"]
             server = subprocess.Popen([*command, "--dtype", "float32", *options], cwd=ROOT, stderr=log)
             try:
-                port = int(_wait_for_log(server, log, "http://127.0.0.1:").strip("\n"))
-                wanted = _stream_texts(port, streams, new_tokens)
-                texts: list[str] = []
-                reading = threading.Thread(target=lambda: texts.extend(_stream_texts(port, streams, new_tokens)))  # noqa: B023
+                port = int(wait_for_log(server, log, "http://127.0.0.1:").strip("\n"))
+                wanted = read_streams(port, streams, new_tokens)
+                got: list[Stream] = []
+                reading = threading.Thread(target=lambda: got.extend(read_streams(port, streams, new_tokens)))  # noqa: B023
                 reading.start()
                 rng, done, begun = random.Random(0), 0, time.monotonic()
                 while done < kills and reading.is_alive():
                     time.sleep(rng.uniform(0.5, 2.0))
-                    restarts = _restarts(port)
+                    restarts = count_restarts(port)
                     os.kill(rng.choice([*_workers(server.pid)]), getattr(signal, name))
                     done += 1
-                    while _restarts(port) == restarts:
+                    while count_restarts(port) == restarts:
                         time.sleep(0.05)
                 reading.join()
                 seconds = time.monotonic() - begun
@@ -203,17 +205,18 @@ def survival_figures(model: str, streams: int, kills: int, new_tokens: int, opti
             took = [float(line.rpartition(" after ")[2].split()[0]) for line in log if "new workers after" in line]
         figures.append({
             "signal": name, "streams": streams, "times": done,
-            "texts as without": f"{_count_equal(texts, wanted)}/{streams}",
+            "texts as without": f"{count_equal(got, wanted)}/{streams}",
             "recovery median s": round(statistics.median(took), 2), "most s": max(took), "in all s": round(seconds, 1),
         })  # fmt: skip
     return figures
 
 
-def _count_equal(texts: list[str], wanted: list[str]) -> int:
-    return sum(text == other for text, other in zip(texts, wanted, strict=True))
+def count_equal(streams: Sequence[Stream], wanted: Sequence[Stream]) -> int:
+    """How many have the text of those that are wanted."""
+    return sum(stream.text == other.text for stream, other in zip(streams, wanted, strict=True))
 
 
-def _wait_for_log(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
+def wait_for_log(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
     """What the server's log says after `what`, as soon as it is there."""
     while server.poll() is None:
         log.seek(0)
@@ -223,30 +226,44 @@ def _wait_for_log(server: subprocess.Popen[bytes], log: Any, what: str) -> str:
     raise SystemExit("the server ended before it listened")
 
 
-def _stream_texts(port: int, streams: int, new_tokens: int) -> list[str]:
-    """The texts of `streams` concurrent streams."""
-    texts = [""] * streams
+class Stream:
+    """A stream: its text, when its tokens came, and how it ended: whole, lost, or with an error."""
 
-    def read(i: int) -> None:
+    def __init__(self) -> None:
+        self.text, self.end = "", "lost"
+        self.times: list[float] = []
+
+    def read(self, port: int, prompt: str, new_tokens: int) -> None:
+        """Ask for it, and read it to its end."""
         fields = {"temperature": 0, "max_tokens": new_tokens, "ignore_eos": True, "stream": True}
-        body = json.dumps({"prompt": f"Enter the {i}th SERVANT.\n\n"} | fields).encode()
+        body = json.dumps({"prompt": prompt} | fields).encode()
         connection = HTTPConnection("127.0.0.1", port)
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        for line in connection.getresponse():
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                texts[i] += event["choices"][0]["text"] if "choices" in event else f"error: {event['error']}"
+        with contextlib.suppress(OSError):
+            for line in connection.getresponse():
+                if line.startswith(b"data: [DONE]"):
+                    self.end = "whole" if self.end == "lost" else self.end
+                elif line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "choices" not in event:
+                        self.end = f"error: {event['error']['message']}"
+                        continue
+                    self.text += event["choices"][0]["text"]
+                    self.times.append(time.monotonic())
         connection.close()
 
-    threads = [threading.Thread(target=read, args=(i,)) for i in range(streams)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return texts
+
+def read_streams(port: int, count: int, new_tokens: int, streams: Sequence[Stream] = ()) -> Sequence[Stream]:
+    """What `count` concurrent streams are; those of `streams` may be watched meanwhile."""
+    streams = streams or [Stream() for _ in range(count)]
+    with ThreadPoolExecutor(count) as threads:
+        for i, stream in enumerate(streams):
+            threads.submit(stream.read, port, f"Enter the {i}th SERVANT.\n\n", new_tokens)
+    return streams
 
 
-def _restarts(port: int) -> float:
+def count_restarts(port: int) -> float:
+    """How often the server's workers were started anew; -1: it does not say."""
     connection = HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("GET", "/metrics")
     response = connection.getresponse()

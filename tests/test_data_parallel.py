@@ -27,7 +27,8 @@ from client import Connection, EngineDeadError, MPClient
 from config import EngineConfig
 from data_parallel import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
-from engine_process import EngineServer, visible_gpus
+from engine_process import EngineServer
+from executor import visible_gpus
 from fleet import check_engines
 from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
 from processes import READY, Board

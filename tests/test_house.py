@@ -17,10 +17,10 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "server": {
         "batch", "bodies", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
         "openapi", "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry",
-        "terminal", "tokenizer"},
+        "terminal", "tokenizer", "torchrun"},
     "batch": {
         "bodies", "client", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
-        "processes", "protocol", "reading", "replies", "serving", "tokenizer"},
+        "processes", "protocol", "reading", "replies", "serving", "tokenizer", "torchrun"},
     "terminal": {
         "async_llm", "client", "config", "flags", "hub", "model_config", "pooling", "sampling_params", "tokenizer"},
     "flags": {"config"},
@@ -61,13 +61,15 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling",
-        "sampling_params", "scheduler", "sequence", "tracing"},
+        "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
+        "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
     "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
-    "engine_process": {"client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring"},
+    "engine_process": {
+        "client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring", "torchrun"},
     "fleet": {
-        "client", "config", "data_parallel", "engine_process", "hosts", "logs", "model_config", "plan", "processes"},
+        "client", "config", "data_parallel", "engine_process", "executor", "hosts", "logs", "model_config", "plan",
+        "processes"},
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
@@ -96,6 +98,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "journal": {"config", "plan", "sampling_params", "scheduler", "sequence"},
     # carrying
     "executor": {"config", "logs", "model_config", "plan", "ring", "startup"},
+    "ray_executor": {"config", "executor", "hub", "logs", "model_config", "plan", "ring"},
+    "torchrun": {"config", "executor", "logs", "model_config", "plan", "ring"},
     "ring": {"plan"},
     # device
     "worker": {
@@ -154,7 +158,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 91, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 93, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

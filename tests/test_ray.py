@@ -1,0 +1,496 @@
+"""Ranks as Ray actors on three nodes: the tokens of one rank, also when actors and nodes die; and who may connect.
+
+Where Ray is not installed (`pip install -r requirements-ray.txt`), what needs no cluster is tested alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import psutil
+import pytest
+
+import executor as executor_module
+import ray_executor
+from bench_ray import actors, new_cluster, node_above, replace_node
+from config import DEMO, VERSION, EngineConfig
+from core import EngineCore
+from engine import LLM
+from executor import MpExecutor, WorkerError
+from model_config import ModelConfig
+from ray_executor import (
+    Door,
+    Place,
+    Plans,
+    RayExecutor,
+    RayWorker,
+    choose_backend,
+    in_order,
+    in_short,
+    join_cluster,
+    knock,
+    variables,
+    ways_to_place,
+)
+from ring import EngineLink, RankLink, RingBuffer, RingTimeout
+from served import alive, eventually, serving
+from test_executor import MIXED, PROMPTS, tokens, when
+from test_families import ask, checkpoints, known, make_core  # noqa: F401
+from test_survival import Reader, engine_of
+
+needs_ray = pytest.mark.skipif(not find_spec("ray"), reason="Ray is missing: pip install -r requirements-ray.txt")
+STARVED = {"num_gpu_blocks_override": 24, "block_size": 8, "max_model_len": 128, "schedule_conservativeness": 0.0}
+FLAGS = ("--distributed-executor-backend", "ray", "--pipeline-parallel-size", "2", "--threads", "1")
+
+
+# --- where ranks go, without a cluster --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "need", "rooms", "shapes"),
+    [
+        (4, 1, 1, [8, 8], [([4], "SPREAD"), ([1, 1, 1, 1], "PACK")]),
+        (2, 1, 1, [1, 1, 1], [([1, 1], "PACK")]),
+        (4, 2, 1, [4, 4], [([4, 4], "SPREAD"), ([1] * 8, "PACK")]),
+        (4, 2, 1, [8, 2], [([4, 4], "SPREAD"), ([1] * 8, "PACK")]),
+        (4, 2, 1, [6, 2], [([1] * 8, "PACK")]),
+        (2, 1, 3, [7], [([6], "SPREAD"), ([3, 3], "PACK")]),
+    ],
+)
+def test_a_stage_is_on_one_node_where_there_is_room(ranks, stages, need, rooms, shapes):
+    assert ways_to_place(ranks, stages, need, rooms) == shapes
+
+
+def test_a_cluster_that_is_too_small_is_said_with_numbers():
+    with pytest.raises(ValueError, match=r"2 ranks need 8, and the nodes have \[3, 3, 0\]"):
+        ways_to_place(2, 1, 4, [3, 3, 0])
+    with pytest.raises(ValueError, match=r"2 ranks need 6"):
+        ways_to_place(2, 1, 3, [5])  # together they would suffice, but a rank is on one node
+
+
+def test_ranks_are_sorted_as_vllm_does_it():
+    """The engine's node first, then those with fewer bundles, then by address."""
+    nodes = {0: "d", 1: "c", 2: "a", 3: "b", 4: "a", 5: "here", 6: "here", 7: "here"}
+    hosts = {"a": "10.0.0.1", "b": "10.0.0.3", "c": "10.0.0.2", "d": "10.0.0.2", "here": "10.0.0.9"}
+    assert [(p.node, p.bundle) for p in in_order(nodes, hosts, "here")] == [
+        ("here", 5), ("here", 6), ("here", 7), ("c", 1), ("d", 0), ("b", 3), ("a", 2), ("a", 4),
+    ]  # fmt: skip
+
+
+def test_each_rank_sees_the_gpus_of_its_node_and_knows_its_own():
+    places = [Place(0, "a", "x"), Place(1, "a", "x"), Place(2, "b", "y")]
+    found = variables(places, [["10"], ["3"], ["0"]])
+    assert [(said["CUDA_VISIBLE_DEVICES"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) for said in found] == [
+        ("3,10", "1", "2"), ("3,10", "0", "2"), ("0", "0", "1"),
+    ]  # fmt: skip
+    found = variables(places, [[], [], []])  # on CPUs
+    assert [(said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) for said in found] == [("0", "2"), ("1", "2"), ("0", "1")]
+    assert not any("CUDA_VISIBLE_DEVICES" in said for said in found)
+
+
+def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch, make_llm):
+    monkeypatch.setattr(ray_executor.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"'ray', but Ray is not installed: pip install -r requirements-ray\.txt"):
+        LLM(DEMO, device="cpu", distributed_executor_backend="ray")
+    monkeypatch.setattr(ray_executor, "room", lambda config: 1)
+    llm = make_llm(tensor_parallel_size=2, threads=1)
+    assert type(llm.core.executor) is MpExecutor
+    llm.core.close()
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    ("address", "why"),
+    [
+        ("auto", "Could not find any running Ray instance$"),
+        ("127.0.0.1:1", "Connection refused"),  # Ray itself would wait for minutes
+        ("ray://127.0.0.1:10001", "Name or service not known"),
+        ("local", "invalid literal"),
+    ],
+)
+def test_without_a_cluster_the_backend_is_refused(monkeypatch, address, why):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ValueError, match=rf"no node of a running Ray cluster.*RAY_ADDRESS is '{address}'.*: .*{why}"):
+        LLM(DEMO, device="cpu", distributed_executor_backend="ray")
+
+
+def test_ray_is_chosen_where_the_ranks_do_not_fit_and_it_runs(monkeypatch):
+    chosen = []
+    for gpus, runs in (([], True), ([], False), (["0", "1"], True), (["0", "1", "2", "3"], True)):
+
+        def join_cluster(runs: bool = runs) -> None:
+            if not runs:
+                raise ValueError("no cluster")
+
+        monkeypatch.setattr(executor_module, "visible_gpus", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(executor_module.os, "cpu_count", lambda: 3)
+        monkeypatch.setattr(ray_executor, "join_cluster", join_cluster)
+        chosen.append([choose_backend(EngineConfig(tensor_parallel_size=size), True) for size in (1, 3, 4)])
+        assert choose_backend(EngineConfig(tensor_parallel_size=4), False) == "mp"  # with others, on this machine
+    assert chosen == [["uni", "mp", "ray"], ["uni", "mp", "mp"], ["uni", "ray", "ray"], ["uni", "mp", "mp"]]
+
+
+def test_a_node_with_another_version_is_refused():
+    actor = RayWorker()
+    actor.host = "10.0.0.7"
+    with pytest.raises(ValueError, match=rf"10\.0\.0\.7 has version {VERSION} of Manta; the engine has 0\.0\.1"):
+        actor.run("0.0.1", EngineConfig(), ModelConfig.from_folder(DEMO), 0, "", ("", 0, b""), {})
+
+
+def test_of_what_ray_says_one_sentence_is_passed_on():
+    died = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: C\nThe actor is dead because its node"
+    )
+    assert in_short(RuntimeError(died)) == "The actor died unexpectedly before finishing this task"
+    began = "The actor died because of an error raised in its creation task, ray::C\n  File 'x'\nModuleNotFoundError: x"
+    assert in_short(RuntimeError(began)) == "ModuleNotFoundError: x"
+    assert in_short(ValueError()) == "ValueError"
+
+
+# --- the door, and connections ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door("127.0.0.1")
+    yield made
+    made.close()
+
+
+def far(door: Door) -> tuple[EngineLink, RankLink]:
+    """A connection, and its two ends."""
+    rank = RankLink(knock(door.address, door.token, 0))
+    (sock,) = door.welcome(1, time.monotonic() + 10, lambda: None)
+    return EngineLink(sock, 7), rank
+
+
+def test_strangers_are_refused_and_disturb_nobody(door, caplog):
+    hello = door.token + (1).to_bytes(2, "little")
+    said = [b"", b"GET / HTTP/1.1\r\nHost: manta\r\n\r\n" * 3, b"short", bytes(34), hello[:-1] + b"\x09", hello[:20]]
+    strangers = [socket.create_connection(door.address) for _ in said]
+    for stranger, words in zip(strangers, said, strict=True):
+        stranger.sendall(words)
+    for stranger in (strangers[0], strangers[2]):
+        stranger.close()
+    looks: list[int] = []
+    ranks = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 12:  # after the strangers
+            ranks.extend(knock(address, door.token, i) for i, address in enumerate((door.address, door.name)))
+            ranks.append(knock(door.address, door.token, 1))  # a second one of that number
+
+    found = door.welcome(2, time.monotonic() + 30, look)
+    assert [sock.family for sock in found] == [socket.AF_INET, socket.AF_UNIX]
+    assert len(looks) < 60, "it waits, and does not spin"
+    told = [record.getMessage() for record in caplog.records]
+    assert len([text for text in told if "127.0.0.1" in text and "is refused" in text]) >= len(said), told
+    assert any("the 34 bytes that it has sent are no rank's" in text for text in told)
+    assert any("all ranks have come" in text for text in told)  # of the one that has said half
+    for sock in (*found, *ranks, *strangers):
+        sock.close()
+
+
+def test_a_rank_that_does_not_come_is_named(door):
+    rank = knock(door.name, door.token, 0)
+    with pytest.raises(WorkerError, match="rank 1 has not connected to the engine in time"):
+        door.welcome(2, time.monotonic() + 0.3, lambda: None)
+    rank.close()
+
+
+def test_messages_cross_whole_and_in_order(door):
+    engine, rank = far(door)
+    sent = [os.urandom(n) for n in (0, 1, 2000, 3_000_000, 70_000)]
+    echoing = threading.Thread(target=lambda: [rank.write(rank.read(30) or b"", 30) for _ in sent])
+    echoing.start()
+    for message in sent:  # both ends have more to send than the connection holds
+        engine.write(message, 30)
+    assert [engine.read(30) for _ in sent] == sent
+    echoing.join()
+    assert engine.read(0.05) is None and not engine.closed
+    rank.sock.close()
+    assert engine.read(5) is None and engine.closed
+    engine.close()
+
+
+def test_a_rank_that_takes_nothing_is_named(door):
+    engine, rank = far(door)
+    looks: list[int] = []
+    with pytest.raises(RingTimeout) as error:
+        engine.write(bytes(2**26), 0.3, lambda: looks.append(1))
+    assert error.value.reader == 7 and looks and engine.closed
+    rank.sock.close()
+    engine.close()
+
+
+def test_heartbeats_and_naps_are_counted(door, monkeypatch):
+    monkeypatch.setattr("ring.BACKSTOP", 0.05)
+    engine, rank = far(door)
+    rank.beat()
+    rank.beat()
+    assert rank.read(0.3) is None
+    eventually(lambda: engine.beats == 2, 5)
+    assert 2 <= engine.naps <= 6 and engine.read(0) is None
+    rank.write(b"result", 5)
+    assert engine.read(5) == b"result"
+    engine.close()
+    with pytest.raises(ConnectionError, match="the engine has hung up"):
+        rank.read(5)
+    rank.sock.close()
+
+
+def test_a_ring_can_be_sent_to_a_process_that_runs():
+    mine, theirs = socket.socketpair()
+    made = RingBuffer(2)
+    made.send(mine)
+    made.send(mine)
+    readers = [RingBuffer.receive(theirs) for _ in range(2)]
+    for i, reader in enumerate(readers):
+        reader.be_reader(i)
+    made.be_writer()
+    for message in (b"small", bytes(400_000)):
+        writing = threading.Thread(target=made.write, args=(message, 10))
+        writing.start()
+        assert [reader.read(10) for reader in readers] == [message] * 2
+        writing.join()
+    mine.close()
+    with pytest.raises(ConnectionError, match="has ended"):
+        RingBuffer.receive(theirs)
+    for ring in (made, *readers, theirs):
+        ring.close()
+
+
+def test_plans_reach_all_ranks_and_the_late_one_is_named(door):
+    """Ranks 0 and 2 are near, and 1 is not."""
+    engine, rank = far(door)
+    ring = RingBuffer(2, num_chunks=1)
+    plans = Plans(ring, [0, 2], {1: engine})
+    plans.write(b"plan", 5)
+    assert rank.read(5) == b"plan"
+    with pytest.raises(RingTimeout) as error:
+        ring.words[2] = 1  # the first reader has taken it, the second has not
+        plans.write(b"next", 0.05)
+    assert error.value.reader == 2
+    ring.words[ring.asleep + 1] = 5
+    assert (plans.nap(0), plans.nap(1), plans.nap(2)) == (0, 0, 5)
+    with pytest.raises(WorkerError, match="a plan has reached some ranks and not the others"):
+        plans.write(b"another", 5)
+    for end in (ring, engine, rank.sock):
+        end.close()
+
+
+# --- three nodes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three nodes of two CPUs each, of which this process's is the first; a lost node is noticed within seconds."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        made = new_cluster(3)
+        patch.setenv("RAY_ADDRESS", made.address)
+        join_cluster()
+        yield made
+        ray.shutdown()
+        made.shutdown()
+
+
+def free_cpus() -> float:
+    import ray
+
+    return ray.available_resources().get("CPU", 0)
+
+
+def pids() -> list[int]:
+    """The processes of ranks on this machine, in no order."""
+    return [actor.pid for actor in actors()]
+
+
+def make_up_for(cluster: Any, node: Any) -> None:
+    replace_node(cluster, node)
+    eventually(lambda: free_cpus() == 6, 30)
+
+
+@needs_ray
+def test_streams_of_a_server_go_on_when_actors_and_a_node_are_lost(cluster, tmp_path):
+    prompts = [f"Enter the {i}th SERVANT, with a torch.\n\n" for i in range(8)]
+    with serving(tmp_path, *FLAGS) as server:
+        assert "2 Ray actors on 2 nodes" in server.log.read_text()
+        undisturbed = [Reader(server, prompt=prompt, max_tokens=900) for prompt in prompts]
+        for reader in undisturbed:
+            reader.join(120)
+            assert reader.ended and not reader.error
+        readers = [Reader(server, prompt=prompt, max_tokens=900) for prompt in prompts]
+        for lose_node in (False, True):
+            begun = [len(reader.text) for reader in readers]
+            eventually(lambda: all(len(r.text) > n for r, n in zip(readers, begun, strict=True)), 60)  # noqa: B023
+            before = pids()
+            found = [(actor, node_above(cluster, actor)) for actor in actors()]
+            actor, node = next(place for place in found if place[1] is not cluster.head_node)
+            os.kill(actor.ppid() if lose_node else actor.pid, signal.SIGKILL)
+            eventually(lambda: server.get("/health")[0] == 503, 20)
+            assert re.search(r"rank \d .* (in step \d+|while idle)", server.get("/health")[1])
+            eventually(lambda: server.get("/health")[0] == 200, 60)
+            assert len(pids()) == 2 and not set(before) & set(pids())
+        for reader in readers:
+            reader.join(120)
+        assert [reader.text for reader in readers] == [reader.text for reader in undisturbed]
+        assert all(reader.ended and not reader.error for reader in readers)
+        assert server.metric("num_worker_restarts_total") == 2
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        server.assert_gone()
+    make_up_for(cluster, node)
+    assert not pids()
+
+
+@needs_ray
+@pytest.mark.parametrize("killed", ["server", "engine"])
+def test_a_server_that_is_killed_leaves_no_actor(cluster, tmp_path, killed):
+    with serving(tmp_path, *FLAGS) as server:
+        reader = Reader(server, prompt="Once")
+        eventually(lambda: bool(reader.text), 20)
+        before = pids()
+        os.kill(before[0], signal.SIGSTOP)  # which sees no end of anything
+        server.pids = server.family()
+        os.kill(server.process.pid if killed == "server" else engine_of(server), signal.SIGKILL)
+        if killed == "engine":  # another takes its place, with actors of its own
+            eventually(lambda: "is ready again" in server.log.read_text(), 60)
+            server.pids = [*{*server.pids, *server.family()}]
+            assert len(pids()) == 2 and not {*pids()} & {*before}
+            server.process.terminate()
+        server.process.wait(30)
+        server.assert_gone()
+    eventually(lambda: not pids() and free_cpus() == 6, 30)
+
+
+@pytest.fixture(scope="module")
+def answers(llm) -> list[list[list[int]]]:
+    return tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False))
+
+
+@needs_ray
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
+        {"tensor_parallel_size": 2, "threads": 2, **STARVED, "preemption_mode": "recompute", "async_scheduling": False},
+        pytest.param({"pipeline_parallel_size": 3, "async_scheduling": False}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_ranks_and_stages_give_the_tokens_of_one(make_llm, answers, cluster, fields):
+    llm = make_llm(**{"distributed_executor_backend": "ray", "threads": 1} | fields)
+    for _ in range(2):  # the second time prefixes are cached
+        assert tokens(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+        llm.core.check_integrity()
+    metrics, processes = llm.core.metrics(), llm.core.executor.processes
+    assert (metrics["num_preemptions_total"] > 0) == ("num_gpu_blocks_override" in fields)
+    nodes = [process.place.node for process in processes]
+    assert nodes[0] == llm.core.executor.here and len(set(nodes)) == max(2, fields.get("pipeline_parallel_size", 1))
+    assert nodes == sorted(nodes, key=nodes.index)  # those of a stage are on one node, or on neighbours
+    llm.core.close()
+    eventually(lambda: free_cpus() == 6, 20)
+
+
+KINDS = ("qwen3", "gemma3", "deepseek-v3", "qwen3.5", "gpt-oss")  # plain, windows, latents, states, sinks and experts
+
+
+@needs_ray
+@pytest.mark.parametrize("name", [KINDS[0], *(pytest.param(name, marks=pytest.mark.long) for name in KINDS[1:])])
+@pytest.mark.parametrize("ranks, stages", [(1, 2), (2, 1), (2, 2)])
+def test_families_give_the_tokens_of_one_rank(cluster, checkpoints, name, ranks, stages):  # noqa: F811
+    fields = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages, "threads": 3 - stages}
+    core = make_core(checkpoints / name, distributed_executor_backend="ray", **fields)
+    ask(core, *(known(checkpoints, name, given, 20) for given in (0, 8)))
+    assert len({process.place.node for process in core.executor.processes}) == 2
+    core.close()
+    eventually(lambda: free_cpus() == 6, 20)
+
+
+@needs_ray
+def test_a_cluster_that_is_too_small_is_refused(cluster):
+    with pytest.raises(
+        ValueError, match=r"too small for the ranks, in CPUs: 4 ranks need 8, and the nodes have \[2, 2"
+    ):
+        EngineCore(EngineConfig(device="cpu", tensor_parallel_size=4, threads=2, distributed_executor_backend="ray"))
+    with pytest.raises(ValueError, match="too small for the ranks, in GPUs: 2 ranks need 2"):
+        EngineCore(EngineConfig(device="cuda", tensor_parallel_size=2, distributed_executor_backend="ray"))
+
+
+@needs_ray
+def test_a_worker_that_cannot_start_says_why(cluster):
+    eventually(lambda: free_cpus() >= 1, 20)
+    with pytest.raises(ValueError, match="max_model_len is 100000"):
+        EngineCore(EngineConfig(device="cpu", max_model_len=100_000, distributed_executor_backend="ray"))
+    eventually(lambda: free_cpus() >= 1, 20)
+
+
+@pytest.fixture(scope="module")
+def ray_llm(cluster, make_llm) -> Iterator[LLM]:
+    """Two ranks on two nodes. It takes four CPUs of six, so the tests above come first."""
+    made = make_llm(distributed_executor_backend="ray", tensor_parallel_size=2, threads=2, step_timeout=3.0)
+    assert isinstance(made.core.executor, RayExecutor)
+    yield made
+    made.core.close()
+    eventually(lambda: free_cpus() == 6, 20)
+
+
+@needs_ray
+def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
+    assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    core = ray_llm.core
+    first, second = core.executor.processes
+    assert first.place.node == core.executor.here != second.place.node
+    assert isinstance(core.executor.results[0], RingBuffer) and isinstance(core.executor.results[1], EngineLink)
+    assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.start_log()
+    assert core.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
+    with pytest.raises(ValueError, match="with Ray it must be a name"):
+        core.collective_rpc(len)
+    assert core.metrics()["num_worker_restarts_total"] == 0
+
+
+@needs_ray
+@pytest.mark.parametrize("rank", [0, 1], ids=["near", "far"])
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_actor_that_is_lost_is_replaced(ray_llm, answers, caplog, monkeypatch, rank, with_signal):
+    core, said = ray_llm.core, []
+    monkeypatch.setattr(core, "on_trouble", said.append)
+    before = core.metrics()["num_worker_restarts_total"]
+    lost = core.executor.processes[rank].pid
+    when(ray_llm, [20], lambda: os.kill(lost, with_signal))
+    assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    vars(core.executor).pop("submit")
+    core.check_integrity()
+    assert core.metrics()["num_worker_restarts_total"] == before + 1
+    eventually(lambda: not alive(lost), 20)
+    assert "rank " in said[0] and " in step " in said[0] and said[-1] is None
+    if rank == 0 and with_signal == signal.SIGSTOP:
+        assert "rank 0 is stopped in step " in said[0]
+    assert "new workers after " in caplog.text
+
+
+@needs_ray
+def test_a_node_that_is_lost_is_made_up_for(cluster, ray_llm, answers):
+    """Its raylet is killed. The rank there works on until Ray knows, and then the third node takes its place."""
+    core, lost = ray_llm.core, ray_llm.core.executor.processes[1]
+    actor = psutil.Process(lost.pid)
+    node, raylet = node_above(cluster, actor), actor.ppid()
+    when(ray_llm, [20], lambda: os.kill(raylet, signal.SIGKILL))
+    assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    vars(core.executor).pop("submit")
+    eventually(lambda: core.check_workers() or core.executor.processes[1] is not lost, 30)
+    assert core.executor.processes[1].place.node not in (lost.place.node, core.executor.here)
+    eventually(lambda: not alive(lost.pid), 20)
+    assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    replace_node(cluster, node)
