@@ -273,6 +273,7 @@ def join_cluster() -> None:
             "distributed_executor_backend is 'ray', but Ray is not installed: pip install -r requirements-ray.txt"
         )
     import ray
+    from ray._private.services import canonicalize_bootstrap_address  # what `ray.init` itself asks first
 
     if ray.is_initialized():
         return
@@ -280,12 +281,14 @@ def join_cluster() -> None:
     os.environ.setdefault("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", "")  # ours, below, say all
     if not __package__:  # the files beside this one go to the other nodes; an installed package is there
         options["runtime_env"] = {"working_dir": str(Path(__file__).parent), "excludes": ["??*", "!/*.py"]}
-    address = os.environ.get("RAY_ADDRESS", "auto")
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        if address != "auto":  # else Ray looks at what runs here; it would wait for minutes for one that does not run
-            host, _, port = address.rpartition(":")
-            socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
-        ray.init(address=address, **options)
+        if not (place := canonicalize_bootstrap_address(address)):
+            raise ValueError("it would be a cluster of this process's own")
+        host, _, port = place.rpartition(":")
+        # A cluster that was killed has left its address on the machine, and Ray would wait for it for minutes.
+        socket.create_connection((host.strip("[]"), int(port)), PATIENCE).close()
+        ray.init(address=place, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             "distributed_executor_backend is 'ray', but this machine is no node of a running Ray cluster, which `ray "

@@ -110,10 +110,10 @@ def test_without_ray_the_backend_is_refused_and_auto_goes_without(monkeypatch, m
 @pytest.mark.parametrize(
     ("address", "why"),
     [
-        ("auto", "Could not find any running Ray instance$"),
-        ("127.0.0.1:1", "Connection refused"),  # Ray itself would wait for minutes
-        ("ray://127.0.0.1:10001", "Name or service not known"),
-        ("local", "invalid literal"),
+        ("auto", "(Could not find any running Ray instance|Connection refused)$"),
+        ("127.0.0.1:1", "Connection refused$"),
+        ("ray://127.0.0.1:10001", "Invalid address format: ray://127.0.0.1:10001$"),
+        ("local", "it would be a cluster of this process's own$"),
     ],
 )
 def test_without_a_cluster_the_backend_is_refused(monkeypatch, address, why):
