@@ -457,6 +457,11 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     assert core.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):
         core.collective_rpc(len)
+    with pytest.raises(ValueError, match="tensors are for workers of this machine alone"):
+        core.check_update(DEMO, lasting=False)
+    core.sleep(2)
+    core.wake_up()
+    assert tokens(ray_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.metrics()["num_worker_restarts_total"] == 0
 
 
