@@ -105,6 +105,9 @@ class Group:
         """Leave the group. No rank may be waiting for another at that time."""
         if self.world_size > 1:
             dist.destroy_process_group()
+            # With their last references torch's groups end their threads, now and not while the process exits.
+            self.link, self.pipeline.links = None, []
+            self.pipeline.sent.clear()
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
@@ -427,3 +430,5 @@ class Channel:
             self.in_step = False
             self.broadcast()
             self.group.close()
+            self.link = None
+            self.sent.clear()

@@ -208,9 +208,12 @@ def answers(make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
     "fields",
     [
         {"pipeline_parallel_size": 2, "block_size": 8},
-        {"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False},
+        pytest.param({"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False}, marks=pytest.mark.long),
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
-        {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute", "sanitize_kv": True},
+        pytest.param(
+            {"pipeline_parallel_size": 2, **STARVED, "preemption_mode": "recompute", "sanitize_kv": True},
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             {"pipeline_parallel_size": 3, "block_size": 8, "enable_chunked_prefill": False}, marks=pytest.mark.long
         ),
