@@ -56,11 +56,11 @@ def available_bytes() -> int:
     free = psutil.virtual_memory().available
     for folder in _cgroups("memory"):
         with contextlib.suppress(OSError, ValueError):
-            first = (folder / "memory.max").exists()
-            names = ("memory.max", "memory.current") if first else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            names, prefix = ("memory.max", "memory.current"), ""
+            if not (folder / "memory.max").exists():  # version 1
+                names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
             limit, used = (int((folder / name).read_text()) for name in names)
             told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            prefix = "" if first else "total_"
             files = sum(int(told[f"{prefix}{age}_file"]) for age in ("active", "inactive"))
             free = min(free, max(0, limit - used + files))
     return free

@@ -1,7 +1,9 @@
 """The engine for scripts, in the caller's own process; or one or several in processes of their own.
 
-LLM             `LLM("demo").generate("To be, or not")`
-LLMEngine       for callers that run its loop themselves
+    LLM             `LLM("demo").generate("To be, or not")`
+    LLMEngine       for callers that run its loop themselves
+
+For the server the core has a process of its own: `engine_process.py`.
 """
 
 from __future__ import annotations
