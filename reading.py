@@ -20,13 +20,20 @@ from checks import ToolChoice
 from config import ServerConfig
 from outputs import Generation
 from protocol import ApiError
-from reasoning import REASONING_PARSERS, reasoning_parser_of
 from sampling_params import StructuredOutputsParams
 from scanning import Part
 from schemas import json_parts
 from structure import structure_of
 from tokenizer import Tokenizer
-from tools import TOOL_PARSERS, Reader, call_grammar, new_reader, tool_parser_of
+from tools import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Reader,
+    call_grammar,
+    new_reader,
+    reasoning_parser_of,
+    tool_parser_of,
+)
 
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:

@@ -33,7 +33,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "checks": {"config", "messages", "sampling_params"},
     "structure": {"checks", "config", "sampling_params"},
     "reading": {
-        "checks", "config", "outputs", "protocol", "reasoning", "sampling_params", "scanning", "schemas", "structure",
+        "checks", "config", "outputs", "protocol", "sampling_params", "scanning", "schemas", "structure",
         "tokenizer", "tools"},
     "openapi": {"config", "protocol", "responses"},
     "messages": set(),
@@ -44,10 +44,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "telemetry": {"logs", "replies"},
     "logprobs": {"checks", "outputs", "plan", "sampling_params", "tokenizer"},
     "tokenizer": {"messages", "templates", "vocabularies"},
-    "tools": {"lark_rules", "reasoning", "scanning", "tool_formats"},
+    "tools": {"lark_rules", "scanning", "tool_formats"},
     "tool_formats": {"lark_rules", "scanning"},
     "lark_rules": {"schemas"},
-    "reasoning": {"scanning"},
     "scanning": set(),
     "vocabularies": set(),
     "templates": set(),
@@ -158,7 +157,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 93, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 92, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from reasoning import REASONING_PARSERS, reasoning_parser_of
 from test_tools import TOOLS, cuts, read
-from tools import new_reader
+from tools import REASONING_PARSERS, new_reader, reasoning_parser_of
 
 # parser, the prompt's end, answer, reasoning, content
 ANSWERS = [
