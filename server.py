@@ -20,7 +20,6 @@ import hmac
 import logging
 import os
 import re
-import reprlib
 import signal
 import socket
 import sys
@@ -28,7 +27,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -49,6 +47,7 @@ import batch
 import terminal
 from bodies import parse_json
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
+from control import Control
 from executor import name_process
 from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
@@ -58,7 +57,7 @@ from logs import console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
-from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError, without_folders
+from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
 from replies import ClientGone, Job, as_api_error, json_of, unquoted
 from responses import message_error
@@ -68,7 +67,6 @@ from tokenizer import Tokenizer
 from torchrun import lead_or_follow
 
 BODY_PART = 2**14  # bytes of a body to read at a time
-PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parent / "web"
@@ -303,13 +301,13 @@ def add_routes(app: Flask, api: Api) -> None:
         view: Callable[..., Response] = view_of(api, route)
         for path in paths:
             app.add_url_rule(path, route, view, methods=["POST"])
-    text = "text/plain; version=0.0.4; charset=utf-8"
+    control, text = Control(api.client, api.facts, api.config, api.board), "text/plain; version=0.0.4; charset=utf-8"
     for rule, name, view in (
         ("/v1/models", "models", lambda: reply(api.models())),
         ("/v1/models/<path:name>", "model", lambda name: reply(api.model(name.rstrip("/")))),
         ("/health", "health", lambda: reply(api.health())),
         ("/version", "version", lambda: reply(api.version())),
-        ("/scale", "scaling", lambda: reply(api.scaling())),
+        ("/scale", "scaling", lambda: reply(control.scaling())),
         ("/openapi.json", "openapi", lambda: reply(openapi(api.config.root_path, api.config.enable_control_routes))),
         ("/metrics", "metrics", lambda: Response(api.metrics(), content_type=text)),
         ("/live", "live", lambda: stream(api.live(g.client), api.config)),
@@ -317,9 +315,9 @@ def add_routes(app: Flask, api: Api) -> None:
     ):
         app.add_url_rule(rule, name, view, methods=["GET"])
     if api.config.enable_control_routes:
-        add_control_routes(app, api)
+        add_control_routes(app, api, control)
     for method, rule, name, view in (
-        ("POST", "/scale", "scale", lambda: reply(api.scale(body_of(api)))),
+        ("POST", "/scale", "scale", lambda: reply(control.scale(body_of(api)))),
         ("GET", "/v1/responses/<id>", "response", lambda id: reply(api.response(id, g.client, request.args))),
         ("DELETE", "/v1/responses/<id>", "delete_response", lambda id: reply(api.delete_response(id, g.client))),
         ("POST", "/v1/responses/<id>/cancel", "cancel_response", lambda id: reply(api.cancel_response(id, g.client))),
@@ -329,69 +327,11 @@ def add_routes(app: Flask, api: Api) -> None:
         app.add_url_rule(rule, name, view, methods=[method])
 
 
-def add_control_routes(app: Flask, api: Api) -> None:
-    """The routes that change the server's state. Each of them asks all engines, one after the other.
+def add_control_routes(app: Flask, api: Api, control: Control) -> None:
+    """The routes that change the state of all engines.
 
     What pages of other origins send is refused, because a browser asks nobody before it sends a POST without a body.
     """
-
-    def ask(utility: str, *args: Any) -> list[Any]:
-        """What a utility returns on each engine."""
-        try:
-            return [*api.client.call_each(utility, *args, timeout=api.config.request_timeout).values()]
-        except ValueError as error:
-            raise ApiError(400, without_folders(str(error))) from None
-
-    def is_sleeping() -> dict[str, Any]:
-        return {"is_sleeping": any(ask("is_sleeping"))}
-
-    def sleep() -> dict[str, Any]:
-        level = request.args.get("level", "1")
-        if level not in ("1", "2"):
-            raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
-        ask("sleep", int(level))
-        return is_sleeping()
-
-    def wake_up() -> dict[str, Any]:
-        ask("wake_up", request.args.getlist("tags") or None)
-        return is_sleeping()
-
-    def update_weights() -> dict[str, Any]:
-        body = fields("model_path")
-        if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
-            raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
-        ask("check_update", folder)
-        return {"weights_version": max(ask("update_weights", folder))}
-
-    def collective_rpc() -> dict[str, Any]:
-        body = fields("method", "timeout", "args", "kwargs")
-        kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
-        for name, kind in kinds.items():
-            if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
-                wanted = getattr(kind, "__name__", str(kind))
-                raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
-        call = body["method"], body.get("timeout"), body.get("args") or [], body.get("kwargs") or {}
-        return {"results": list(chain.from_iterable(ask("collective_rpc", *call)))}
-
-    def fields(*known: str) -> dict[str, Any]:
-        """The body's fields."""
-        body = body_of(api)
-        if unknown := next((name for name in body if name not in known), None):
-            raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
-        return body
-
-    def start_profile() -> dict[str, Any]:
-        ask("start_profile")
-        return {"profiling": True}
-
-    def stop_profile() -> dict[str, Any]:
-        return {"profiling": False, "files": list(chain.from_iterable(ask("stop_profile")))}
-
-    def profile(name: str) -> Response:
-        folder = api.facts["torch_profiler_dir"]
-        if not folder or not PROFILE.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
-            raise ApiError(404, f"there is no profile {name!r:.200}", "name")
-        return send_file(os.path.abspath(path), "application/octet-stream", as_attachment=True, download_name=name)
 
     def guarded(view: Callable[[], dict[str, Any]], known: str) -> Callable[[], Response]:
         """The view, for those who may call it and say nothing but what is `known` behind the question mark."""
@@ -405,11 +345,20 @@ def add_control_routes(app: Flask, api: Api) -> None:
 
         return answer
 
-    for method, view, known in (
-        ("POST", sleep, "level"), ("POST", wake_up, "tags"), ("GET", is_sleeping, ""), ("POST", update_weights, ""),
-        ("POST", collective_rpc, ""), ("POST", start_profile, ""), ("POST", stop_profile, ""),
-    ):  # fmt: skip
-        app.add_url_rule(f"/{view.__name__}", view.__name__, guarded(view, known), methods=[method])
+    def profile(name: str) -> Response:
+        path = control.profile(name)
+        return send_file(path, "application/octet-stream", as_attachment=True, download_name=name)
+
+    for method, name, known, view in (
+        ("GET", "is_sleeping", "", control.is_sleeping),
+        ("POST", "sleep", "level", lambda: control.sleep(request.args.get("level", "1"))),
+        ("POST", "wake_up", "tags", lambda: control.wake_up(request.args.getlist("tags"))),
+        ("POST", "update_weights", "", lambda: control.update_weights(body_of(api))),
+        ("POST", "collective_rpc", "", lambda: control.collective_rpc(body_of(api))),
+        ("POST", "start_profile", "", control.start_profile),
+        ("POST", "stop_profile", "", control.stop_profile),
+    ):
+        app.add_url_rule(f"/{name}", name, guarded(view, known), methods=[method])
     app.add_url_rule("/profiles/<name>", "profile", profile, methods=["GET"])
 
 

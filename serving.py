@@ -26,7 +26,7 @@ from checks import in_parts
 from config import VERSION, ServerConfig
 from messages import item_messages
 from outputs import Vector, cosine, numbers
-from processes import DRAINING, READY, STARTING, Board
+from processes import Board
 from protocol import (
     CHAT,
     CLASSIFY,
@@ -329,31 +329,6 @@ class Api:
     def metrics(self) -> bytes:
         """What the engines count, as Prometheus reads it."""
         return exposition(self.client.call_all("metrics"), self.config.metrics_prefix, self.names[0])
-
-    def scaling(self) -> dict[str, int]:
-        """How many engines there are to be, and how many are ready, start or drain."""
-        states = self.board.engines.tolist()
-        told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
-        return {"data_parallel_size": self.board.wanted} | {name: states.count(state) for name, state in told.items()}
-
-    def scale(self, body: dict[str, Any]) -> dict[str, int]:
-        """Ask for as many engines as a body says; they come and go while others serve. The answer is that of `scaling`.
-
-        Raises:
-            ApiError: it says something else, or their number cannot be changed.
-        """
-        name, most = "data_parallel_size", self.facts["data_parallel_size_max"]
-        if most is None:
-            message = "the number of engines cannot be changed: the server was started without --data-parallel-size-max"
-            raise ApiError(400, message, name)
-        if unknown := next((key for key in body if key != name), None):
-            raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; there is {name}", unknown)
-        if name not in body:
-            raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
-        if type(size := body[name]) is not int or not 1 <= size <= most:
-            raise ApiError(400, f"{name} is {reprlib.repr(size)}; it must be from 1 to {most}", name)
-        self.board.wanted = size
-        return self.scaling()
 
     def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A stored response of this client's; an `ApiError` if there is none."""

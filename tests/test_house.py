@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
+        "batch", "bodies", "config", "control", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
         "openapi", "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry",
         "terminal", "tokenizer", "torchrun"},
     "batch": {
@@ -28,6 +28,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "checks", "config", "messages", "outputs", "processes", "protocol", "reading",
         "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
     "viewers": {"checks", "client", "config", "metrics", "processes", "protocol", "replies"},
+    "control": {"client", "config", "data_parallel", "processes", "protocol"},
     "bodies": {"config", "protocol"},
     "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
     "checks": {"config", "messages", "sampling_params"},
@@ -157,7 +158,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 92, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 93, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -1,0 +1,122 @@
+"""What operators do to a server that runs: its engines come and go, sleep, get other weights, and are profiled."""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from client import MPClient
+from config import ServerConfig
+from data_parallel import DPClient
+from processes import DRAINING, READY, STARTING, Board
+from protocol import ApiError, without_folders
+
+PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
+
+
+class Control:
+    """The answers of the routes for that, as dicts. Each asks all engines, one after the other.
+
+    What is wrong with a call is an `ApiError` with the value and what is allowed. `core.EngineCore` says what they do.
+
+    Args:
+        client: of the engines.
+        facts: of the first engine.
+        config: the server's options.
+        board: has the engines' states.
+    """
+
+    def __init__(self, client: MPClient | DPClient, facts: dict[str, Any], config: ServerConfig, board: Board):
+        self.client, self.facts, self.config, self.board = client, facts, config, board
+
+    def _ask(self, utility: str, *args: Any) -> list[Any]:
+        """What a utility returns on each engine."""
+        try:
+            return [*self.client.call_each(utility, *args, timeout=self.config.request_timeout).values()]
+        except ValueError as error:
+            raise ApiError(400, without_folders(str(error))) from None
+
+    def scaling(self) -> dict[str, int]:
+        """How many engines there are to be, and how many are ready, start or drain."""
+        states = self.board.engines.tolist()
+        told = {"ready": READY, "starting": STARTING, "draining": DRAINING}
+        return {"data_parallel_size": self.board.wanted} | {name: states.count(state) for name, state in told.items()}
+
+    def scale(self, body: dict[str, Any]) -> dict[str, int]:
+        """Ask for as many engines as a body says; they come and go while others serve. The answer is that of `scaling`.
+
+        Raises:
+            ApiError: it says something else, or their number cannot be changed.
+        """
+        name, most = "data_parallel_size", self.facts["data_parallel_size_max"]
+        if most is None:
+            message = "the number of engines cannot be changed: the server was started without --data-parallel-size-max"
+            raise ApiError(400, message, name)
+        check_fields(body, name)
+        if name not in body:
+            raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
+        if type(size := body[name]) is not int or not 1 <= size <= most:
+            raise ApiError(400, f"{name} is {reprlib.repr(size)}; it must be from 1 to {most}", name)
+        self.board.wanted = size
+        return self.scaling()
+
+    def is_sleeping(self) -> dict[str, Any]:
+        """Whether an engine sleeps."""
+        return {"is_sleeping": any(self._ask("is_sleeping"))}
+
+    def sleep(self, level: str) -> dict[str, Any]:
+        """Have all engines sleep. The answer is that of `is_sleeping`."""
+        if level not in ("1", "2"):
+            raise ApiError(400, f"level is {level!r:.80}; it must be 1 or 2", "level")
+        self._ask("sleep", int(level))
+        return self.is_sleeping()
+
+    def wake_up(self, tags: Sequence[str]) -> dict[str, Any]:
+        """Wake what the tags name, or where there are none, all. The answer is that of `is_sleeping`."""
+        self._ask("wake_up", tags or None)
+        return self.is_sleeping()
+
+    def update_weights(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Have all engines load weights from the folder that a body names."""
+        check_fields(body, "model_path")
+        if not isinstance(folder := body.get("model_path"), str) or not os.path.isabs(folder):
+            raise ApiError(400, f"model_path is {reprlib.repr(folder)}; it must be a path from the root", "model_path")
+        self._ask("check_update", folder)  # all of them, before one has changed
+        return {"weights_version": max(self._ask("update_weights", folder))}
+
+    def collective_rpc(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Call a worker's method by its name on all ranks of all engines."""
+        kinds = {"method": str, "timeout": int | float | None, "args": list | None, "kwargs": dict | None}
+        check_fields(body, *kinds)
+        for name, kind in kinds.items():
+            if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
+                wanted = getattr(kind, "__name__", str(kind))
+                raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
+        call = body["method"], body.get("timeout"), body.get("args") or [], body.get("kwargs") or {}
+        return {"results": list(chain.from_iterable(self._ask("collective_rpc", *call)))}
+
+    def start_profile(self) -> dict[str, Any]:
+        """Begin to record."""
+        self._ask("start_profile")
+        return {"profiling": True}
+
+    def stop_profile(self) -> dict[str, Any]:
+        """End that; the answer names the files."""
+        return {"profiling": False, "files": list(chain.from_iterable(self._ask("stop_profile")))}
+
+    def profile(self, name: str) -> str:
+        """The path of one of these files; an `ApiError` if there is none."""
+        folder = self.facts["torch_profiler_dir"]
+        if not folder or not PROFILE.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
+            raise ApiError(404, f"there is no profile {name!r:.200}", "name")
+        return os.path.abspath(path)
+
+
+def check_fields(body: dict[str, Any], *known: str) -> None:
+    """Refuse a body with other fields by an `ApiError`."""
+    if unknown := next((name for name in body if name not in known), None):
+        raise ApiError(400, f"there is no field {reprlib.repr(unknown)}; known: {', '.join(known)}", unknown)
