@@ -294,8 +294,11 @@ class EngineProcess(Child):
 
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
     """The options by which another engine has the sizes of the one that has reported these facts."""
-    names = {"max_model_len": "max_model_len", "num_gpu_blocks_override": "num_blocks"}
-    return {field: facts[fact] for field, fact in (names | {"num_host_blocks": "num_host_blocks"}).items()}
+    return {
+        "max_model_len": facts["max_model_len"],
+        "num_gpu_blocks_override": facts["num_blocks"],
+        "num_host_blocks": facts["num_host_blocks"],
+    }
 
 
 if __name__ == "__main__":
