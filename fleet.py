@@ -1,8 +1,10 @@
-"""Which engines there are: a server's or a script's, on this host and others, always as many or not.
+"""The engines of a server or a script: on this host and on others, always as many or a changing number.
 
-Fleet           starts engine processes and what they need, and looks after them
-FleetClient     the same for a script
-follow_server   this host's engines, for a server on another one
+    Fleet           starts engine processes and what they need, and looks after them
+    FleetClient     the same for a script
+    follow_server   this host's engines, for a server on another one
+
+The process of one engine is in `engine_process.py`.
 """
 
 from __future__ import annotations
@@ -148,14 +150,16 @@ class Fleet:
         states = self.board.engines
         for rank, engine in list(self.engines.items()):
             surplus, state = rank >= wanted, states[rank]
-            if state == STARTING and (surplus or (ready := engine.progress()) is False):
-                self._end(rank)
-                if not surplus:
+            if state == STARTING:
+                ready = None if surplus else engine.progress()
+                if surplus or ready is False:
+                    self._end(rank)
+                if ready:
+                    states[rank] = READY
+                    logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
+                elif ready is False:
                     self.board.wanted = wanted = rank
                     logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
-            elif state == STARTING and ready:
-                states[rank] = READY
-                logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
             elif state == READY and surplus:
                 states[rank], engine.idle = DRAINING, 0
                 logger.info(f"{engine.name} drains")

@@ -162,7 +162,7 @@ def test_engines_come_and_go_under_streams(tmp_path: Path) -> None:
 def test_an_engine_that_drains_ends_its_streams_first_and_a_dead_one_is_given_up(tmp_path: Path) -> None:
     with serving(tmp_path, *FLAGS[:-2]) as server:  # one API process, whose router knows all
         scale(server, 2)
-        eventually(lambda: settled(server, 2), 60)
+        eventually(lambda: set(counts(server, "num_requests_running")) == {"0", "1"}, 60)  # requests may go to both
         readers = [Reader(server, prompt=f"{i} once", max_tokens=900) for i in range(2)]  # one for each engine
         eventually(lambda: counts(server, "num_requests_running") == {"0": 1, "1": 1}, 20)
         scale(server, 1)
