@@ -71,6 +71,7 @@ def test_what_is_compiled_is_kept(monkeypatch, tmp_path):
     assert Builder(1).ask(others[0]).run is None and not others[0].path().exists()  # it will be made anew
 
 
+@pytest.mark.long
 def test_several_that_want_the_same_compile_it_once(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     builder = Builder(2)
@@ -108,6 +109,7 @@ def test_the_compiling_process_ends_with_its_parent(tmp_path):
     assert gone and not alive
 
 
+@pytest.mark.long
 def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu, "SMALL", 1)

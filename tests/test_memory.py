@@ -55,8 +55,9 @@ class LiveBytes(TorchDispatchMode):
         self.live: dict[int, int] = {}
         self.ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self.now = self.peak = 0
-        gc.collect()
-        gc.freeze()
+        if collect:
+            gc.collect()
+            gc.freeze()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -66,7 +67,8 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def __exit__(self, *args):
-        gc.unfreeze()
+        if self.collect:
+            gc.unfreeze()
         return super().__exit__(*args)
 
     def count(self, storage: torch.UntypedStorage) -> None:

@@ -98,7 +98,9 @@ def texts(two: Server, prompts: list[str]) -> list[str]:
     return [reader.text for reader in readers]
 
 
-@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "with_signal", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)], ids=["killed", "stopped"]
+)
 def test_streams_go_on_when_the_worker_is_gone(
     two: Server, prompts: list[str], texts: list[str], with_signal: signal.Signals
 ) -> None:

@@ -212,7 +212,7 @@ def hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
-@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "cable", "TMPDIR": str(tmp_path)}
     log, nodes = tmp_path / "log", []
