@@ -39,9 +39,9 @@ SERVED = [
 ]  # fmt: skip
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [
-    "test_cpu_compiled.py", "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py", "test_processes.py",
-    "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py", "test_kernels_sampling.py",
-    "test_families.py", "test_worker.py",
+    "test_cpu_compiled.py", "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py",
+    "test_processes.py", "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py",
+    "test_kernels_sampling.py", "test_families.py", "test_worker.py",
 ]  # fmt: skip
 collect_ignore = [] if find_spec("flask") else SERVED
 
