@@ -397,6 +397,7 @@ def running(files: Files, log: Path, answers: int) -> Iterator[Process]:
 LINES = 40
 
 
+@pytest.mark.long
 def test_a_batch_survives_whatever_ends(files, tmp_path):
     """SIGKILL, then SIGTERM, then the death of its engine: each line is answered in the end, and once."""
     long = {"prompt": "Enter GHOST", "max_tokens": 100, "ignore_eos": True, "temperature": 0}

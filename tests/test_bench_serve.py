@@ -195,7 +195,8 @@ def test_startup_phases_add_up():
 
 def test_streams_are_read_to_their_ends():
     generated, streamed = streams_figures(DEMO, [2], 16, 1)
-    assert streamed["concurrent"] == 2 and streamed["tok/s"] > 0 and streamed["gap p50 ms"] > 0
+    assert streamed["concurrent"] == 2 and streamed["tok/s"] > 0
+    assert 0 <= streamed["gap p50 ms"] <= streamed["p99"]
     assert generated["of generate"] == 1 and generated["p99"] == "-"
 
 

@@ -190,6 +190,7 @@ except LateCompile as error:
 """
 
 
+@pytest.mark.long
 def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     """Triton's own compiler compiles every kernel that this engine launches, and no other later.
 

@@ -159,6 +159,7 @@ def test_what_contradicts_compile_is_refused():
             LLM("demo", device="cpu", compile=True, **options)
 
 
+@pytest.mark.long
 def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_more(monkeypatch):
     monkeypatch.setattr(startup, "Builder", Here)
     llm = LLM("demo", dtype="bfloat16", compile=True, max_num_seqs=2)
@@ -174,7 +175,7 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
         assert [answer.outputs[0].text for answer in answers] == ["81", "42"][: len(some)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, MANY - 1, MANY, 3 * MANY + 1])
 def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
     torch.manual_seed(0)
@@ -213,9 +214,11 @@ def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
     ("tokens", "norm", "rotated", "interleaved"),
     [
         (1, HeadNorm("rms"), 32, False), (7, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
-        (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
-        (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
-        (7, HeadNorm("rms", values=True), 32, False),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
+            (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
+            (7, HeadNorm("rms", values=True), 32, False),
+        )),
     ],
 )  # fmt: skip
 def test_compiled_rope_is_the_plain_one(compiled_ops, tokens, norm, rotated, interleaved):

@@ -207,7 +207,7 @@ def answers(make_llm: Callable[..., LLM]) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"pipeline_parallel_size": 2, "block_size": 8},
+        pytest.param({"pipeline_parallel_size": 2, "block_size": 8}, marks=pytest.mark.long),
         pytest.param({"pipeline_parallel_size": 4, "block_size": 8, "async_scheduling": False}, marks=pytest.mark.long),
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, **STARVED, "preemption_mode": "swap"},
         pytest.param(

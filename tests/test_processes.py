@@ -138,6 +138,7 @@ def stop(server: Server, pid: int, names: str) -> None:
     assert names in server.get("/health")[1]
 
 
+@pytest.mark.long
 def test_whoever_is_stopped_is_named_and_may_go_on(tmp_path: Path) -> None:
     with serving(tmp_path, "--step-timeout", "60", "--threads", "1") as server:
         begun = [server.metric("generation_tokens_total"), engine_of(server), worker_of(server)]
