@@ -121,7 +121,8 @@ class EngineConfig:
             "enable_expert_parallel", "distributed_executor_backend", "startup_timeout", "step_timeout",
             "max_worker_restarts"),
         "engines on several hosts, and a changing number of them": (
-            "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port", "data_parallel_secret_file",
+            "data_parallel_backend", "data_parallel_size_local", "data_parallel_address", "data_parallel_rpc_port",
+            "data_parallel_secret_file",
             "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank",
             "data_parallel_size_max", "data_parallel_autoscale"),
         "limits of a request": ("max_logprobs",),
@@ -202,6 +203,11 @@ class EngineConfig:
     )
     data_parallel_size: int = option(
         1, "engines, each with the whole model; the server divides requests among them", 1, 64
+    )
+    data_parallel_backend: Literal["mp", "ray"] = option(
+        "mp",
+        "who starts these engines: mp: this server, and each host that is headless, its own; ray: Ray, on nodes of the "
+        "cluster that this machine belongs to",
     )
     data_parallel_size_local: int | None = option(
         None, "how many of these engines run on this host (default: all); the others are on hosts that are headless",
@@ -338,6 +344,8 @@ class EngineConfig:
         """How many of them can be on this host, which they share."""
         if self.data_parallel_external_lb:
             return 1
+        if self.data_parallel_backend == "ray":
+            return 0
         return self.max_engines if self.data_parallel_size_local is None else self.data_parallel_size_local
 
     @property
@@ -412,13 +420,24 @@ class EngineConfig:
 
     def _check_hosts(self) -> None:
         size, local, most = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_size_max
-        several = self.headless or (local is not None and local < size)
+        by_ray = self.data_parallel_backend == "ray"
+        several = by_ray or self.headless or (local is not None and local < size)
+        if by_ray and (self.headless or local is not None or self.data_parallel_external_lb):
+            raise ValueError(
+                "data_parallel_backend is 'ray', which chooses nodes and starts engines there; headless, "
+                "data_parallel_size_local and data_parallel_external_lb must not be given"
+            )
+        if by_ray and self.distributed_executor_backend in ("ray", "torchrun"):
+            raise ValueError(
+                "data_parallel_backend is 'ray', so the ranks of an engine are on one node; "
+                f"distributed_executor_backend is {self.distributed_executor_backend!r} and must be auto, mp or uni"
+            )
         if local is not None and not self.headless <= local <= size:
             raise ValueError(
                 f"data_parallel_size_local is {local}; it must be from {int(self.headless)} to data_parallel_size, "
                 f"{size}"
             )
-        if several and self.data_parallel_address is None:
+        if several and not by_ray and self.data_parallel_address is None:
             raise ValueError("data_parallel_address is not given; engines on several hosts need it")
         if self.headless:
             first = self.data_parallel_start_rank or 0

@@ -28,6 +28,7 @@ from logs import console, logger
 from model_config import ModelConfig
 from plan import EngineOutput
 from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen
+from ray_hosts import Launcher
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
@@ -44,8 +45,6 @@ class Fleet:
         board: takes the state of each engine.
         secret: that hosts must know, where there are several.
 
-    Raises:
-        ValueError: the port for other hosts cannot be had.
     """
 
     def __init__(self, config: EngineConfig, board: Board, secret: str = ""):
@@ -54,37 +53,36 @@ class Fleet:
         self.engines: dict[int, EngineProcess] = {}
         self.coordinator: CoordinatorProcess | None = None
         self.gate: GateProcess | None = None
+        self.launcher: Launcher | None = None
         self.facts: dict[str, Any] = {}  # of the first engine
         self.autoscaler: Autoscaler | None = None
         if config.data_parallel_autoscale is not None:
             sizes = config.data_parallel_size, config.max_engines
             self.autoscaler = Autoscaler(config.data_parallel_autoscale, *sizes)
-        port = None
-        if secret:
-            port = listen(str(config.data_parallel_address), config.data_parallel_rpc_port)
-        alone = config.max_engines == 1 or config.data_parallel_external_lb
+        self.secret = secret
+        alone = (config.max_engines == 1 and not secret) or config.data_parallel_external_lb
         self.ranks = [config.first_rank] if alone else list(range(config.max_engines))
         self.ends = {rank: socket.socketpair() for rank in self.ranks}
         if not alone:
             self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
             self.coordinator = CoordinatorProcess(len(self.ranks), config.startup_timeout)
-        if port and self.coordinator:
-            clients = {rank: self.ends[rank][1] for rank in self.ranks[config.local_engines :]}
-            self.gate = GateProcess(config, secret, port, clients, self.coordinator.address)
 
     @property
     def children(self) -> list[Child]:
         """All processes."""
-        return [child for child in (self.coordinator, self.gate, *self.engines.values()) if child]
+        return [child for child in (self.coordinator, self.gate, self.launcher, *self.engines.values()) if child]
 
     def start(self) -> None:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
+            ValueError: the port for other hosts cannot be had.
             SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
         """
         if self.coordinator:
             self.coordinator.wait()
+            if self.secret:
+                self._open_gate(self.coordinator.address)
         here = self.config.local_engines if self.gate else self.config.data_parallel_size
         for rank in self.ranks[:here]:
             self._launch(rank)
@@ -92,8 +90,7 @@ class Fleet:
             engine.wait()
         facts = {rank: engine.facts for rank, engine in self.engines.items()}
         if self.gate:
-            console.info(f"waiting for {listed(self.ranks[here:])} on other hosts at {place_of(self.config)}")
-            self.gate.wait()
+            self._wait_for_hosts(self.gate)
             facts |= {int(rank): told for rank, told in self.gate.facts.items()}
         self.facts = facts[self.ranks[0]]
         for rank, told in facts.items():
@@ -106,6 +103,27 @@ class Fleet:
                     sys.exit(2)
             self.board.engines[rank] = READY
         self.board.wanted = len(facts)
+
+    def _open_gate(self, coordinator: socket.socket) -> None:
+        if self.config.data_parallel_backend == "ray":
+            self.launcher = Launcher(self.config, self.secret)
+            self.launcher.wait()
+            self.config = dataclasses.replace(self.config, data_parallel_address=self.launcher.facts["address"])
+        port = listen(str(self.config.data_parallel_address), self.config.data_parallel_rpc_port)
+        clients = {rank: self.ends[rank][1] for rank in self.ranks[self.config.local_engines :]}
+        self.gate = GateProcess(self.config, self.secret, port, clients, coordinator)
+
+    def _wait_for_hosts(self, gate: GateProcess) -> None:
+        those, where = listed(gate.options["ranks"]), "that Ray starts" if self.launcher else "on other hosts"
+        console.info(f"waiting for {those} {where} at {place_of(self.config)}")
+        while (ready := gate.progress(LOOK)) is None:
+            if self.launcher:
+                self.launcher.look()
+                if self.launcher.trouble:
+                    console.error(f"{PROG}: error: {self.launcher.trouble}")
+                    sys.exit(2)
+        if not ready:
+            sys.exit(2)
 
     def _launch(self, rank: int) -> None:
         self.board.engines[rank] = STARTING
@@ -199,13 +217,13 @@ def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str
     Raises:
         SystemExit: something does not start, and it has been said why.
     """
+    fleet = Fleet(config, board, secret)
+    children.append(fleet)
     try:
-        fleet = Fleet(config, board, secret)
+        fleet.start()
     except ValueError as error:
         console.error(f"{PROG}: error: {error}")
         sys.exit(2)
-    children.append(fleet)
-    fleet.start()
     return fleet
 
 

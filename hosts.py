@@ -64,7 +64,7 @@ class Refused(ConnectionError):
 
 
 def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
-    """The secret that all hosts share; empty if there are no other hosts.
+    """The secret that all hosts share; empty if there are no other hosts. Those that Ray starts need not be given one.
 
     The variable is taken out of `environ`, so that no other process inherits it.
 
@@ -79,6 +79,8 @@ def read_secret(config: EngineConfig, environ: MutableMapping[str, str]) -> str:
             given = Path(path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"data_parallel_secret_file is {path!r}, which cannot be read: {error}") from None
+    if given is None and config.data_parallel_backend == "ray":
+        return os.urandom(NONCE).hex()
     if given is None:
         raise ValueError(
             f"data_parallel_secret_file is not given, and neither is {SECRET}; engines on several hosts need one of "
@@ -571,16 +573,17 @@ class Node:
         raise ConnectionError(self.refused)
 
 
-def serve_headless(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.socket], Child]) -> None:
-    """Run this host's engines for a server on another one, until SIGTERM or Ctrl-C.
+def follow(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.socket], Child]) -> None:
+    """Run this host's engines for a server on another one, for ever.
 
     Args:
         config: the host's options.
         secret: that all hosts share.
         new_engine: launches the engine of a rank, which reaches the coordinator by this address.
+
+    Raises:
+        ConnectionError, ChildProcessError, SystemExit: see `Node.wait` and `Node.run`.
     """
-    name_process("node")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     engines: dict[int, Child] = {}
     try:
         node = Node(config, secret)
@@ -588,14 +591,22 @@ def serve_headless(config: EngineConfig, secret: str, new_engine: Callable[[int,
         for rank in node.ranks:
             engines[rank] = new_engine(rank, node.address)
         node.run(engines)
+    finally:
+        for engine in engines.values():
+            engine.stop()
+
+
+def serve_headless(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.socket], Child]) -> None:
+    """Do what `follow` does until SIGTERM or Ctrl-C."""
+    name_process("node")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        follow(config, secret, new_engine)
     except (ConnectionError, ChildProcessError) as error:
         console.error(f"{PROG}: error: {error}")
         sys.exit(2 if isinstance(error, ConnectionError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
-    finally:
-        for engine in engines.values():
-            engine.stop()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,7 @@ PATIENCE = 5.0  # seconds to wait for the best places before others will do
 TOLD = 1.0  # seconds to wait for what Ray says of a death
 HELLO = TOKEN + 2  # bytes that a rank says at the door: the token and its number
 MOST_VISITORS = 256  # connections that may be at the door at a time without having said so much
-INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of the engine's environment that its ranks get
+INHERITED = ("GLOO_", "HF_", "NCCL_", "TRITON_")  # variables of a process's environment that its actors get
 
 
 class Plans:
@@ -116,7 +116,7 @@ class Door:
         found: dict[int, socket.socket] = {}
         visitors: dict[socket.socket, tuple[bytearray, Any]] = {}  # what each has said so far, and its address
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as failed:
-            failed.callback(close_all, found.values(), visitors.keys())
+            failed.callback(lambda: [*map(socket.socket.close, (*found.values(), *visitors))])
             for listener in self.listeners:
                 listener.setblocking(False)
                 selector.register(listener, selectors.EVENT_READ)
@@ -167,12 +167,6 @@ class Door:
         """Take no more connections."""
         for listener in self.listeners:
             listener.close()
-
-
-def close_all(*groups: Iterable[socket.socket]) -> None:
-    """Close these sockets."""
-    for sock in itertools.chain(*groups):
-        sock.close()
 
 
 def knock(address: tuple[str, int] | str, token: bytes, rank: int) -> socket.socket:
@@ -262,16 +256,17 @@ def interface(host: str) -> str | None:
 # --- the cluster ------------------------------------------------------------------------------------------------------
 
 
-def join_cluster() -> None:
+def join_cluster(option: str = "distributed_executor_backend") -> None:
     """Connect this process to the Ray cluster that this machine is a node of, unless it is connected.
+
+    Args:
+        option: what says that there is one.
 
     Raises:
         ValueError: there is none, or Ray is not installed.
     """
     if not importlib.util.find_spec("ray"):
-        raise ValueError(
-            "distributed_executor_backend is 'ray', but Ray is not installed: pip install -r requirements-ray.txt"
-        )
+        raise ValueError(f"{option} is 'ray', but Ray is not installed: pip install -r requirements-ray.txt")
     import ray
     from ray._private.services import canonicalize_bootstrap_address  # what `ray.init` itself asks first
 
@@ -291,9 +286,22 @@ def join_cluster() -> None:
         ray.init(address=place, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            "distributed_executor_backend is 'ray', but this machine is no node of a running Ray cluster, which `ray "
+            f"{option} is 'ray', but this machine is no node of a running Ray cluster, which `ray "
             f"start` makes it (RAY_ADDRESS is {address!r}): {in_short(error)}"
         ) from None
+
+
+def devices_of(config: EngineConfig) -> tuple[str, int]:
+    """Which of Ray's resources a rank takes, GPU or CPU, and how much of it. This process is in the cluster."""
+    import ray
+
+    gpus = ray.cluster_resources().get("GPU", 0) if config.device == "auto" else config.device == "cuda"
+    return ("GPU", 1) if gpus else ("CPU", config.threads or 1)
+
+
+def inherited() -> dict[str, str]:
+    """The variables of this process's environment that actors get."""
+    return {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
 
 
 def choose_backend(config: EngineConfig, alone: bool) -> str:
@@ -378,9 +386,7 @@ class RayExecutor(MpExecutor):
         import ray
 
         self.here = ray.get_runtime_context().get_node_id()
-        gpus = ray.cluster_resources().get("GPU", 0) if config.device == "auto" else config.device == "cuda"
-        self.kind = "GPU" if gpus else "CPU"  # of the devices; those of successors are of the same
-        self.need = 1 if gpus else config.threads or 1
+        self.kind, self.need = devices_of(config)  # those of successors are of the same kind
         self.placed = False  # whether there was room for the ranks once
         self.next_count = 0.0  # when to look next whether Ray has all actors
         super().__init__(config, model_config)
@@ -442,13 +448,12 @@ class RayExecutor(MpExecutor):
             process.pid = pid
         first, port = places[0].host, found[0][2]
         meeting = f"tcp://[{first}]:{port}" if ":" in first else f"tcp://{first}:{port}"
-        inherited = {name: value for name, value in os.environ.items() if name.startswith(INHERITED)}
         with contextlib.closing(Door(ray.util.get_node_ip_address())) as door:
             near = [rank for rank, place in enumerate(places) if place.node == self.here and door.name]
             for rank, (process, environment) in enumerate(zip(self.processes, variables(places, gpus), strict=True)):
                 entry = (door.name, near.index(rank)) if rank in near else (door.address, 0)
                 process.loop = process.actor.run.remote(
-                    VERSION, config, self.model_config, rank, meeting, (*entry, door.token), inherited | environment
+                    VERSION, config, self.model_config, rank, meeting, (*entry, door.token), inherited() | environment
                 )
             socks = door.welcome(size, deadline, self._look_for_ends)
         self._connect(near, socks)
@@ -647,8 +652,7 @@ class RayWorker:
         Raises:
             ValueError: this node has another version of Manta, or has no such model.
         """
-        if version != VERSION:
-            raise ValueError(f"the node {self.host} has version {VERSION} of Manta; the engine has {version}")
+        check_version(version, self.host)
         os.environ.update(environment)
         if name := interface(self.host):  # the name that a host has for itself may lead elsewhere
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -658,14 +662,7 @@ class RayWorker:
         address, number, token = entry
         sock = knock(address, token, rank)
         threading.Thread(target=leave_with_engine, args=(sock,), daemon=True).start()
-        if not os.path.isdir(config.folder):
-            if not config.snapshot:
-                raise ValueError(
-                    f"{config.model} is not on the node {self.host}; a model's folder must be at the same path on all "
-                    "nodes"
-                )
-            commit = os.path.basename(config.snapshot)  # this node has downloads of its own
-            config = find_model(dataclasses.replace(config, snapshot="", revision=commit))
+        config = find_model_here(config, self.host)
         if isinstance(address, str):
             plans, results = RingBuffer.receive(sock), RingBuffer.receive(sock)
             plans.be_reader(number)
@@ -674,6 +671,23 @@ class RayWorker:
         else:
             link = RankLink(sock)
             work(config, model_config, rank, rendezvous, link, link)
+
+
+def check_version(version: str, host: str) -> None:
+    """Raise a ValueError where the node `host`, which is this one, has another version than who has sent it work."""
+    if version != VERSION:
+        raise ValueError(f"the node {host} has version {VERSION} of Manta; the engine has {version}")
+
+
+def find_model_here(config: EngineConfig, host: str) -> EngineConfig:
+    """The options with the model's folder on the node `host`, which is this one; a ValueError if it cannot be had."""
+    if os.path.isdir(config.folder):
+        return config
+    if not config.snapshot:
+        where = f"the node {host}; a model's folder must be at the same path on all nodes"
+        raise ValueError(f"{config.model} is not on {where}")
+    commit = os.path.basename(config.snapshot)  # this node has downloads of its own
+    return find_model(dataclasses.replace(config, snapshot="", revision=commit))
 
 
 def leave_with_engine(sock: socket.socket) -> None:

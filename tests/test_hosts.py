@@ -24,8 +24,10 @@ import hosts
 from client import Connection, FrameServer, MPClient, to_frame
 from config import DEMO, EngineConfig
 from engine import LLM
+from fleet import Fleet
 from hosts import MAGIC, NONCE, Gate, Node, Refused, admit, differences, prove, read_secret, settings_of
 from plan import Attach, Health, Join, Load, Loads
+from processes import Board
 from ring import Codec
 from served import ROOT, alive, eventually
 from test_pipeline import MIXED, PROMPTS, STARVED
@@ -105,6 +107,16 @@ def test_the_secret_is_in_a_file_or_in_the_environment(tmp_path: Path, content: 
         (tmp_path / "secret").write_text(content)
         fields["data_parallel_secret_file"] = str(tmp_path / "secret")
     assert read_secret(EngineConfig(**fields), environment) == SECRET and not environment
+
+
+def test_the_only_engine_may_be_on_another_host():
+    fields = {"data_parallel_size_local": 0, "data_parallel_address": "127.0.0.1", "data_parallel_rpc_port": 29654}
+    fleet = Fleet(EngineConfig(**fields, device="cpu"), Board(), SECRET)
+    fleet._open_gate(fleet.coordinator.address)
+    try:
+        assert fleet.gate.options["ranks"] == [0] and not fleet.engines
+    finally:
+        fleet.stop()
 
 
 @pytest.mark.parametrize(

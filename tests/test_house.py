@@ -69,8 +69,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring", "torchrun"},
     "fleet": {
         "client", "config", "data_parallel", "engine_process", "executor", "hosts", "logs", "model_config", "plan",
-        "processes"},
+        "processes", "ray_hosts"},
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
+    "ray_hosts": {"config", "engine_process", "executor", "hosts", "logs", "processes", "ray_executor", "ray_hosts"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
     "data_parallel": {"client", "executor", "kv_cache", "plan", "processes"},
@@ -158,7 +159,7 @@ TORCH_FREE = set(MAY_IMPORT) - DEVICE - HOMES_OF_OPS - {"kernels", "cpu_compiled
 FILES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("*.py")}
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
 EVERY_FILE = [path for folder in (".", "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 93, 700, 80, 1200
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 94, 700, 80, 1200
 
 
 def imports(tree: ast.Module) -> set[str]:

@@ -1,0 +1,210 @@
+"""Engines that Ray starts, on nodes of a cluster: each is the one engine of a host like those with `--headless`.
+
+    Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
+    RayHost     the actor, which is such a host
+
+Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
+(`hosts.py`). The server's own process does not join the cluster, because Ray's threads would not outlive the fork that
+makes API processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from config import PROG, VERSION, EngineConfig
+from engine_process import EngineProcess
+from executor import name_process
+from hosts import follow
+from logs import console, logger, set_up
+from processes import LOOK, Child, ParentPipe
+from ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
+
+LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
+
+
+class Launcher(Child):
+    """Has Ray start a server's engines, and look after them, in a process of its own, which runs this file.
+
+    It is ready once it is in the cluster, and says there at which address the nodes reach this machine. If it is
+    killed, Ray ends its engines, and its successor has them started anew.
+
+    Args:
+        config: the server's options.
+        secret: that hosts must know.
+
+    Attributes:
+        trouble: why an engine has ended, which was the last to do so; empty: none has.
+    """
+
+    def __init__(self, config: EngineConfig, secret: str):
+        self.trouble = ""
+        options = {"config": dataclasses.asdict(config), "secret": secret, "insist": False}
+        super().__init__("the launcher of engines by Ray", __file__, options, config.startup_timeout)
+
+    def on_ready(self) -> None:
+        """Have a successor wait for a cluster that has ended, because it may come back."""
+        self.options["insist"] = True
+
+    def on_told(self, options: dict[str, Any]) -> None:
+        """An engine has ended."""
+        self.trouble = options["trouble"]
+
+
+class RayHosts:
+    """The actors of a server's engines, as the launcher's process sees them.
+
+    Args:
+        config: the server's options.
+        secret: that hosts must know.
+        insist: whether to wait for nodes that are missing, which were there once.
+
+    Raises:
+        ValueError: there is no cluster, or its nodes have too little room for the engines; see `join_cluster`.
+    """
+
+    def __init__(self, config: EngineConfig, secret: str, insist: bool):
+        join_cluster("data_parallel_backend")
+        import ray
+
+        self.secret, self.here = secret, ray.get_runtime_context().get_node_id()
+        self.kind, need = devices_of(config)
+        self.need = need * config.world_size  # of an engine
+        self.address = config.data_parallel_address or ray.util.get_node_ip_address()
+        rooms = [int(node["Resources"].get(self.kind, 0)) for node in ray.nodes() if node["Alive"]]
+        if not insist and sum(room // self.need for room in rooms) < config.data_parallel_size:
+            raise ValueError(
+                f"data_parallel_size is {config.data_parallel_size}, and each engine needs {self.need} {self.kind}s of "
+                f"one node of the Ray cluster; the nodes have {rooms}"
+            )
+        if not config.snapshot:  # actors work in another folder
+            config = dataclasses.replace(config, model=os.path.abspath(config.model))
+        self.config = dataclasses.replace(
+            config, data_parallel_backend="mp", headless=True, data_parallel_size_local=1,
+            data_parallel_address=self.address, device="cuda" if self.kind == "GPU" else "cpu",
+        )  # fmt: skip
+        ranks = range(config.data_parallel_size)
+        self.actors: dict[int, Any] = {}  # which Ray would end if nobody referred to them
+        self.runs: dict[Any, int] = {}  # Ray's reference to the end of each `RayHost.run`, and its engine
+        self.begun, self.pauses = dict.fromkeys(ranks, 0.0), dict.fromkeys(ranks, 1.0)
+        self.due = dict.fromkeys(ranks, 0.0)  # of engines that do not run: when to start them
+
+    def run(self, tell: Callable[[dict[str, Any]], None]) -> None:
+        """Start the engines, and again whenever one has ended, which is told.
+
+        Raises:
+            ConnectionError: this machine's own node has ended, and all engines with it.
+        """
+        import ray
+
+        while any(node["Alive"] for node in ray.nodes() if node["NodeID"] == self.here):
+            for rank in [rank for rank, due in self.due.items() if time.monotonic() >= due]:
+                del self.due[rank]
+                self._start(rank)
+            if not self.runs:  # Ray would not wait
+                time.sleep(LOOK)
+                continue
+            for run in ray.wait(list(self.runs), timeout=LOOK)[0]:
+                rank = self.runs.pop(run)
+                try:
+                    ray.get(run)
+                except ray.exceptions.RayError as error:
+                    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+                    why = f"engine {rank}, which Ray has started, has ended: {in_short(cause)}"
+                if time.monotonic() > self.begun[rank] + LONGEST_PAUSE:
+                    self.pauses[rank] = 1.0
+                pause, self.pauses[rank] = self.pauses[rank], min(2 * self.pauses[rank], LONGEST_PAUSE)
+                self.due[rank] = time.monotonic() + pause
+                logger.warning(f"{why}; it is started again in {pause:g} s")
+                tell({"trouble": why})
+        raise ConnectionError("this machine's node of the Ray cluster has ended")
+
+    def _start(self, rank: int) -> None:
+        import ray
+
+        cpus, gpus = (self.need, 0) if self.kind == "CPU" else (0, self.need)
+        options = {"num_cpus": cpus, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}
+        self.actors[rank] = ray.remote(RayHost).options(**options).remote()
+        config = dataclasses.replace(self.config, data_parallel_start_rank=rank)
+        run = self.actors[rank].run.remote(VERSION, config, self.secret, inherited())
+        self.runs[run], self.begun[rank] = rank, time.monotonic()
+
+
+class RayHost:
+    """A host of one engine, as an actor."""
+
+    def run(self, version: str, config: EngineConfig, secret: str, environment: dict[str, str]) -> None:
+        """Run the engine until it does not start any more, or the server does not let it in.
+
+        Args:
+            version: of the server.
+            config: the host's options.
+            secret: that hosts must know.
+            environment: variables to set.
+
+        Raises:
+            ValueError: this node has another version of Manta, or has no such model, or the engine has not started.
+            ConnectionError, ChildProcessError: see `Node.run`.
+        """
+        import ray
+
+        threading.Thread(target=leave_with_raylet, daemon=True).start()
+        here, rank = ray.util.get_node_ip_address(), config.first_rank
+        check_version(version, here)
+        os.environ.update(environment)
+        name_process("node")
+        set_up(config.log_level, config.log_format)
+
+        def new_engine(rank: int, coordinator: socket.socket) -> EngineProcess:
+            return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank), coordinator)
+
+        config = find_model_here(config, here)
+        try:
+            follow(config, secret, new_engine)
+        except SystemExit:
+            raise ValueError(f"engine {rank} does not start on the node {here}, and has said why there") from None
+
+
+def leave_with_raylet() -> None:
+    """End this process when Ray on its node has ended, which has started it, because no one else would do so then."""
+    raylet = os.getppid()
+    while os.getppid() == raylet:
+        time.sleep(LOOK)
+    os._exit(1)
+
+
+def launcher_main() -> None:
+    """What the launcher's process runs."""
+    name_process("launcher")
+    parent = ParentPipe()
+    config = EngineConfig(**parent.options["config"])
+    set_up(config.log_level, config.log_format)
+    hosts, insist = None, parent.options["insist"]
+    while not hosts:
+        try:
+            hosts = RayHosts(config, parent.options["secret"], insist)
+        except ValueError as error:
+            if not insist:
+                console.error(f"{PROG}: error: {error}")
+                sys.exit(2)
+            logger.warning(f"{error}; this is tried again")
+            time.sleep(LONGEST_PAUSE / 16)
+    parent.ready({"address": hosts.address})
+    try:
+        hosts.run(parent.tell)
+    except ConnectionError as error:
+        logger.warning(str(error))
+        parent.end(1)
+
+
+if __name__ == "__main__":
+    import ray_hosts  # under its own name, by which the nodes import the actor
+
+    ray_hosts.launcher_main()
