@@ -2,7 +2,8 @@
 
 In a small step the number of calls is what takes time, so an op here makes few and cheap ones. That is why
 `split_with_sizes` and `shape[0]` stand where `split` and `len` would do: these two are functions in Python. A plain
-number as an operand costs more than a tensor that is kept (`_constants`).
+number as an operand costs more than a tensor that is kept (`_constants`). Where a step's rows and places are counted,
+NumPy works on the tensors' memory: its calls take a microsecond, torch's take three to ten.
 
 Attention is a weighted sum of a table's rows, which is what `embedding_bag` computes: it fetches rows ahead, and no key
 or value is copied. Latents are copied out of their pages once for all heads: then a row's scores are one matrix
@@ -16,6 +17,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -33,8 +35,6 @@ from reference import (
     linear,
     mask_words,
     pool,
-    post_update,
-    prepare_inputs,
     rope_last,
     route,
     square_sums,
@@ -54,6 +54,61 @@ SPAN_TOKENS = 1 << 13  # tokens of context that attention_decode takes at a time
 QUERIES = 128  # queries of a row that attention_prefill takes at a time
 MAX_SCORES = 1 << 24  # scores that it computes at a time, 64 MiB; a long context gets fewer queries
 LATENT_SCORES = 1 << 22  # scores that latent_prefill computes at a time, 16 MiB in float32
+
+
+def prepare_inputs(
+    token_ids: torch.Tensor,
+    num_computed: torch.Tensor,
+    block_tables: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    num_tokens: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `reference.prepare_inputs`."""
+    owners, starts = slots.numpy(), query_starts.numpy()
+    computed = num_computed.numpy()[owners]  # of some slot for padding rows, which are not live
+    seq_lens = np.where(owners >= 0, computed + np.diff(starts), 0).astype(np.int32)
+    token = np.arange(num_tokens, dtype=np.int32)
+    row = starts[1:].searchsorted(token, side="right")
+    live = row < len(owners)
+    row = np.minimum(row, len(owners) - 1)
+    owner = owners[row]
+    live &= owner >= 0
+    positions = np.where(live, computed[row] + token - starts[row], 0).astype(np.int32)
+    input_ids = np.where(live, token_ids.numpy()[owner, positions], 0).astype(np.int64)
+    block, place = np.divmod(positions, block_size)
+    slot_mapping = np.where(live, block_tables.numpy()[:, owner, block].astype(np.int64) * block_size + place, -1)
+    return tuple(torch.from_numpy(x) for x in (input_ids, positions, slot_mapping, seq_lens))  # type: ignore[return-value]
+
+
+def post_update(
+    token_ids: torch.Tensor,
+    num_known: torch.Tensor,
+    num_computed: torch.Tensor,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    sample_index: torch.Tensor,
+    sampled: torch.Tensor,
+    stop_bits: torch.Tensor,
+    adjust: Adjust | None = None,
+) -> torch.Tensor:
+    """See `reference.post_update`."""
+    owners, sources, known = slots.numpy(), sample_index.numpy(), num_known.numpy()
+    live = owners >= 0
+    num_computed.numpy()[owners[live]] += np.diff(query_starts.numpy())[live]
+    ends = live & (sources >= 0)
+    slot, index = owners[ends], sources[ends]
+    tokens = sampled.numpy()[index]
+    token_ids.numpy()[slot, known[slot]] = tokens
+    known[slot] += 1
+    if adjust is not None:
+        rows, drawn = torch.from_numpy(slot).long(), torch.from_numpy(tokens)
+        adjust.token_counts[rows, drawn] += 2 * (adjust.kinds[rows] & 1)
+    news = np.empty((2, len(sampled)), dtype=np.int32)
+    news[0, index] = tokens
+    news[1, index] = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
+    return torch.from_numpy(news)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,54 +244,58 @@ def plan_decode(
         return LatentPlan(block_tables, slots, seq_lens, window, chunked)
     kv_heads, size, dim = kv.shape[2:]
     assert kv.stride(0) % dim == 0, "a block is a whole number of rows of values, see `attention_decode`"
+    ends, owners, tables = seq_lens.numpy(), slots.numpy(), block_tables.numpy()
     if tokens > 1:
-        seq_lens = (seq_lens[:, None] - torch.arange(tokens - 1, -1, -1, device=kv.device)).flatten()
-        slots = slots.repeat_interleave(tokens)
-    ends = torch.where(slots >= 0, seq_lens, 0).long()
-    begins = _first_keys(ends - 1, window, chunked).clamp(min=0)
+        ends = (ends[:, None] - np.arange(tokens - 1, -1, -1)).ravel()
+        owners = owners.repeat(tokens)
+    ends = np.where(owners >= 0, ends, 0).astype(np.int64)
+    begins = _first_keys(torch.from_numpy(ends - 1), window, chunked).clamp(min=0).numpy()
     first = begins // size
     counts = (ends + size - 1) // size - first  # blocks
-    kv_head = torch.arange(num_heads, device=kv.device) // (num_heads // kv_heads)  # of each query head
+    head = np.arange(num_heads)
+    kv_head = head // (num_heads // kv_heads)  # of each query head
     # Where each element of a key is, from its head's first one on. With 32 bits each layer reads half as many bytes.
-    element = torch.arange(dim, device=kv.device, dtype=torch.int32 if kv.stride(0) * len(kv) < 2**31 * size else None)
+    element = np.arange(dim, dtype=np.int32 if kv.stride(0) * len(kv) < 2**31 * size else np.int64)
     groups, spans = _groups(counts, SPAN_TOKENS // size), []
     for rows in groups:
         most = max(1, int(counts[rows].max()))
-        held = torch.arange(most, device=kv.device) < counts[rows, None]
-        column = first[rows, None] + torch.arange(most, device=kv.device)
-        table = block_tables[slots[rows, None].long(), column.clamp(max=block_tables.shape[1] - 1)]
-        table = torch.where(held, table, 0).long() * kv.stride(0)  # where each block begins, in elements
-        low, high = (bounds[rows, None] - first[rows, None] * size for bounds in (begins, ends))
+        held = np.arange(most) < counts[rows, None]
+        column = np.minimum(first[rows, None] + np.arange(most), tables.shape[1] - 1)
+        table = np.where(held, tables[owners[rows, None], column], 0).astype(np.int64)
+        table *= kv.stride(0)  # where each block begins, in elements
+        low, high = ((bounds - first * size)[rows, None] for bounds in (begins, ends))
         begin, end = int(low.min()), max(1, int(high.max()))
-        place = torch.arange(begin, end, device=kv.device)
+        place = np.arange(begin, end)
         shown = (place >= low) & (place < high)
-        values = ((table // dim)[:, :, None] + torch.arange(size, device=kv.device)).flatten(1)[:, begin:end]
-        values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).flatten()
+        values = ((table // dim)[:, :, None] + np.arange(size)).reshape(len(rows), -1)[:, begin:end]
+        values = (values[:, None] + (kv_heads + kv_head[:, None]) * size).ravel()
         hidden = attended = None
         if not shown.all():
-            hidden, attended = ~shown[:, None], shown[:, None].expand(-1, num_heads, -1).flatten().nonzero()[:, 0]
-            values = values[attended]
-        lengths = shown.sum(1).repeat_interleave(num_heads)
-        met = held[:, None].expand(-1, num_heads, -1)  # [r, H, blocks]
-        queries = rows[:, None] * num_heads + torch.arange(num_heads, device=kv.device)
+            kept = np.repeat(shown, num_heads, axis=0).ravel().nonzero()[0]
+            values = values[kept]
+            hidden, attended = torch.from_numpy(~shown[:, None]), torch.from_numpy(kept)
+        lengths = shown.sum(1).repeat(num_heads)
+        met = np.repeat(held[:, None], num_heads, axis=1)  # [r, H, blocks]
+        queries = rows[:, None, None] * num_heads + head[:, None]
         keys = (table // size)[:, None] + kv_head[:, None] * dim
-        elements = met.flatten() * dim
+        elements = met.ravel() * dim
         spans.append(
             Span(
-                queries=queries[:, :, None].expand_as(met)[met],
-                key_rows=(keys[met].to(element.dtype)[:, None] + element).flatten(),
-                key_offsets=(elements.cumsum(0) - elements).to(element.dtype),
+                queries=torch.from_numpy(np.broadcast_to(queries, met.shape)[met]),
+                key_rows=torch.from_numpy((keys[met].astype(element.dtype)[:, None] + element).ravel()),
+                key_offsets=torch.from_numpy((elements.cumsum() - elements).astype(element.dtype)),
                 begin=begin,
                 end=end,
-                positions=(high - 1)[:, None],
+                positions=torch.from_numpy((high - 1)[:, None]),
                 hidden=hidden,
                 attended=attended,
-                value_rows=values,
-                value_offsets=lengths.cumsum(0) - lengths,
+                value_rows=torch.from_numpy(values),
+                value_offsets=torch.from_numpy(lengths.cumsum() - lengths),
             )
         )
     extent = kv.stride(0) * (len(kv) - 1) + kv[0].numel()
-    return DecodePlan(spans, extent, torch.cat(groups).argsort() if len(groups) > 1 else None)
+    order = torch.from_numpy(np.concatenate(groups).argsort()) if len(groups) > 1 else None
+    return DecodePlan(spans, extent, order)
 
 
 def attention_decode(
@@ -416,10 +475,11 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
             kv.as_strided((1, kv_heads, dim), (0, size * dim, size), keys + offset).copy_(k)
             kv.as_strided((1, kv_heads, dim), (0, size * dim, 1), keys + kv.stride(1) + offset * dim).copy_(v)
         return
-    if (slot_mapping < 0).any():
+    places = slot_mapping.numpy()
+    if (places < 0).any():
         stored = slot_mapping >= 0
-        slot_mapping, k, v = slot_mapping[stored], k[stored], v[stored]
-    block, place = slot_mapping // size, slot_mapping % size
+        places, k, v = places[places >= 0], k[stored], v[stored]
+    block, place = (torch.from_numpy(part) for part in np.divmod(places, size))
     keys_of(kv)[block, :, place] = k
     kv[block, 1, :, place] = v
 
@@ -467,13 +527,13 @@ def _softmax(
     return p if sinks is None else p.mul_((scores.logsumexp(-1, keepdim=True) - sinks).sigmoid_())
 
 
-def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
+def _groups(counts: np.ndarray, most: int) -> list[np.ndarray]:
     """The rows [B] in groups of similar `counts`. In a group of several rows these add up to at most `most`.
 
     No row has less than half the count of its group's longest one, so padding at most doubles the work, and a group's
     scores stay in the cache. Within a group rows keep their order.
     """
-    order = counts.argsort(descending=True, stable=True)
+    order = (-counts).argsort(kind="stable")
     groups: list[list[int]] = []
     total = longest = 0
     for row, count in zip(order.tolist(), counts[order].tolist(), strict=True):
@@ -482,4 +542,4 @@ def _groups(counts: torch.Tensor, most: int) -> list[torch.Tensor]:
             total, longest = 0, count
         groups[-1].append(row)
         total += count
-    return [torch.tensor(sorted(group), device=counts.device) for group in groups]
+    return [np.array(sorted(group)) for group in groups]
