@@ -159,7 +159,7 @@ def autoscale_figures(trace: Path, copies: int, targets: Sequence[float], most: 
         jobs = read_arrivals(trace, copies)
         scaler = Autoscaler(target, 1, most) if target else None
         found = run(jobs, Fleet(config, most, load_seconds), least, scaler)
-        figures.append({"target": target, "requests": len(jobs), "load_seconds": load_seconds} | found)
+        figures.append({"target": target or "-", "requests": len(jobs), "load_seconds": load_seconds} | found)
     return figures
 
 
