@@ -79,7 +79,8 @@ def prepare_inputs(
     input_ids = np.where(live, token_ids.numpy()[owner, positions], 0).astype(np.int64)
     block, place = np.divmod(positions, block_size)
     slot_mapping = np.where(live, block_tables.numpy()[:, owner, block].astype(np.int64) * block_size + place, -1)
-    return tuple(torch.from_numpy(x) for x in (input_ids, positions, slot_mapping, seq_lens))  # type: ignore[return-value]
+    give = torch.from_numpy
+    return give(input_ids), give(positions), give(slot_mapping), give(seq_lens)
 
 
 def post_update(
@@ -103,8 +104,7 @@ def post_update(
     token_ids.numpy()[slot, known[slot]] = tokens
     known[slot] += 1
     if adjust is not None:
-        rows, drawn = torch.from_numpy(slot).long(), torch.from_numpy(tokens)
-        adjust.token_counts[rows, drawn] += 2 * (adjust.kinds[rows] & 1)
+        adjust.token_counts.numpy()[slot, tokens] += 2 * (adjust.kinds.numpy()[slot] & 1)
     news = np.empty((2, len(sampled)), dtype=np.int32)
     news[0, index] = tokens
     news[1, index] = stop_bits.numpy()[slot, tokens // 32] >> (tokens % 32) & 1
@@ -256,14 +256,15 @@ def plan_decode(
     kv_head = head // (num_heads // kv_heads)  # of each query head
     # Where each element of a key is, from its head's first one on. With 32 bits each layer reads half as many bytes.
     element = np.arange(dim, dtype=np.int32 if kv.stride(0) * len(kv) < 2**31 * size else np.int64)
+    lows, highs = (bounds - first * size for bounds in (begins, ends))  # counted from the first block's first place
     groups, spans = _groups(counts, SPAN_TOKENS // size), []
     for rows in groups:
-        most = max(1, int(counts[rows].max()))
-        held = np.arange(most) < counts[rows, None]
-        column = np.minimum(first[rows, None] + np.arange(most), tables.shape[1] - 1)
+        nth = np.arange(max(1, counts[rows].max()))  # of a row's blocks
+        held = nth < counts[rows, None]
+        column = np.minimum(first[rows, None] + nth, tables.shape[1] - 1)
         table = np.where(held, tables[owners[rows, None], column], 0).astype(np.int64)
         table *= kv.stride(0)  # where each block begins, in elements
-        low, high = ((bounds - first * size)[rows, None] for bounds in (begins, ends))
+        low, high = lows[rows, None], highs[rows, None]
         begin, end = int(low.min()), max(1, int(high.max()))
         place = np.arange(begin, end)
         shown = (place >= low) & (place < high)
@@ -476,9 +477,10 @@ def _store(k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor, kv: tor
             kv.as_strided((1, kv_heads, dim), (0, size * dim, 1), keys + kv.stride(1) + offset * dim).copy_(v)
         return
     places = slot_mapping.numpy()
-    if (places < 0).any():
-        stored = slot_mapping >= 0
-        places, k, v = places[places >= 0], k[stored], v[stored]
+    stored = places >= 0
+    if not stored.all():
+        places, kept = places[stored], torch.from_numpy(stored)
+        k, v = k[kept], v[kept]
     block, place = (torch.from_numpy(part) for part in np.divmod(places, size))
     keys_of(kv)[block, :, place] = k
     kv[block, 1, :, place] = v
