@@ -16,11 +16,11 @@ from collections import defaultdict, deque
 from typing import Any
 
 from client import AFTER_ALL, Connection, FrameServer
-from config import PROG, EngineConfig
+from config import PROG, VERSION, EngineConfig
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
-from logs import console, logger, set_up
+from logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
 from ring import BEAT
@@ -111,7 +111,7 @@ class EngineServer:
                 except queue.Empty:
                     pass
                 self._call_deferred()
-                self._hand_out(Outputs(core.admit()))
+                self._hand_out(core.admit())
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
                     self._log_stats()
@@ -137,14 +137,21 @@ class EngineServer:
         """The part of a step's news that each client is sent."""
         parts: defaultdict[socket.socket, Outputs] = defaultdict(Outputs)
         for name, token in zip(news.names, news.token_ids, strict=True):
-            part = parts[self.owners[name[0]]]
-            part.names.append(name)
-            part.token_ids.append(token)
+            if owner := self._owner_of(name[0]):
+                parts[owner].names.append(name)
+                parts[owner].token_ids.append(token)
         for output in news.outputs:
-            parts[self.owners[output.request_id]].outputs.append(output)
-            if output.finished:
-                del self.owners[output.request_id]
+            if owner := self._owner_of(output.request_id):
+                parts[owner].outputs.append(output)
+                if output.finished:
+                    del self.owners[output.request_id]
         return parts
+
+    def _owner_of(self, request_id: str) -> socket.socket | None:
+        """The client whose request it is. There should always be one, but the engine does not end for want of it."""
+        if (owner := self.owners.get(request_id)) is None:
+            logger.error(f"news of request {request_id!r:.80} are dropped, because no client has it")
+        return owner
 
     def is_idle(self) -> bool:
         """Whether nobody has anything to do with this engine."""
@@ -218,7 +225,7 @@ def engine_main() -> None:
         console.error(f"{PROG}: error: {error}")
         sys.exit(2)
     if config.data_parallel_rank == config.first_rank:
-        console.info(core.start_log())
+        console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)
     parent.is_idle = server.is_idle
     if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death

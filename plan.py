@@ -146,6 +146,15 @@ class Outputs:
     names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of answers of which that is all,
     token_ids: list[int] = field(default_factory=list)  # and the token of each
 
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.names)
+
+    def add(self, later: Outputs) -> None:
+        """Append what has come later."""
+        self.outputs += later.outputs
+        self.names += later.names
+        self.token_ids += later.token_ids
+
     def __iter__(self) -> Iterator[EngineOutput]:
         """The news of each answer."""
         yield from self.outputs

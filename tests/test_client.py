@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from client import GRACE, SEND_TIMEOUT, EngineDeadError, FrameServer, MPClient, connect, read_frames, to_frame
 from engine import SamplingParams
 from engine_process import EngineServer
-from plan import EngineCoreRequest, EngineOutput, Health, Reply
+from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from ring import STALL, Codec
 from served import ROOT, eventually
 
@@ -251,3 +252,15 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_engine_outlives_news_of_a_request_that_nobody_has(caplog):
+    owner = object()
+    owners = {"known": owner}
+    server = SimpleNamespace(owners=owners, _owner_of=lambda name: EngineServer._owner_of(server, name))
+    error = EngineOutput("gone", [], "error", error="why", finished=True)
+    news = Outputs([error, EngineOutput("known", [5], "stop", finished=True)], [("gone", 0), ("known", 0)], [7, 8])
+    parts = EngineServer._split(server, news)
+    assert [*parts] == [owner] and not owners
+    assert parts[owner].names == [("known", 0)] and [output.request_id for output in parts[owner].outputs] == ["known"]
+    assert caplog.text.count("'gone'") == 2

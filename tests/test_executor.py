@@ -206,7 +206,7 @@ def slow_llm(make_llm):
 def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
     """At least half a minute, because a machine may be busy; the demo's steps take milliseconds."""
     learned = slow_llm.core.facts["step_timeout"]
-    assert learned >= MIN_STEP_TIMEOUT >= 30 and f"{learned:g} s at most for a step" in slow_llm.core.start_log()
+    assert learned >= MIN_STEP_TIMEOUT >= 30 and f"{learned:g} s at most for a step" in slow_llm.core.executor.note()
     assert mp_llm.core.facts["step_timeout"] == 1.5
     assert step_timeout(EngineConfig(), {"step_seconds": 7.0}) == 7 * SLOWEST
     assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
