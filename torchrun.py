@@ -243,10 +243,8 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
         worker = new_worker(config, model_config, rank, "env://")
         worker.group.set_timeout(step_timeout(config, worker.facts()))
         codec, channel = Codec(), worker.group.channel(NEVER)
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # torchrun and `scancel` send them to all ranks; rank 0 drains and ends us
+        # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while data := channel.broadcast():
             message = codec.decode(data)
