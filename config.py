@@ -25,6 +25,7 @@ PROG = "manta" if __package__ else "server.py"  # the command: installed, this f
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
+BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 
 
@@ -244,11 +245,12 @@ class EngineConfig:
     )
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
-    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun", "ray"] = option(
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
         "auto",
-        "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
-        "several hosts; ray: in actors on any host of a Ray cluster; auto: uni on one device, but for a server mp, or "
-        "ray where the ranks do not fit this host and Ray runs",
+        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
+        "Slurm's srun starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray "
+        "cluster; auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray "
+        "runs",
     )
     step_timeout: float | None = option(
         None,
@@ -360,7 +362,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
+        for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
+            given = getattr(self, name)
+            object.__setattr__(self, name, others.get(given, given))
         if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
@@ -427,7 +431,7 @@ class EngineConfig:
                 "data_parallel_backend is 'ray', which chooses nodes and starts engines there; headless, "
                 "data_parallel_size_local and data_parallel_external_lb must not be given"
             )
-        if by_ray and self.distributed_executor_backend in ("ray", "torchrun"):
+        if by_ray and self.distributed_executor_backend in ("ray", "external_launcher"):
             raise ValueError(
                 "data_parallel_backend is 'ray', so the ranks of an engine are on one node; "
                 f"distributed_executor_backend is {self.distributed_executor_backend!r} and must be auto, mp or uni"
@@ -475,10 +479,10 @@ class EngineConfig:
                 "and always as many: headless, a smaller data_parallel_size_local, data_parallel_external_lb and "
                 "data_parallel_size_max must not be given"
             )
-        if self.local_engines > 1 and self.distributed_executor_backend == "torchrun":
+        if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
             raise ValueError(
-                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend 'torchrun', whose "
-                "ranks are those of one engine, it must be 1"
+                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend "
+                "'external_launcher', whose ranks are those of one engine, it must be 1"
             )
 
 

@@ -36,7 +36,7 @@ from ray_executor import RayExecutor, choose_backend
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request, SequenceGroup
-from torchrun import TorchrunExecutor, lead_or_follow
+from torchrun import ExternalExecutor, lead_or_follow
 from tracing import Trace
 
 UTILITIES = (
@@ -77,7 +77,7 @@ class EngineCore:
     Raises:
         ValueError: the model or the options are not usable; the message is one line.
         WorkerError, ConnectionError: a worker died while it started.
-        SystemExit: this process is a rank of torchrun's that has followed rank 0 to its end.
+        SystemExit: this process is a rank that has followed rank 0 to its end; see `torchrun.py`.
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
@@ -238,7 +238,7 @@ class EngineCore:
 
         Raises:
             WorkerError: they do not start any more.
-            ConnectionError: one is gone, and it is torchrun's to replace.
+            ConnectionError: one is gone, and something else has to start it again; see `torchrun.py`.
         """
         self._check_whole()
         if self.journal:
@@ -481,7 +481,7 @@ class EngineCore:
                 is named. Or this engine cannot have other weights.
         """
         self._check_alone("update_weights")
-        if isinstance(self.executor, TorchrunExecutor | RayExecutor) and not lasting:
+        if isinstance(self.executor, ExternalExecutor | RayExecutor) and not lasting:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
         stamp = stamp_of(source) if lasting else ""
         self._on_workers("check_weights", source)
@@ -689,8 +689,8 @@ def new_executor(
         SystemExit: this is a rank that follows, and is done.
     """
     backend = choose_backend(config, alone=not peers)
-    if backend == "torchrun":
-        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
+    if backend == "external_launcher":
+        return ExternalExecutor(lead_or_follow(config, model_config), model_config)
     if backend == "ray":
         return RayExecutor(config, model_config)
     return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)

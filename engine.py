@@ -91,8 +91,8 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
         raise ValueError(f"{OWN_PROCESS} is {apart!r:.80} in the environment; it must be 0 or 1")
     if config.data_parallel_size == 1 and apart == "0":
         return InprocClient(EngineCore(config))
-    if sys.platform == "win32" or config.distributed_executor_backend == "torchrun":
-        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'torchrun'"
+    if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
+        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
     from fleet import FleetClient  # here, because it needs gunicorn, which one engine in a script does without
 
@@ -222,8 +222,9 @@ class LLM:
     environment it has a process of its own, and so has each of several engines. One that dies is replaced; what ran
     there raises an `EngineDeadError`.
 
-    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
-    from here. The other ranks do what rank 0 says until its script has ended.
+    In a script that torchrun or Slurm's `srun` starts on every rank, with
+    `distributed_executor_backend="external_launcher"`, only rank 0 returns from here. The other ranks do what rank 0
+    says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout, or an id on the hub.
@@ -231,7 +232,7 @@ class LLM:
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
-        SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
+        SystemExit: on such ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
     @with_options(EngineConfig)

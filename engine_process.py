@@ -24,10 +24,10 @@ from logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
 from processes import Child, ParentPipe
 from ring import BEAT
-from torchrun import TorchrunExecutor
+from torchrun import ExternalExecutor
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
-LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
+LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that something else has started
 INBOX_TIME = 0.02  # seconds that messages may take before the next step: a prompt of 128k tokens takes some 10 ms
 
 
@@ -215,7 +215,7 @@ def engine_main() -> None:
     config = EngineConfig(**parent.options)
     name_process(f"engine {config.data_parallel_rank}")
     set_up(config.log_level, config.log_format)
-    if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
+    if config.distributed_executor_backend != "external_launcher":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
     coordinator = parent.beside[0] if parent.beside else None
     peers = Peers(coordinator, config.data_parallel_rank) if config.lockstep and coordinator else None
@@ -228,7 +228,7 @@ def engine_main() -> None:
         console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)
     parent.is_idle = server.is_idle
-    if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
+    if isinstance(core.executor, ExternalExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     core.on_weights = parent.tell
     parent.ready(core.facts)
@@ -266,15 +266,16 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        self.irreplaceable = "all ranks" if config.distributed_executor_backend == "torchrun" else ""  # went with it
+        launched = config.distributed_executor_backend == "external_launcher"
+        self.irreplaceable = "all ranks" if launched else ""  # went with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
     def check(self) -> None:
-        """See `Child.check`. An engine cannot be replaced without ranks that torchrun has started, nor without weights
-        that came as tensors."""
+        """See `Child.check`. An engine cannot be replaced without ranks that something else has started, nor without
+        weights that came as tensors."""
         if self.process.poll() is not None:
             if not self.starting:
                 self.listen()

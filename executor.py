@@ -2,7 +2,7 @@
 
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
-    TorchrunExecutor    the ranks run in processes that torchrun has started, also on other hosts; see `torchrun.py`
+    ExternalExecutor    the ranks run in processes that torchrun or Slurm has started, on any host; see `torchrun.py`
     RayExecutor         as MpExecutor, with the processes on any host of a Ray cluster; see `ray_executor.py`
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
@@ -28,6 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import spawn
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -41,9 +42,10 @@ from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 NEVER = 1e9  # seconds
-UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
+SCRIPT = ("init_main_from_name", "init_main_from_path")  # multiprocessing's words for the script to import
+STARTING = threading.Lock()  # held while a worker's process starts
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
 MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
@@ -149,7 +151,7 @@ class MpExecutor:
         on_trouble: called with a text while a worker gives no sign of life, and with None when it does again.
 
     Raises:
-        ValueError: see `start_worker`; or the calling script has no `__main__` guard.
+        ValueError: see `start_worker`; or this process only imports a script that another one runs.
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
@@ -157,7 +159,10 @@ class MpExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
+            raise ValueError(
+                "another process has started this one, which imports your script: put what it does under "
+                "`if __name__ == '__main__':`"
+            )
         self.config, self.model_config, self.peers = config, model_config, peers
         self.codec, self.call_ids = Codec(), itertools.count(1)
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
@@ -190,15 +195,17 @@ class MpExecutor:
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
         rendezvous = until_ready.enter_context(meeting_place())
-        context: Any = multiprocessing.get_context(start_method())
+        method = start_method()
+        context: Any = multiprocessing.get_context(method)
+        script = None if method == "fork" else script_of_caller()
         plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.plans, self.results = plans, results
         self.held += [plans, *results]
         for rank, ring in enumerate(results):
-            args = (config, self.model_config, rank, rendezvous, plans, ring)
+            args = (config, self.model_config, rank, rendezvous, plans, ring, script)
             process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
             self.processes.append(process)
-            process.start()
+            start_alone(process)
             ring.be_reader(0, [process.sentinel])
         plans.be_writer()
 
@@ -357,12 +364,7 @@ class MpExecutor:
         killed = [r for r, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
         rank = killed[0] if killed else rank
         process = self.processes[rank]
-        if (code := process.exitcode) == UNGUARDED:
-            ranks, stages = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
-            return ValueError(
-                f"tensor_parallel_size is {ranks} and pipeline_parallel_size {stages}, so LLM starts processes, which "
-                "import your script: put what it does under `if __name__ == '__main__':`"
-            )
+        code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         return WorkerError(f"rank {rank} has died ({how}){self._where()}")
 
@@ -409,6 +411,33 @@ def start_method() -> str:
     if asked == "forkserver":  # the server itself must not import the caller's script
         multiprocessing.set_forkserver_preload([])
     return asked
+
+
+def script_of_caller() -> dict[str, str]:
+    """How multiprocessing has a new process import the script that this one runs; empty: it is in no file."""
+    said = spawn.get_preparation_data("")
+    return {key: said[key] for key in SCRIPT if key in said}
+
+
+def start_alone(process: Any) -> None:
+    """Start a worker's process without the caller's script.
+
+    multiprocessing has a new Python import the script first, where a script without a `__main__` guard would make an
+    `LLM` again. A worker needs nothing of it (but see `import_script`). multiprocessing has no option for this, so we
+    take the script out of the note that it writes for this process.
+    """
+    with STARTING:
+        prepare = spawn.get_preparation_data
+
+        def without_script(name: str) -> dict[str, Any]:
+            said = prepare(name)
+            return {key: said[key] for key in said if key not in SCRIPT} if name == process.name else said
+
+        spawn.get_preparation_data = without_script
+        try:
+            process.start()
+        finally:
+            spawn.get_preparation_data = prepare
 
 
 @contextlib.contextmanager
@@ -482,7 +511,13 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
 
 
 def worker_main(
-    config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: RingBuffer, results: RingBuffer
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    rendezvous: str,
+    plans: RingBuffer,
+    results: RingBuffer,
+    script: dict[str, str] | None,
 ) -> None:
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
@@ -493,14 +528,23 @@ def worker_main(
         end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
     plans.be_reader(rank)
     results.be_writer()
-    work(config, model_config, rank, rendezvous, plans, results)
+    work(config, model_config, rank, rendezvous, plans, results, script)
 
 
-def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any) -> None:
+def work(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    rendezvous: str,
+    plans: Any,
+    results: Any,
+    script: dict[str, str] | None = None,
+) -> None:
     """Make a worker; take plans and return results until this process ends.
 
     Args:
         plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+        script: see `answer`.
     """
     tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
     codec = Codec()
@@ -522,21 +566,53 @@ def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous:
                 if isinstance(message, StepPlan):
                     launched.append(worker.launch(message))
                 else:
-                    send(answer(worker, message, codec))
+                    send(answer(worker, message, codec, script))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
 
 
-def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
-    """A worker's reply to a message."""
+def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
+    """A worker's reply to a message.
+
+    Args:
+        script: what a function in `__main__` is imported from; None: it is here already, or no function comes.
+    """
     if isinstance(message, StepPlan):
         return codec.encode(worker.step(message))
     try:
+        if script is not None and b"__main__" in message.function:
+            import_script(script)
         return codec.encode(Reply(message.call_id, message.run(worker)))
     except Exception as error:  # the caller hears of it
         said = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         return codec.encode(Reply(message.call_id, error=said))
+
+
+def import_script(script: dict[str, str]) -> None:
+    """Import the caller's script as multiprocessing would have done at first, unless it is here already.
+
+    Args:
+        script: see `script_of_caller`.
+
+    Raises:
+        ValueError: there is no file to import, or the script has no guard. Whatever else it raises.
+    """
+    if not script or not os.path.isfile(script.get("init_main_from_path", __file__)):
+        raise ValueError(
+            "method is a function of a notebook, of `python -c` or of standard input, which worker processes cannot "
+            "import; it must be the name of a method, or a function of a module that they can import"
+        )
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # as multiprocessing says it, see `MpExecutor`
+    try:
+        spawn.prepare(script)
+    except SystemExit as error:
+        raise ValueError(
+            f"your script, which a worker imports for a function of it, has ended ({error.code})"
+        ) from None
+    finally:
+        del process._inheriting
 
 
 def keep_beating(results: Any) -> None:

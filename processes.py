@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
-# Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
+# Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
 BUSY, IDLE = b".", b"-"  # a heartbeat

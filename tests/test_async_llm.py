@@ -259,7 +259,7 @@ def test_shutdown_ends_all(llm_async):  # the last of those that share the engin
 def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     for fields, message in (
         ({"data_parallel_size": 2}, "data_parallel_size is 2; for AsyncLLM it must be 1"),
-        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'torchrun'; for AsyncLLM"),
+        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'external_launcher'; for Asy"),
         ({"model": "/nowhere"}, "no folder /nowhere"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -466,51 +464,6 @@ def test_an_idle_worker_process_takes_no_time(mp_llm):
     before = seconds(worker(mp_llm))
     time.sleep(3)
     assert seconds(worker(mp_llm)) - before <= 0.03
-
-
-SCRIPT = """
-import executor as executor_module
-from engine import LLM
-{guard}
-    llm = LLM(device="cpu", tensor_parallel_size=2, max_model_len=64)
-    print("it runs")
-"""
-
-
-def run_script(folder: Path, guard: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(SCRIPT.format(guard=guard))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
-    command = [sys.executable, "script.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path):
-    done = run_script(tmp_path, "if True:")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        "ValueError: tensor_parallel_size is 2 and pipeline_parallel_size 1, so LLM starts processes, which import "
-        "your script: put what it does under `if __name__ == '__main__':`"
-    )
-    assert done.stderr.count("Traceback") == 1
-
-
-@pytest.mark.parametrize(
-    ("method", "guard"), [("fork", "if True:"), ("forkserver", "if __name__ == '__main__':")]
-)  # fmt: skip
-def test_workers_start_as_the_environment_says(tmp_path, method, guard):
-    """What is forked does not import the script again, and so needs no guard."""
-    done = run_script(tmp_path, guard, MANTA_WORKER_MULTIPROC_METHOD=method)
-    assert done.returncode == 0 and done.stdout == "it runs\n", done.stderr
-
-
-def test_a_process_with_torch_is_not_forked(monkeypatch, caplog):
-    monkeypatch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "fork")
-    assert executor_module.start_method() == "spawn" and "has loaded torch, whose threads a fork lacks" in caplog.text
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert executor_module.start_method() == "spawn" and "initialised CUDA, which a fork cannot use" in caplog.text
-    monkeypatch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "thread")
-    with pytest.raises(ValueError, match="MULTIPROC_METHOD is 'thread'; it must be fork or spawn or forkserver"):
-        executor_module.start_method()
 
 
 def test_one_device_needs_no_process(llm):
