@@ -54,7 +54,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerStoppedError(WorkerError):
-    """A signal has stopped it, or it has ended in a call that was given up: no request's fault."""
+    """No request is to blame: a signal has stopped it, or it has ended in a call that was given up."""
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
@@ -293,7 +293,7 @@ class MpExecutor:
     def _send(self, message: StepPlan | Call) -> None:
         data = self.codec.encode(message)
         if not self.whole:
-            raise WorkerError("an earlier message was broken off, so that some ranks have it and others do not")
+            raise WorkerStoppedError("an earlier message was broken off, which some ranks may have and others not")
         self.whole = False
         try:
             self.plans.write(data, self.step_timeout, self._attend)
@@ -375,10 +375,14 @@ class MpExecutor:
 
     def _take(self, rank: int, timeout: float) -> bool:
         """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
-        data = self._read(rank, timeout)
-        if data is None and self.processes[rank].is_alive():
-            return False
-        if data is None and (data := self._read(rank, 0)) is None:  # its last words
+        try:
+            if (data := self.results[rank].read(timeout)) is None:
+                if self.processes[rank].is_alive():
+                    return False
+                data = self.results[rank].read(0)  # its last words
+        except RingTimeout as error:
+            raise self._error(rank, "broke off in a message") from error
+        if data is None:
             raise self._died(rank)
         message = self.codec.decode(data)
         if isinstance(message, StepResult):
@@ -390,12 +394,6 @@ class MpExecutor:
         elif message.call_id == self.call_id:
             self.replies[rank] = message
         return True
-
-    def _read(self, rank: int, timeout: float) -> bytes | None:
-        try:
-            return self.results[rank].read(timeout)
-        except RingTimeout as error:
-            raise self._error(rank, "broke off in a message") from error
 
     def _died(self, rank: int) -> Exception:
         self.processes[rank].join(KILL_TIMEOUT)
