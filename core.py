@@ -561,8 +561,11 @@ class EngineCore:
         Raises:
             ValueError: it failed; or a worker did, and all were started anew as they were.
         """
-        timeout = self.config.startup_timeout if isinstance(self.executor, MpExecutor) else None
+        timeout = None
         try:
+            if isinstance(self.executor, MpExecutor):
+                timeout = self.config.startup_timeout
+                self.executor.catch_up()  # a call that was given up may take its time
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
             self._replace_workers(WorkerError(f"{method}: {error}"))

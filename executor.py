@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import signal
@@ -57,7 +56,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerStoppedError(WorkerError):
-    """A signal has stopped it, which is no request's fault."""
+    """No request is to blame: a signal has stopped it, or it has ended in a call that was given up."""
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
@@ -148,7 +147,8 @@ class MpExecutor:
         peers: the engines that share the experts. Its workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a text while a worker gives no sign of life, and with None when it does again.
+        on_trouble: called with a text while a worker gives no sign of life, or a call that was given up holds up what
+            comes after it, and with None when that is over.
 
     Raises:
         ValueError: see `start_worker`; or this process only imports a script that another one runs.
@@ -164,7 +164,7 @@ class MpExecutor:
                 "`if __name__ == '__main__':`"
             )
         self.config, self.model_config, self.peers = config, model_config, peers
-        self.codec, self.call_ids = Codec(), itertools.count(1)
+        self.codec = Codec()
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
         self.plans: Any = None  # a ring's writing end, or what has its methods
         self.results: list[Any] = []  # of each rank a ring's reading end, or what has its methods
@@ -184,12 +184,15 @@ class MpExecutor:
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
             config = dataclasses.replace(config, expert_rendezvous=place)
-        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
-        self.watchdogs = [Watchdog() for _ in range(size)]
+        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
+        self.call_id, self.replies = 0, dict[int, Reply]()  # the latest call, and who has answered it
+        self.owing: set[int] = set()  # ranks that have not answered a call that was given up
+        self.watchdogs, self.held_up = [Watchdog() for _ in range(size)], Watchdog()
         self.next_look, self.trouble, self.ready = 0.0, "", False
+        self.whole = True  # whether all ranks have all of each message
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
-            self.all_facts = self._replies(0, config.startup_timeout)
+            self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
         self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
@@ -214,12 +217,13 @@ class MpExecutor:
         return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over.
+        """Hand a plan over, once no rank runs a call that was given up.
 
         Raises:
-            WorkerError: a worker has not taken plans for `step_timeout` seconds.
+            WorkerError: as for `result`; or a worker has not taken the plan within `step_timeout` seconds.
         """
         self.waiting.append(plan.step)
+        self.catch_up()
         self._send(plan)
 
     def result(self) -> StepResult:
@@ -243,12 +247,32 @@ class MpExecutor:
 
         Raises:
             ValueError: it failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped.
+            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped. Or one still runs
+                an earlier call, which was given up; then this one is not sent.
             WorkerError: as for `result`.
         """
-        call = Call.of(next(self.call_ids), method, args, kwargs)
+        call, begun = Call.of(self.call_id + 1, method, args, kwargs), time.monotonic()
+        self.catch_up(NEVER if timeout is None else timeout)
+        if timeout is None:
+            begun, timeout = time.monotonic(), self.step_timeout
+        self.call_id, self.replies = call.call_id, {}
         self._send(call)
-        return self._replies(call.call_id, self.step_timeout if timeout is None else timeout, timeout is not None)
+        return self._replies(begun, timeout)
+
+    def catch_up(self, timeout: float = NEVER) -> None:
+        """Wait until no rank runs a call that was given up.
+
+        Raises:
+            TimeoutError: one still does after so many seconds.
+            WorkerError: as for `result`.
+        """
+        deadline = time.monotonic() + timeout
+        while self.owing:
+            rank = min(self.owing)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
+            self._take(rank, TURN)
+            self._attend()
 
     def check(self) -> None:
         """See whether all workers live, and whether those that have nothing to do would notice if they had.
@@ -256,9 +280,7 @@ class MpExecutor:
         Raises:
             WorkerError: one is dead, or has given no sign of life for `step_timeout` seconds.
         """
-        if dead := [rank for rank, process in enumerate(self.processes) if not process.is_alive()]:
-            raise self._died(dead[0])
-        self._look(idle=not self.waiting)
+        self._attend(idle=not self.waiting)
 
     def note(self) -> str:
         """What the start log adds about the workers."""
@@ -276,35 +298,44 @@ class MpExecutor:
         self.start(config)
 
     def _send(self, message: StepPlan | Call) -> None:
+        data = self.codec.encode(message)
+        if not self.whole:
+            raise WorkerStoppedError("an earlier message was broken off, which some ranks may have and others not")
+        self.whole = False
         try:
-            self.plans.write(self.codec.encode(message), self.step_timeout, self._look)
+            self.plans.write(data, self.step_timeout, self._attend)
         except RingTimeout as error:
-            raise WorkerError(f"rank {error.reader} takes no plans{self._where()}") from error
+            self._attend()  # it may have died
+            raise self._stuck(error.reader, self.step_timeout) from error
+        self.whole = True
 
     def _result(self, rank: int, step: int) -> StepResult:
         deadline = time.monotonic() + self.step_timeout
         while True:
-            if (left := deadline - time.monotonic()) < 0:
+            if not (self.early[rank] or self._take(rank, BEAT)) or self.trouble:
+                self._attend()
+            result = self.early[rank].popleft() if self.early[rank] else None
+            assert not result or result.step <= step
+            if result and result.step == step:
+                return result
+            if result or self.owing:  # the clock starts after an earlier step, or a call, that was given up
+                deadline = time.monotonic() + self.step_timeout
+            elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
-            result = self.early[rank].popleft() if self.early[rank] else self._read(rank, min(left, BEAT))
-            if result is None or self.trouble:
-                self._look()
-            if isinstance(result, Reply) and result.call_id:  # of a call that was given up
-                continue
-            if isinstance(result, Reply):
-                raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
-            if result is not None:
-                assert result.step <= step
-                if result.step == step:
-                    return result
-                deadline = time.monotonic() + self.step_timeout  # this was an earlier step, which was given up
+
+    def _attend(self, idle: bool = False) -> None:
+        """Take what has come from the ranks, which may read nothing before that, and look at them; see `_look`."""
+        for rank in range(len(self.results)):
+            while self._take(rank, 0):
+                pass
+        self._look(idle)
 
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
         Of a worker that is idle the heartbeat is its main thread's, which wakes up now and then. Of one that runs a
-        step it is another thread's, because a step may be slow. While a worker starts, loading a library may hold up
-        all its threads, so that only the system can tell whether it is stopped.
+        step or a call it is another thread's, because these may be slow. While a worker starts, loading a library may
+        hold up all its threads, so that only the system can tell whether it is stopped.
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds, or another engine that shares experts is gone.
@@ -316,47 +347,60 @@ class MpExecutor:
         self.next_look, trouble = time.monotonic() + BEAT, ""
         for rank, (dog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                still = dog.look(self.plans.nap(rank) if idle else self.results[rank].beats)
+                naps = idle and rank not in self.owing
+                still = dog.look(self.plans.nap(rank) if naps else self.results[rank].beats)
             else:
                 still = dog.look(0 if self._is_stopped(process) else dog.beats + 1)
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
+        held_up = self.held_up.look(0 if self.owing and not idle else self.held_up.beats + 1)
+        if held_up >= STALL and not trouble:
+            trouble = f"all requests wait until rank {min(self.owing)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
-    def _replies(self, call_id: int, timeout: float, may_be_late: bool = False) -> list[Any]:
+    def _replies(self, begun: float, timeout: float) -> list[Any]:
         """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
-        replies: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
-        while late := [rank for rank in range(len(self.results)) if rank not in replies]:
-            if time.monotonic() > deadline:
-                if may_be_late:
-                    raise TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
-                raise self._stuck(late[0], timeout)
-            self._look()
-            for rank in late:
-                reply = self._read(rank, TURN)
-                if isinstance(reply, StepResult):
-                    self.early[rank].append(reply)
-                elif reply and reply.call_id in (0, call_id):  # else it is of an earlier call, which was given up
-                    if reply.error:
-                        raise ValueError(reply.error)
-                    replies[rank] = reply.value
-        return [replies[rank] for rank in range(len(self.results))]
-
-    def _read(self, rank: int, timeout: float) -> StepResult | Reply | None:
+        ranks = range(len(self.results))
         try:
-            message = self.results[rank].read(timeout)
+            while True:
+                if errors := [reply.error for reply in self.replies.values() if reply.error]:
+                    raise ValueError(errors[0])
+                if not (late := [rank for rank in ranks if rank not in self.replies]):
+                    return [self.replies[rank].value for rank in ranks]
+                if time.monotonic() > begun + timeout:
+                    late_error = TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
+                    raise late_error if self.ready else self._stuck(late[0], timeout)
+                for rank in late:
+                    self._take(rank, TURN)
+                self._attend()
+        finally:
+            self.owing = {*ranks} - self.replies.keys()
+
+    def _take(self, rank: int, timeout: float) -> bool:
+        """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
+        try:
+            if (data := self.results[rank].read(timeout)) is None:
+                if self.processes[rank].is_alive():
+                    return False
+                data = self.results[rank].read(0)  # its last words
         except RingTimeout as error:
-            raise WorkerError(f"rank {rank} broke off in a message{self._where()}") from error
-        if message is not None:
-            return self.codec.decode(message)
-        if not self.processes[rank].is_alive():
+            raise self._error(rank, "broke off in a message") from error
+        if data is None:
             raise self._died(rank)
-        return None
+        message = self.codec.decode(data)
+        if isinstance(message, StepResult):
+            self.early[rank].append(message)
+        elif self.ready and not message.call_id:
+            raise self._error(rank, "has failed", message.error)
+        elif rank in self.owing:
+            self.owing.remove(rank)  # nobody waits for it any more
+        elif message.call_id == self.call_id:
+            self.replies[rank] = message
+        return True
 
     def _died(self, rank: int) -> Exception:
         self.processes[rank].join(KILL_TIMEOUT)
@@ -366,23 +410,27 @@ class MpExecutor:
         process = self.processes[rank]
         code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return WorkerError(f"rank {rank} has died ({how}){self._where()}")
+        return self._error(rank, f"has died ({how})")
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
-            return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
+            return self._error(stopped[0], "is stopped", kind=WorkerStoppedError)
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
-        return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
+        return self._error(rank, f"has made no progress for {timeout:g} s")
 
     def _is_stopped(self, process: Any) -> bool:
         return is_stopped(process.pid)
 
-    def _where(self) -> str:
+    def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
+        """What has happened to a rank, and what it did. In a call that was given up no request is to blame."""
+        where = f" in step {self.waiting[0]}" if self.waiting else " while idle"
         if not self.ready:
-            return " while it starts"
-        return f" in step {self.waiting[0]}" if self.waiting else " while idle"
+            where = " while it starts"
+        elif rank in self.owing:
+            where, kind = " in a call that was given up", WorkerStoppedError
+        return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ from journal import replay
 from plan import EngineCoreRequest, StepPlan
 from ring import Watchdog
 from served import alive, eventually
-from test_ring import SlowRing
+from test_ring import SlowRing, TinyRing
 from test_worker import HYBRID, SHAPE
 
 ROOT = Path(__file__).parent.parent
@@ -231,7 +231,7 @@ def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
     executor.step_timeout, executor.waiting, said = 30.0, deque(), []
-    executor.on_trouble, executor.peers = said.append, None
+    executor.on_trouble, executor.peers, executor.owing, executor.held_up = said.append, None, set(), Watchdog()
     for ring.beats in range(12):
         executor._look(idle=True)
         now += 0.5
@@ -354,6 +354,28 @@ def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, m
     llm.core.close()
 
 
+def test_a_plan_and_a_result_that_fit_no_chunk_do_not_wait_for_each_other(make_llm, monkeypatch):
+    """The second plan has many prompts, and goes out while the worker scores the first prompt."""
+    monkeypatch.setattr(executor_module, "RingBuffer", TinyRing)
+    prompts = [[3 + (7 * i * k) % 400 for i in range(100)] for k in range(1, 21)]
+    scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=20)
+    sampled, found = SamplingParams(temperature=0, max_tokens=2), []
+    for backend in ("mp", "uni"):
+        llm = make_llm(distributed_executor_backend=backend, threads=1, step_timeout=3.0)
+        core, answers = llm.core, defaultdict[str, list[int]](list)
+        core.add(EngineCoreRequest("scored", prompts[0] * 3, scored))
+        core.step()
+        for i, prompt in enumerate(prompts):
+            core.add(EngineCoreRequest(f"{i}", prompt, sampled))
+        while core.has_work():
+            for output in core.step():
+                answers[output.request_id] += output.token_ids
+        assert core.num_restarts == 0 and len(answers) == 21
+        found.append(answers)
+        core.close()
+    assert found[0] == found[1]
+
+
 def test_a_bug_in_a_step_is_what_the_caller_sees(make_llm, monkeypatch):
     llm = make_llm()
 
@@ -437,6 +459,43 @@ def test_functions_and_timeouts_of_calls(llm, mp_llm):
         mp_llm.collective_rpc(lambda worker: 0)
     with pytest.raises(ValueError, match=r"Encoding objects of type .*Worker is unsupported"):
         mp_llm.collective_rpc(itself)
+
+
+def very_slow(worker: Any) -> None:
+    time.sleep(2.5)
+
+
+def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
+    """Be it a step, or a method that would have the workers started anew if it were late."""
+    core, busy = mp_llm.core, []
+    first, before = worker(mp_llm), core.num_restarts
+    for act in ("look", "sleep"):
+        with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
+            mp_llm.collective_rpc(very_slow, timeout=0.1)
+        if act == "look":
+            until = time.monotonic() + 2.2
+            while time.monotonic() < until:  # as an idle engine does; longer than a step may take
+                core.check_workers()
+                time.sleep(0.1)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
+                mp_llm.sleep()
+                mp_llm.wake_up()
+            assert busy == [set(), set()]  # so their own clocks have not begun before
+        assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+        assert worker(mp_llm) == first and core.num_restarts == before
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
+    core, before, suspects = mp_llm.core, mp_llm.core.num_restarts, []
+    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    with pytest.raises(TimeoutError):
+        mp_llm.collective_rpc(very_slow, timeout=0.1)
+    os.kill(worker(mp_llm), with_signal)
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.num_restarts == before + 1 and not suspects
 
 
 def itself(worker: Any) -> Any:
