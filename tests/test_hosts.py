@@ -516,6 +516,8 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
         engine = several.llm_engine
         for i in range(4):
             engine.add_request(str(i), work[0][i], work[1][i])
+            with pytest.raises(ValueError, match=f"request id '{i}' is in use by a request in flight"):
+                engine.add_request(str(i), work[0][i], work[1][i])
         done: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             done |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}
