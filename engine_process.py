@@ -265,20 +265,17 @@ class EngineProcess(Child):
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
-    def check(self) -> None:
-        """See `Child.check`. An engine cannot be replaced without ranks that torchrun has started, nor without weights
-        that came as tensors."""
-        if self.process.poll() is not None:
-            if not self.starting:
-                self.listen()
-            if self.irreplaceable:
-                raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
-        super().check()
+    def on_end(self) -> None:
+        """An engine cannot be replaced without ranks that torchrun has started, nor without weights that came as
+        tensors."""
+        if self.irreplaceable:
+            raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
         """The options by which a process has the weights that this one has now."""
-        self.listen()
+        if not self.starting:  # what it says first are its facts, which `progress` reads
+            self.listen()
         return {name: self.options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
     def on_told(self, options: dict[str, Any]) -> None:

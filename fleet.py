@@ -130,8 +130,7 @@ class Fleet:
         config = dataclasses.replace(self.config, data_parallel_rank=rank)
         if self.facts:
             config = dataclasses.replace(config, **sizes_of(self.facts))
-        if others := [engine.weights for engine in self.engines.values()]:
-            config = dataclasses.replace(config, **max(others, key=lambda weights: weights["weights_version"]))
+        config = dataclasses.replace(config, **self._newest_weights(rank))
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -164,25 +163,52 @@ class Fleet:
     def _state(self, engine: EngineProcess) -> int:
         return self.board.engines[engine.options["data_parallel_rank"]]
 
+    def _newest_weights(self, rank: int) -> dict[str, Any]:
+        """The newest weights of the ready engines other than this one, as options; empty if there are none."""
+        others = [engine for other, engine in self.engines.items() if other != rank and self._state(engine) == READY]
+        return max((engine.weights for engine in others), key=lambda options: options["weights_version"], default={})
+
+    def _has_newest_weights(self, rank: int) -> bool:
+        mine = self.engines[rank].weights
+        return mine == (self._newest_weights(rank) or mine)
+
+    def _admit(self, rank: int) -> None:
+        """Make an engine READY, and have it drain if its weights are out of date by then.
+
+        No update is missed. An engine tells the parent of new weights before it replies. After all replies
+        `DPClient.call_each` looks for engines that have become ready meanwhile. If it finds this one, it updates it,
+        too. If not, READY is set later than that, and the check that follows here knows of the new weights.
+        """
+        self.board.engines[rank] = READY
+        if not self._has_newest_weights(rank):
+            self._drain(rank, "weights have been updated")
+
+    def _drain(self, rank: int, why: str) -> None:
+        engine = self.engines[rank]
+        self.board.engines[rank], engine.idle = DRAINING, 0
+        logger.info(f"{engine.name} drains: {why}")
+
     def _resize(self, wanted: int) -> None:
         states = self.board.engines
         for rank, engine in list(self.engines.items()):
             surplus, state = rank >= wanted, states[rank]
             if state == STARTING:
                 ready = None if surplus else engine.progress()
-                if surplus or ready is False:
-                    self._end(rank)
-                if ready:
-                    states[rank] = READY
+                if ready and self._has_newest_weights(rank):
                     logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
-                elif ready is False:
+                    self._admit(rank)
+                elif ready:
+                    logger.info(f"{engine.name} is started anew: weights have been updated while it started")
+                    self._end(rank)
+                elif surplus or ready is False:
+                    self._end(rank)
+                if ready is False:
                     self.board.wanted = wanted = rank
                     logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
             elif state == READY and surplus:
-                states[rank], engine.idle = DRAINING, 0
-                logger.info(f"{engine.name} drains")
-            elif state == DRAINING and not surplus:
-                states[rank] = READY
+                self._drain(rank, f"{wanted} are wanted")
+            elif state == DRAINING and not surplus and self._has_newest_weights(rank):
+                self._admit(rank)
             elif state == DRAINING:
                 engine.look()
                 if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
