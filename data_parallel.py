@@ -267,7 +267,7 @@ class DPClient:
 
     def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         """The same for a utility that changes the engines, which do it one after the other. All of them have to, those
-        that become ready meanwhile as well.
+        that become ready meanwhile as well; see `Fleet._admit`.
 
         Raises:
             EngineDeadError: some did not answer. The others have done it.

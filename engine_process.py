@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from client import AFTER_ALL, Connection, FrameServer
-from config import PROG, EngineConfig
+from config import PROG, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
@@ -276,17 +276,19 @@ class EngineProcess(Child):
         """The options by which a process has the weights that this one has now."""
         if not self.starting:  # what it says first are its facts, which `progress` reads
             self.listen()
-        return {name: self.options[name] for name in ("weights", "weights_stamp", "weights_version")}
+        return weights_in(self.options)
 
     def on_told(self, options: dict[str, Any]) -> None:
         """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
+        self.facts |= options
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
         self.patience = self.facts["step_timeout"]
         self.options |= sizes_of(self.facts)
+        self.facts |= weights_in(self.options)
 
 
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:

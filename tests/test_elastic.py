@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from config import DEMO, EngineConfig
+from config import DEMO, EngineConfig, stamp_of
 from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler
 from engine_process import EngineProcess
 from fleet import Fleet
@@ -187,17 +187,13 @@ def test_no_engine_stays_ready_with_old_weights(fleet: Fleet, monkeypatch, told:
         return found
 
     monkeypatch.setattr(fleet, "_has_newest_weights", look)
-    added = fleet.engines[1]
-    added.say(SIZES)
-    fleet.check()
-    for _ in range(4):
-        happen()
-    if fleet.engines[1] is not added:  # started anew
-        fleet.engines[1].say(SIZES)
-    for _ in range(4):
-        os.write(fleet.engines[1].pipe, b"---")  # nobody needs it
-        if state(fleet)[0] == STARTING and fleet.engines[1].starting:
+    for _ in range(8):
+        if fleet.engines[1].starting:
             fleet.engines[1].say(SIZES)
+        else:
+            os.write(fleet.engines[1].pipe, b"---")  # nobody needs it
+        fleet.check()
+        happen()
     assert state(fleet) == (READY, 1)
 
 
@@ -216,6 +212,25 @@ def test_an_engine_that_drains_is_ready_again_only_with_the_newest_weights(fleet
     assert state(fleet) == (DRAINING, 0)
     os.write(first.pipe, b"---")
     assert state(fleet) == (STARTING, 1) and fleet.engines[1] is not first
+
+
+def test_what_is_asked_for_while_the_parent_decides_is_not_lost(fleet: Fleet, monkeypatch) -> None:
+    def look(now: float, queue_time: float, size: int, changing: bool) -> int:
+        fleet.board.wanted = 3
+        return size
+
+    fleet.autoscaler, fleet.facts["device"] = SimpleNamespace(look=look), "cuda"  # type: ignore[assignment]
+    fleet.check()
+    assert fleet.board.wanted == 3 and list(fleet.engines) == [0, 1, 2]
+    fleet.autoscaler = None
+
+    def fail(timeout: float = 0) -> bool:
+        fleet.board.wanted = 1
+        return False
+
+    monkeypatch.setattr(fleet.engines[2], "progress", fail)
+    fleet.check()
+    assert fleet.board.wanted == 1
 
 
 def test_what_an_engine_says_first_is_not_taken_for_news_while_another_is_launched(fleet: Fleet) -> None:
@@ -243,7 +258,42 @@ def test_what_an_engine_told_just_before_it_died_is_known_to_its_successor(fleet
     monkeypatch.setattr(engine.process, "poll", poll)
     for _ in range(2):
         engine.check()
-    assert engine.starting and engine.weights == NEW
+    assert engine.starting and engine.weights == NEW and engine.facts["weights"] == "/new"
+
+
+class ReadyEngine(PipedEngine):
+    """One that is ready at once."""
+
+    def _launch(self) -> None:
+        super()._launch()
+        self.say(SIZES | {"dtype": "float32", "block_size": 64, "vocab_size": 9, "task": "generate", "max_logprobs": 5})
+
+
+@pytest.mark.parametrize("others", [[DEMO], [DEMO, ""]])
+def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, caplog, others: list[str]) -> None:
+    coordinator = SimpleNamespace(address=None, wait=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("fleet.CoordinatorProcess", lambda *_: coordinator)
+    monkeypatch.setattr("fleet.EngineProcess", ReadyEngine)
+    options = {"data_parallel_size": 1 + len(others), "data_parallel_size_local": 1, "data_parallel_address": "x"}
+    fleet = Fleet(EngineConfig(DEMO, device="cpu", **options), Board(), "secret")
+    gate, old = SimpleNamespace(facts={}, stop=lambda: None), fleet.ranks[2:]
+    monkeypatch.setattr(fleet, "_open_gate", lambda address: setattr(fleet, "gate", gate))
+
+    def wait_for_hosts(gate: SimpleNamespace) -> None:
+        for rank, weights in enumerate(others, 1):
+            told = {"weights": weights, "weights_version": len(weights and "1"), "weights_stamp": "of that host"}
+            gate.facts[str(rank)] = fleet.engines[0].facts | told
+
+    monkeypatch.setattr(fleet, "_wait_for_hosts", wait_for_hosts)
+    if old:
+        with pytest.raises(SystemExit):
+            fleet.start()
+        assert f"weights is '' in engine 2 and {DEMO!r} in engine 0" in caplog.text
+    else:
+        fleet.start()
+        assert fleet.board.engines[:2].tolist() == [READY, READY]
+    assert fleet.engines[0].weights == {"weights": DEMO, "weights_version": 1, "weights_stamp": stamp_of(DEMO)}
+    fleet.stop()
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------
