@@ -13,7 +13,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -591,6 +591,11 @@ class ServerConfig:
                     f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
                     "have at least 1, and only visible ASCII without spaces"
                 )
+
+
+def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an engine's options, or facts, by which another engine has the same weights."""
+    return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
 
 def stamp_of(source: str) -> str:

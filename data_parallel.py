@@ -173,7 +173,7 @@ class DPClient:
         self.addresses, self.router, self.board = addresses, router, board
         self.clients: dict[int, MPClient] = {}
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
-        self.lock, self.closed = threading.Lock(), False
+        self.lock, self.looking, self.closed = threading.Lock(), threading.Lock(), False
         self._look()
         self.coordinator: Connection | None = None
         if coordinator:
@@ -183,9 +183,10 @@ class DPClient:
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
-            self.router.update([load[:2] for load in message.loads])
-            for digest, rank in message.routed:
-                self.router.learn(digest, rank)
+            with self.lock:
+                self.router.update([load[:2] for load in message.loads])
+                for digest, rank in message.routed:
+                    self.router.learn(digest, rank)
             self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
 
     def _watch(self) -> None:
@@ -195,16 +196,17 @@ class DPClient:
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
-        for rank, address in enumerate(self.addresses):
-            state, client = self.board.engines[rank], self.clients.get(rank)
-            if state == READY and not client:
-                self.clients[rank] = MPClient(address, rank)
-            elif state != READY and client:
-                with self.lock:
-                    if self.adding[rank] or client.streams or client.calls:
-                        continue
-                    del self.clients[rank]
-                client.close()
+        with self.looking:  # or an engine would get two connections, of which one is never closed
+            for rank, address in enumerate(self.addresses):
+                state, client = self.board.engines[rank], self.clients.get(rank)
+                if state == READY and not client:
+                    self.clients[rank] = MPClient(address, rank)
+                elif state != READY and client:
+                    with self.lock:
+                        if self.adding[rank] or client.streams or client.calls:
+                            continue
+                        del self.clients[rank]
+                    client.close()
 
     def _ready(self) -> dict[int, MPClient]:
         return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
@@ -238,7 +240,8 @@ class DPClient:
             except EngineDeadError:
                 tried.add(rank)
             finally:
-                self.adding[rank] -= 1
+                with self.lock:
+                    self.adding[rank] -= 1
         raise EngineDeadError(self.trouble or GONE)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
@@ -248,22 +251,35 @@ class DPClient:
 
     def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
-        found = {}
-        for rank, client in sorted(self.clients.items()):
-            if not client.connection.silent:
-                with contextlib.suppress(EngineDeadError):
-                    found[rank] = client.call(method, *args, timeout=timeout)
-        if not found:
+        if not (found := self._call(self.clients, method, args, timeout)):
             raise EngineDeadError(self.trouble or GONE)
         return found
 
+    def _call(
+        self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
+    ) -> dict[int, Any]:
+        found = {}
+        for rank, client in sorted(clients.items()):
+            if not client.connection.silent:
+                with contextlib.suppress(EngineDeadError):
+                    found[rank] = client.call(method, *args, timeout=timeout)
+        return found
+
     def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """The same for a utility that changes the engines, which do it one after the other. All of them have to.
+        """The same for a utility that changes the engines, which do it one after the other. All of them have to, those
+        that become ready meanwhile as well; see `Fleet._admit`.
 
         Raises:
             EngineDeadError: some did not answer. The others have done it.
         """
-        found = self.call_all(method, *args, timeout=timeout)
+        found: dict[int, Any] = {}
+        called: set[int] = set()
+        while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
+            called |= clients.keys()
+            found |= self._call(clients, method, args, timeout)
+            self._look()
+        if not found:
+            raise EngineDeadError(self.trouble or GONE)
         if missing := sorted(self._ready().keys() - found.keys()):
             raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
         return found

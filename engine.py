@@ -160,6 +160,8 @@ class LLMEngine:
             ValueError: it can never run, or the id is in use.
         """
         request, choices = self.inputs.request(request_id, prompt, params, priority)
+        if request_id in self.live:  # of several engines another one would take it
+            raise ValueError(f"request id {request_id!r} is in use by a request in flight")
         self.client.add(request, self.stream)
         self.live[request_id] = choices
 
@@ -246,7 +248,7 @@ class LLM:
             self.llm_engine.tokenizer,
             self.llm_engine.inputs,
         )
-        self.ids = itertools.count()
+        self.ids = itertools.filterfalse(self.llm_engine.live.__contains__, map(str, itertools.count()))  # unused ones
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
@@ -404,7 +406,7 @@ class LLM:
         ranks = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
-        made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
+        made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, ranks, strict=True)]
         live, stream = {}, client.stream()
         try:
             for request, choices in made:
@@ -591,7 +593,7 @@ class LLM:
         live, stream = set(), self.client.stream()
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
-                request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)
+                request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 self.client.add(request, stream)
                 live.add(request.request_id)
                 found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)

@@ -16,7 +16,7 @@ from collections import defaultdict, deque
 from typing import Any
 
 from client import AFTER_ALL, Connection, FrameServer
-from config import PROG, VERSION, EngineConfig
+from config import PROG, VERSION, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
@@ -273,31 +273,30 @@ class EngineProcess(Child):
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
-    def check(self) -> None:
-        """See `Child.check`. An engine cannot be replaced without ranks that something else has started, nor without
-        weights that came as tensors."""
-        if self.process.poll() is not None:
-            if not self.starting:
-                self.listen()
-            if self.irreplaceable:
-                raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
-        super().check()
+    def on_end(self) -> None:
+        """An engine cannot be replaced without ranks that something else has started, nor without weights that came
+        as tensors."""
+        if self.irreplaceable:
+            raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
         """The options by which a process has the weights that this one has now."""
-        self.listen()
-        return {name: self.options[name] for name in ("weights", "weights_stamp", "weights_version")}
+        if not self.starting:  # what it says first are its facts, which `progress` reads
+            self.listen()
+        return weights_in(self.options)
 
     def on_told(self, options: dict[str, Any]) -> None:
         """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
+        self.facts |= options
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
         self.patience = self.facts["step_timeout"]
         self.options |= sizes_of(self.facts)
+        self.facts |= weights_in(self.options)
 
 
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from client import MPClient, Stream
-from config import PROG, EngineConfig
+from config import PROG, EngineConfig, stamp_of, weights_in
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
 from executor import visible_gpus
@@ -76,7 +76,7 @@ class Fleet:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
-            ValueError: the port for other hosts cannot be had.
+            ValueError: the port for other hosts cannot be had, or weights that these have are not on this one.
             SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
         """
         if self.coordinator:
@@ -92,12 +92,13 @@ class Fleet:
         if self.gate:
             self._wait_for_hosts(self.gate)
             facts |= {int(rank): told for rank, told in self.gate.facts.items()}
+            facts |= self._take_weights(facts)
         self.facts = facts[self.ranks[0]]
         for rank, told in facts.items():
             for name in FACTS:
                 if told[name] != self.facts[name]:
                     console.error(
-                        f"{PROG}: error: {name} is {told[name]} in engine {rank} and {self.facts[name]} in engine "
+                        f"{PROG}: error: {name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine "
                         f"{self.ranks[0]}"
                     )
                     sys.exit(2)
@@ -125,13 +126,32 @@ class Fleet:
         if not ready:
             sys.exit(2)
 
+    def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Start engines here anew if other hosts have kept newer weights, from before this server; returns their facts.
+
+        Raises:
+            ValueError: such weights are not on this host.
+            SystemExit: see `start`.
+        """
+        newest = max(facts.values(), key=lambda told: told["weights_version"])
+        old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
+        if old:
+            stamp = stamp_of(newest["weights"])  # files may have other times on this host
+            self.config = dataclasses.replace(self.config, **weights_in(newest) | {"weights_stamp": stamp})
+        for rank in old:
+            console.info(f"other hosts have weights from {newest['weights']}, so engine {rank} is started anew")
+            self.engines[rank].stop()
+            self._launch(rank)
+        for rank in old:
+            self.engines[rank].wait()
+        return {rank: self.engines[rank].facts for rank in old}
+
     def _launch(self, rank: int) -> None:
         self.board.engines[rank] = STARTING
         config = dataclasses.replace(self.config, data_parallel_rank=rank)
         if self.facts:
             config = dataclasses.replace(config, **sizes_of(self.facts))
-        if others := [engine.weights for engine in self.engines.values()]:
-            config = dataclasses.replace(config, **max(others, key=lambda weights: weights["weights_version"]))
+        config = dataclasses.replace(config, **self._newest_weights(rank))
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -155,14 +175,39 @@ class Fleet:
         if self.changing:
             if self.autoscaler:
                 states = self.board.engines.tolist()
-                changing = STARTING in states or DRAINING in states
-                self.board.wanted = self.autoscaler.look(
-                    time.monotonic(), self.board.queue_time, self.board.wanted, changing
-                )
+                changing, wanted = STARTING in states or DRAINING in states, self.board.wanted
+                size = self.autoscaler.look(time.monotonic(), self.board.queue_time, wanted, changing)
+                if size != wanted:  # otherwise what `/scale` asks for at this moment would be lost
+                    self.board.wanted = size
             self._resize(self.board.wanted)
 
     def _state(self, engine: EngineProcess) -> int:
         return self.board.engines[engine.options["data_parallel_rank"]]
+
+    def _newest_weights(self, rank: int) -> dict[str, Any]:
+        """The newest weights of the ready engines other than this one, as options; empty if there are none."""
+        others = [engine for other, engine in self.engines.items() if other != rank and self._state(engine) == READY]
+        return max((engine.weights for engine in others), key=lambda options: options["weights_version"], default={})
+
+    def _has_newest_weights(self, rank: int) -> bool:
+        mine = self.engines[rank].weights
+        return mine == (self._newest_weights(rank) or mine)
+
+    def _admit(self, rank: int) -> None:
+        """Make an engine READY, and have it drain if its weights are out of date by then.
+
+        No update is missed. An engine tells the parent of new weights before it replies. After all replies
+        `DPClient.call_each` looks for engines that have become ready meanwhile. If it finds this one, it updates it,
+        too. If not, READY is set later than that, and the check that follows here knows of the new weights.
+        """
+        self.board.engines[rank] = READY
+        if not self._has_newest_weights(rank):
+            self._drain(rank, "weights have been updated")
+
+    def _drain(self, rank: int, why: str) -> None:
+        engine = self.engines[rank]
+        self.board.engines[rank], engine.idle = DRAINING, 0
+        logger.info(f"{engine.name} drains: {why}")
 
     def _resize(self, wanted: int) -> None:
         states = self.board.engines
@@ -170,19 +215,21 @@ class Fleet:
             surplus, state = rank >= wanted, states[rank]
             if state == STARTING:
                 ready = None if surplus else engine.progress()
-                if surplus or ready is False:
-                    self._end(rank)
-                if ready:
-                    states[rank] = READY
+                if ready and self._has_newest_weights(rank):
                     logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
-                elif ready is False:
-                    self.board.wanted = wanted = rank
-                    logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
+                    self._admit(rank)
+                elif ready:
+                    logger.info(f"{engine.name} is started anew: weights have been updated while it started")
+                    self._end(rank)
+                elif surplus or ready is False:
+                    self._end(rank)
+                if ready is False:
+                    self.board.wanted = wanted = min(rank, self.board.wanted)
+                    logger.error(f"{engine.name} does not start; {wanted} are wanted from now on")
             elif state == READY and surplus:
-                states[rank], engine.idle = DRAINING, 0
-                logger.info(f"{engine.name} drains")
-            elif state == DRAINING and not surplus:
-                states[rank] = READY
+                self._drain(rank, f"{wanted} are wanted")
+            elif state == DRAINING and not surplus and self._has_newest_weights(rank):
+                self._admit(rank)
             elif state == DRAINING:
                 engine.look()
                 if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
@@ -315,8 +362,8 @@ class FleetClient(DPClient):
 def follow_server(config: EngineConfig, secret: str) -> None:
     """Run this host's engines for a server on another host, until SIGTERM or Ctrl-C."""
 
-    def new_engine(rank: int, coordinator: socket.socket) -> EngineProcess:
-        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank), coordinator)
+    def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
+        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
 
     serve_headless(config, secret, new_engine)
 

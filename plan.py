@@ -351,11 +351,12 @@ class Joined:
 
     refusal: str = ""  # why the host cannot join; empty: it has
     final: bool = True  # whether it would be refused again
+    weights: dict[int, dict[str, Any]] = field(default_factory=dict)  # options of engines: what those ranks had last
 
 
 @dataclass(slots=True)
 class Ready:
-    """Host to gate: one of its engines can run requests."""
+    """Host to gate: one of its engines can run requests, or has other weights than before."""
 
     rank: int
     facts: dict[str, Any]

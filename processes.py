@@ -103,6 +103,13 @@ class Child:
     def on_told(self, options: dict[str, Any]) -> None:
         """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
 
+    def on_end(self) -> None:
+        """Called when the process has ended, and all that it told is known.
+
+        Raises:
+            ChildProcessError: it cannot be replaced.
+        """
+
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, "-P", self.script]
@@ -157,6 +164,8 @@ class Child:
             ChildProcessError: no successor of it starts any more.
         """
         if self.process.poll() is not None and not self.starting:
+            self.listen()
+            self.on_end()
             if time.monotonic() >= self.not_before:
                 logger.warning(f"{self.name} has ended (pid {self.process.pid}); another is started")
                 self._close_pipes()

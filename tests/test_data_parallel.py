@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,6 +293,85 @@ def test_a_client_of_engines_of_which_none_lives():
     client.close()
     for used in itertools.chain(*pairs):
         used.close()
+
+
+class ClientStandIn:
+    """Stands in for `MPClient`; notes who was called."""
+
+    def __init__(self, rank: int, called: list[int], on_call: Callable[[int], None]):
+        self.rank, self.called, self.on_call = rank, called, on_call
+        self.connection, self.trouble = SimpleNamespace(silent=False), None
+        self.streams, self.calls = dict[str, Any](), dict[int, Any]()
+
+    def call(self, method: str, *args: Any, timeout: float | None = None) -> str:
+        self.called.append(self.rank)
+        self.on_call(self.rank)
+        return method
+
+    def add(self, request: EngineCoreRequest, stream: Any = None) -> None:
+        if self.rank == 0:
+            raise EngineDeadError("gone")
+
+    def close(self) -> None:
+        pass
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
+    """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
+    called: list[int] = []
+    monkeypatch.setattr("data_parallel.MPClient", lambda address, rank: ClientStandIn(rank, called, on_call))
+    return called
+
+
+def test_engines_that_become_ready_during_a_call_are_called_too(monkeypatch):
+    board = Board()
+    board.engines[0] = READY
+
+    def on_call(rank: int) -> None:
+        board.engines[rank + 1 if rank < 2 else rank] = READY
+
+    called = stand_ins(monkeypatch, on_call)
+    client = DPClient([None] * 4, None, Router(4, 16), board)
+    assert client.call_each("update_weights") == dict.fromkeys(range(3), "update_weights") and called == [0, 1, 2]
+    called.clear()
+    assert client.call_all("metrics").keys() == {0, 1, 2} and called == [0, 1, 2]
+
+
+def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeypatch):
+    """By threads of a script: a change that got lost would keep an engine from ever ending, or end it too soon."""
+
+    class Guarded(Counter[int]):
+        def __setitem__(self, rank: int, count: int) -> None:
+            assert client.lock.locked()
+            super().__setitem__(rank, count)
+
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    stand_ins(monkeypatch)
+    client = DPClient([None] * 2, None, Router(2, 16), board)
+    client.adding = Guarded()
+    client.add(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
+    assert client.adding == {0: 0, 1: 0}
+
+
+def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
+    """One that nobody closes would keep it from ending."""
+    board, made = Board(), list[int]()
+    client = DPClient([None], None, Router(1, 16), board)
+    other = threading.Thread(target=lambda: client._look())
+
+    def connect(address: Any, rank: int) -> ClientStandIn:
+        made.append(rank)
+        if len(made) == 1:
+            other.start()
+            other.join(0.1)  # it waits for its turn
+        return ClientStandIn(rank, [], lambda rank: None)
+
+    monkeypatch.setattr("data_parallel.MPClient", connect)
+    board.engines[0] = READY
+    client._look()
+    other.join(10)
+    assert made == [0]
 
 
 @pytest.mark.parametrize("fields", [{"data_parallel_size_max": 2}, {"headless": True, "data_parallel_address": "a"}])
