@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from config import VERSION, EngineConfig, stamp_of
-from executor import MpExecutor, Peers, UniExecutor, WorkerError, WorkerStoppedError
+from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -79,6 +79,7 @@ class EngineCore:
             "scheduling_policy": config.scheduling_policy,
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_min": config.min_engines,
             "data_parallel_size_max": config.data_parallel_size_max,
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
@@ -300,7 +301,7 @@ class EngineCore:
             self._replace_workers(error)
 
     def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
-        cause = None if isinstance(error, WorkerStoppedError) else str(error)
+        cause = None if isinstance(error, BlamelessError) else str(error)
         begun, outputs = time.monotonic(), self._start_over(True, cause)
         self._restart_workers(error)
         live = len(self.scheduler.requests)
@@ -332,7 +333,8 @@ class EngineCore:
                 ) from error
             self.on_trouble(f"{error}; the workers are started anew")
             time.sleep(pause)
-            self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
+            self.num_restarts += 1
+            self.in_a_row += not isinstance(error, BrokenOffError)
             try:
                 self.executor.restart(config)
                 if self.asleep:

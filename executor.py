@@ -37,7 +37,7 @@ from tqdm import tqdm
 from config import EngineConfig
 from logs import logger, set_up
 from model_config import ModelConfig
-from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult
+from plan import Call, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
 
 NEVER = 1e9  # seconds
@@ -54,8 +54,12 @@ class WorkerError(RuntimeError):
     """A worker has died, or does not answer; the message names its rank and the step."""
 
 
-class WorkerStoppedError(WorkerError):
-    """A signal has stopped it, which is no request's fault."""
+class BlamelessError(WorkerError):
+    """It is no request's fault: a signal has stopped a worker, or another engine that shares the experts is gone."""
+
+
+class BrokenOffError(BlamelessError):
+    """All engines that share the experts have to start their workers anew."""
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
@@ -133,8 +137,8 @@ class Peers(Protocol):
 
     broken: bool
 
-    def meet(self, timeout: float) -> str:
-        """Wait for them; returns the place where the workers meet."""
+    def meet(self, timeout: float) -> Met:
+        """Wait for them; returns where the workers meet, and how many engines there are now."""
 
 
 class MpExecutor:
@@ -175,10 +179,10 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                place = self.peers.meet(config.startup_timeout)
+                met = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=place)
+            config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
         self.watchdogs = [Watchdog() for _ in range(size)]
         self.next_look, self.trouble, self.ready = 0.0, "", False
@@ -211,7 +215,9 @@ class MpExecutor:
 
         Raises:
             WorkerError: a worker has not taken plans for `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
+        self._heed_peers()
         self.waiting.append(plan.step)
         self._send(plan)
 
@@ -285,7 +291,8 @@ class MpExecutor:
             if isinstance(result, Reply) and result.call_id:  # of a call that was given up
                 continue
             if isinstance(result, Reply):
-                raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
+                kind = BlamelessError if result.blameless else WorkerError
+                raise kind(f"rank {rank} has failed{self._where()}: {result.error}")
             if result is not None:
                 assert result.step <= step
                 if result.step == step:
@@ -300,10 +307,10 @@ class MpExecutor:
         all its threads, so that only the system can tell whether it is stopped.
 
         Raises:
-            WorkerError: one has stood still for `step_timeout` seconds, or another engine that shares experts is gone.
+            WorkerError: one has stood still for `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
-        if self.peers and self.peers.broken:
-            raise WorkerError("an engine that shares the experts has broken off")
+        self._heed_peers()
         if time.monotonic() < self.next_look:
             return
         self.next_look, trouble = time.monotonic() + BEAT, ""
@@ -319,6 +326,15 @@ class MpExecutor:
         if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
             self.trouble = trouble
             self.on_trouble(trouble or None)
+
+    def _heed_peers(self) -> None:
+        """See whether the engines that share experts go on together.
+
+        Raises:
+            BrokenOffError: one of them is gone or starts its workers anew, or one is added.
+        """
+        if self.peers and self.peers.broken:
+            raise BrokenOffError("the engines that share the experts have broken off")
 
     def _replies(self, call_id: int, timeout: float, may_be_late: bool = False) -> list[Any]:
         """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
@@ -369,7 +385,7 @@ class MpExecutor:
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
-            return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
+            return BlamelessError(f"rank {stopped[0]} is stopped{self._where()}")
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
@@ -523,6 +539,8 @@ def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous:
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise

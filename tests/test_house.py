@@ -122,7 +122,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "dequantize": {"quantization"},
     "memory": {
         "batch_state", "config", "cpu", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
-    "parallel": {"config"},
+    "parallel": {"config", "plan"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster
