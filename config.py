@@ -342,6 +342,11 @@ class EngineConfig:
         return max(self.data_parallel_size, self.data_parallel_size_max or 1)
 
     @property
+    def min_engines(self) -> int:
+        """How few there can be. One that shares experts has memory for the part of them that it starts with."""
+        return self.data_parallel_size if self.enable_expert_parallel else 1
+
+    @property
     def local_engines(self) -> int:
         """How many of them can be on this host, which they share."""
         if self.data_parallel_external_lb:
@@ -385,7 +390,7 @@ class EngineConfig:
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
                 "not, it must be 1"
             )
-        if self.enable_expert_parallel and self.data_parallel_size > 1:
+        if self.enable_expert_parallel and self.max_engines > 1:
             if self.distributed_executor_backend not in ("auto", "mp"):
                 raise ValueError(
                     f"distributed_executor_backend is {self.distributed_executor_backend!r}; with "
@@ -409,7 +414,7 @@ class EngineConfig:
                 f"pipeline_parallel_size is {stages}; it must be at most max_num_seqs, {self.max_num_seqs}, because "
                 "each stage works for other sequences"
             )
-        if stages > 1 and self.enable_expert_parallel and self.data_parallel_size > 1:
+        if stages > 1 and self.enable_expert_parallel and self.max_engines > 1:
             raise ValueError(
                 f"pipeline_parallel_size is {stages}; with enable_expert_parallel and several engines, which meet in "
                 "every step, it must be 1"
@@ -464,20 +469,19 @@ class EngineConfig:
             raise ValueError(f"data_parallel_rank is {self.data_parallel_rank}; it must be below {size}")
         if most is not None and most < size:
             raise ValueError(f"data_parallel_size_max is {most}; it must be at least data_parallel_size, {size}")
-        if most is not None and several:
+        if most is not None and (several or local is not None):
             raise ValueError(
-                f"data_parallel_size_max is {most}; with engines on several hosts, which start and end there, it must "
-                "not be given"
+                f"data_parallel_size_max is {most}; with data_parallel_size_local, or engines on several hosts, which "
+                "start and end there, it must not be given"
             )
         if self.data_parallel_autoscale is not None and most is None:
             raise ValueError(
                 f"data_parallel_autoscale is {self.data_parallel_autoscale}; it needs data_parallel_size_max"
             )
-        if self.enable_expert_parallel and (several or most is not None or self.data_parallel_external_lb):
+        if self.enable_expert_parallel and (several or self.data_parallel_external_lb):
             raise ValueError(
-                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server, "
-                "and always as many: headless, a smaller data_parallel_size_local, data_parallel_external_lb and "
-                "data_parallel_size_max must not be given"
+                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server: "
+                "headless, a smaller data_parallel_size_local and data_parallel_external_lb must not be given"
             )
         if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
             raise ValueError(

@@ -52,15 +52,15 @@ class Control:
         Raises:
             ApiError: it says something else, or their number cannot be changed.
         """
-        name, most = "data_parallel_size", self.facts["data_parallel_size_max"]
+        name, least, most = "data_parallel_size", *(self.facts[f"data_parallel_size_{end}"] for end in ("min", "max"))
         if most is None:
             message = "the number of engines cannot be changed: the server was started without --data-parallel-size-max"
             raise ApiError(400, message, name)
         check_fields(body, name)
         if name not in body:
             raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
-        if type(size := body[name]) is not int or not 1 <= size <= most:
-            raise ApiError(400, f"{name} is {reprlib.repr(size)}; it must be from 1 to {most}", name)
+        if type(size := body[name]) is not int or not least <= size <= most:
+            raise ApiError(400, f"{name} is {reprlib.repr(size)}; it must be from {least} to {most}", name)
         self.board.wanted = size
         return self.scaling()
 

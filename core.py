@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 from config import EngineConfig, stamp_of
-from executor import MpExecutor, Peers, UniExecutor, WorkerError, WorkerStoppedError
+from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -35,7 +35,7 @@ from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
 from sampling_params import default_sampling
 from scheduler import Scheduler
-from sequence import Request, SequenceGroup
+from sequence import Request
 from torchrun import ExternalExecutor, lead_or_follow
 from tracing import Trace
 
@@ -97,6 +97,7 @@ class EngineCore:
             "scheduling_policy": config.scheduling_policy,
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
+            "data_parallel_size_min": config.min_engines,
             "data_parallel_size_max": config.data_parallel_size_max,
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
@@ -275,10 +276,6 @@ class EngineCore:
             self.recorder.planned(self.plans[-1])
         self._give_up(failed)
 
-    def _constrained(self) -> list[SequenceGroup]:
-        """The groups that run, and where what may come next depends on what has come."""
-        return [group for group in self.scheduler.others if group.request.params.constrained]
-
     def _may_plan_ahead(self) -> bool:
         """Whether the next step can do without the tokens that those in flight bring, for most of those who run."""
         lane = self.scheduler.next_lane()
@@ -287,7 +284,7 @@ class EngineCore:
 
     def _make_masks(self) -> None:
         """Have masks made for the next step, and end requests that cannot go on."""
-        if not (groups := self._constrained()):
+        if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
             self.scheduler.late = ()
             return
         self.scheduler.late, failed = self.grammars.look(groups)
@@ -342,7 +339,7 @@ class EngineCore:
             self._replace_workers(error)
 
     def _replace_workers(self, error: WorkerError) -> None:
-        cause = None if isinstance(error, WorkerStoppedError) else str(error)
+        cause = None if isinstance(error, BlamelessError) else str(error)
         begun = time.monotonic()
         self._start_over(True, cause)
         self._restart_workers(error)
@@ -374,7 +371,8 @@ class EngineCore:
                 ) from error
             self.on_trouble(f"{error}; the workers are started anew")
             time.sleep(pause)
-            self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
+            self.num_restarts += 1
+            self.in_a_row += not isinstance(error, BrokenOffError)
             try:
                 self.executor.restart(config)
                 if self.asleep:

@@ -16,6 +16,9 @@ the same step, however late their messages are. Engines of a dense model step fo
 When an engine is gone, or its workers are, the others can't end the step that they are in. Then all of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
+
+Their number changes in the same way. One that is added comes to the meeting, and one that is taken away is gone. The
+server tells the coordinator how many there are to be, and whoever meets hears it there and divides the experts so.
 """
 
 from __future__ import annotations
@@ -33,10 +36,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from client import GONE, Connection, EngineDeadError, FrameServer, MPClient, Stream
-from executor import meeting_place, name_process
+from executor import name_process
 from kv_cache import chain
-from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Routed, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Resize, Routed, Subscribe, Wave, WaveReport
 from processes import READY, Board, Child, ParentPipe
+from ring import meeting_place
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
@@ -301,11 +305,11 @@ class Lockstep:
 
     Args:
         rank: of the engine.
-        meeting: which meeting of engines the steps follow, if they share experts.
+        met: the meeting of engines that the steps follow.
     """
 
-    def __init__(self, rank: int, meeting: str = ""):
-        self.rank, self.meeting = rank, meeting
+    def __init__(self, rank: int, met: Met):
+        self.rank, self.met = rank, met
         self.steps = self.end = 0
         self.joined = False  # whether the coordinator has said where the others are
         self.asked = False  # whether it knows that this engine has work beyond `end`
@@ -318,11 +322,14 @@ class Lockstep:
     def join(self) -> WaveReport:
         """What to send to a coordinator that does not know this engine yet."""
         self.asked = False
-        return WaveReport(self.rank, self.end, False, self.meeting)
+        return self._say(False)
+
+    def _say(self, more: bool) -> WaveReport:
+        return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
 
     def update(self, wave: Wave) -> None:
         """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
-        if wave.meeting != self.meeting:
+        if wave.meeting != self.met.name:
             return
         if not self.joined:
             self.joined, self.steps = True, wave.end
@@ -333,19 +340,18 @@ class Lockstep:
         if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
             return None
         self.asked = True
-        return WaveReport(self.rank, self.end, True, self.meeting)
+        return self._say(True)
 
 
 class Waves:
     """The coordinator's part: how many steps all engines run.
 
     Args:
-        size: number of engines.
         meeting: which meeting of engines the steps follow; None: the first report tells.
     """
 
-    def __init__(self, size: int, meeting: str | None = None):
-        self.size, self.end, self.meeting = size, 0, meeting
+    def __init__(self, meeting: str | None = None):
+        self.end, self.meeting = 0, meeting
         self.joined: set[int] = set()
 
     def update(self, report: WaveReport) -> Wave | None:
@@ -363,7 +369,7 @@ class Waves:
         joins = not report.more or report.rank not in self.joined
         self.joined.add(report.rank)
         self.end = max(self.end, report.end)
-        if len(self.joined) < self.size:
+        if len(self.joined) < report.engines:
             return None
         if report.more and report.end == self.end:
             self.end += WAVE_STEPS
@@ -378,19 +384,19 @@ class Peers:
         rank: of the engine.
 
     Attributes:
-        name: of the latest meeting.
-        broken: whether it is over, because another engine has left.
+        met: the latest meeting.
+        broken: whether it is over, because another engine has left, or is to be there, too.
     """
 
     def __init__(self, coordinator: socket.socket, rank: int):
-        self.rank, self.turn, self.name, self.broken = rank, 0, "", False
+        self.rank, self.turn, self.met, self.broken = rank, 0, Met(), False
         self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
         self.waiting = False
         self.connection = Connection(coordinator, self._receive, self._introduce)
 
     def _introduce(self, connection: Connection) -> None:
         """Tell a coordinator that does not know this engine yet where it is."""
-        connection.send(Meet(self.rank, self.turn if self.waiting else 0))
+        connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
 
     def _receive(self, message: Met | Health) -> None:
         if isinstance(message, Met):
@@ -398,8 +404,8 @@ class Peers:
             if message.place:
                 self.news.put(message)
 
-    def meet(self, timeout: float) -> str:
-        """Wait for the other engines; returns the place where the workers meet.
+    def meet(self, timeout: float) -> Met:
+        """Wait for the other engines; returns where the workers meet.
 
         Raises:
             TimeoutError: they have not come within so many seconds.
@@ -409,11 +415,11 @@ class Peers:
         self.turn, self.waiting = self.turn + 1, True
         self.connection.send(Meet(self.rank, self.turn))
         try:
-            met = self.news.get(timeout=timeout)
+            self.met = self.news.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"the other engines have not come within {timeout:g} s (startup_timeout)") from None
-        self.waiting, self.name = False, met.name
-        return met.place
+        self.waiting = False
+        return self.met
 
     def close(self) -> None:
         """Hang up."""
@@ -429,9 +435,15 @@ class Meetings:
 
     def __init__(self, size: int):
         self.size = size
+        self.met = 0  # engines at the latest meeting, as far as they have told
         self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
         self.waiting: set[int] = set()
         self.place = contextlib.ExitStack()  # closes the file of the latest meeting
+
+    def resize(self, size: int) -> dict[socket.socket, Met]:
+        """There are to be so many engines from the next meeting on; returns what to send to which engines."""
+        self.size = size
+        return self._gather() or (self._break_off() if self.met > size else {})
 
     def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
         """Take an engine's message, or None if it has left; returns what to send to which engines."""
@@ -440,33 +452,42 @@ class Meetings:
             if any(rank == other for other, _ in self.turns.values()):  # it has come back already
                 return {}
             self.waiting.discard(rank)
-            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+            return self._break_off()
         said = message.rank, message.turn
         if self.turns.get(client) == said:  # it has said so twice, because the connection was new
             return {}
         self.turns[client] = said
         if not message.turn:
-            return {client: Met()} if self.waiting else {}
+            self.met = max(self.met, message.engines)
+            return {client: Met()} if self.waiting or self.met > self.size else {}
         self.waiting.add(message.rank)
-        if len(self.waiting) < self.size:
-            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
-        self.waiting.clear()
+        return self._gather() or self._break_off()
+
+    def _break_off(self) -> dict[socket.socket, Met]:
+        return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+
+    def _gather(self) -> dict[socket.socket, Met]:
+        """What to send if all wait."""
+        if not self.waiting.issuperset(range(self.size)):
+            return {}
+        self.waiting.difference_update(range(self.size))
         before, self.place = self.place, contextlib.ExitStack()
-        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex())
+        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
         before.close()
-        return dict.fromkeys(self.turns, met)
+        self.met = self.size
+        return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}
 
 
 class Coordinator:
     """The loop of the coordinator's process.
 
     Args:
-        size: number of engines.
+        size: most engines that there can be, and sharing: how many there are, if they share experts.
         listener: where its clients come from.
     """
 
-    def __init__(self, size: int, listener: socket.socket):
-        self.frames, self.waves, self.meetings = FrameServer(listener), Waves(size), Meetings(size)
+    def __init__(self, size: int, sharing: int, listener: socket.socket):
+        self.frames, self.waves, self.meetings = FrameServer(listener), Waves(), Meetings(sharing)
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
@@ -486,6 +507,8 @@ class Coordinator:
                 self.routed, self.news, self.last = [], False, time.monotonic()
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
+        if isinstance(message, Resize):
+            return self._send(self.meetings.resize(message.engines))
         assert client
         self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
@@ -498,7 +521,7 @@ class Coordinator:
             if wave := self.waves.update(message):
                 self.frames.publish(wave, self.in_lockstep)
         elif isinstance(message, Meet):
-            self._meet(client, message)
+            self._send(self.meetings.update(client, message))
         elif isinstance(message, Subscribe):
             self.subscribers.add(client)
             self.frames.send(client, Loads(self.loads))
@@ -507,14 +530,14 @@ class Coordinator:
             self.in_lockstep.discard(client)
             self.frames.drop(client)
             if client in self.meetings.turns:
-                self._meet(client, None)
+                self._send(self.meetings.update(client, None))
             if (rank := self.engines.pop(client, None)) is not None:
                 self.loads[rank] = IDLE
 
-    def _meet(self, client: socket.socket, message: Meet | None) -> None:
-        for engine, news in self.meetings.update(client, message).items():
+    def _send(self, messages: dict[socket.socket, Met]) -> None:
+        for engine, news in messages.items():
             if news.place and self.waves.meeting != news.name:
-                self.waves = Waves(self.waves.size, news.name)
+                self.waves = Waves(news.name)
             self.frames.send(engine, news)
 
 
@@ -522,19 +545,26 @@ class CoordinatorProcess(Child):
     """The coordinator in a process of its own, which runs this file.
 
     Args:
-        size: number of engines.
+        size, sharing: see `Coordinator`.
         startup_timeout: seconds that it may take to start.
     """
 
-    def __init__(self, size: int, startup_timeout: float):
-        super().__init__("the coordinator", __file__, {"size": size}, startup_timeout)
+    def __init__(self, size: int, sharing: int, startup_timeout: float):
+        super().__init__("the coordinator", __file__, {"size": size, "sharing": sharing}, startup_timeout)
+
+    def resize(self, sharing: int) -> None:
+        """From now on so many engines share the experts."""
+        if sharing != self.options["sharing"]:
+            self.tell({"sharing": sharing})
 
 
 def coordinator_main() -> None:
     """What the coordinator's process runs."""
     name_process("coordinator")
     parent = ParentPipe()
-    coordinator = Coordinator(parent.options["size"], parent.listener)
+    coordinator = Coordinator(parent.options["size"], parent.options["sharing"], parent.listener)
+    parent.on_told = lambda: coordinator.frames.inbox.put((None, Resize(parent.options["sharing"])))
+    parent.on_told()  # something may have come before
     parent.ready({})
     coordinator.run()
 

@@ -21,7 +21,7 @@ from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from logs import console, logger, set_up, start_log
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
 from processes import Child, ParentPipe
 from ring import BEAT
 from torchrun import ExternalExecutor
@@ -57,7 +57,7 @@ class EngineServer:
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
         self.peers, self.lockstep = peers, None
         if coordinator and core.config.lockstep:
-            self.lockstep = Lockstep(self.load.rank, peers.name if peers else "")
+            self.lockstep = Lockstep(self.load.rank, peers.met if peers else Met())
         self.coordinator: Connection | None = None
         if coordinator:
             self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
@@ -84,8 +84,8 @@ class EngineServer:
         if (load := Load(self.load.rank, *self.core.load())) != self.load:
             self.load = load
             self.coordinator.send(load)
-        if self.lockstep and self.peers and self.lockstep.meeting != self.peers.name:  # all count from 0 again
-            self.lockstep = Lockstep(self.load.rank, self.peers.name)
+        if self.lockstep and self.peers and self.lockstep.met != self.peers.met:  # all count from 0 again
+            self.lockstep = Lockstep(self.load.rank, self.peers.met)
             self.coordinator.send(self.lockstep.join())
         if self.lockstep and (report := self.lockstep.report(self.core.scheduler.has_work())):
             self.coordinator.send(report)
@@ -155,7 +155,7 @@ class EngineServer:
 
     def is_idle(self) -> bool:
         """Whether nobody has anything to do with this engine."""
-        return not (self.frames.clients or self.owners or self.core.has_work())
+        return not (self.frames.clients or self.owners or self.core.scheduler.has_work())
 
     def end(self) -> None:
         """From another thread: let `run` return, and wait for the process to end with that."""

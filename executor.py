@@ -19,13 +19,12 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import spawn
 from multiprocessing.connection import wait
@@ -37,8 +36,8 @@ from tqdm import tqdm
 from config import EngineConfig
 from logs import logger, set_up
 from model_config import ModelConfig
-from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult
-from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
+from plan import Call, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
+from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
 
 NEVER = 1e9  # seconds
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
@@ -55,8 +54,12 @@ class WorkerError(RuntimeError):
     """A worker has died, or does not answer; the message names its rank and the step."""
 
 
-class WorkerStoppedError(WorkerError):
-    """No request is to blame: a signal has stopped it, or it has ended in a call that was given up."""
+class BlamelessError(WorkerError):
+    """No request is to blame: a signal stopped a worker, it ended in a given-up call, or another engine is gone."""
+
+
+class BrokenOffError(BlamelessError):
+    """All engines that share the experts have to start their workers anew."""
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
@@ -134,8 +137,8 @@ class Peers(Protocol):
 
     broken: bool
 
-    def meet(self, timeout: float) -> str:
-        """Wait for them; returns the place where the workers meet."""
+    def meet(self, timeout: float) -> Met:
+        """Wait for them; returns where the workers meet, and how many engines there are now."""
 
 
 class MpExecutor:
@@ -180,10 +183,10 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                place = self.peers.meet(config.startup_timeout)
+                met = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=place)
+            config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
         self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
         self.call_id, self.replies = 0, dict[int, Reply]()  # the latest call, and who has answered it
         self.owing: set[int] = set()  # ranks that have not answered a call that was given up
@@ -221,7 +224,9 @@ class MpExecutor:
 
         Raises:
             WorkerError: as for `result`; or a worker has not taken the plan within `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
+        self._heed_peers()
         self.waiting.append(plan.step)
         self.catch_up()
         self._send(plan)
@@ -300,7 +305,7 @@ class MpExecutor:
     def _send(self, message: StepPlan | Call) -> None:
         data = self.codec.encode(message)
         if not self.whole:
-            raise WorkerStoppedError("an earlier message was broken off, which some ranks may have and others not")
+            raise BlamelessError("an earlier message was broken off, which some ranks may have and others not")
         self.whole = False
         try:
             self.plans.write(data, self.step_timeout, self._attend)
@@ -338,10 +343,10 @@ class MpExecutor:
         hold up all its threads, so that only the system can tell whether it is stopped.
 
         Raises:
-            WorkerError: one has stood still for `step_timeout` seconds, or another engine that shares experts is gone.
+            WorkerError: one has stood still for `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
-        if self.peers and self.peers.broken:
-            raise WorkerError("an engine that shares the experts has broken off")
+        self._heed_peers()
         if time.monotonic() < self.next_look:
             return
         self.next_look, trouble = time.monotonic() + BEAT, ""
@@ -361,6 +366,15 @@ class MpExecutor:
         if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
             self.trouble = trouble
             self.on_trouble(trouble or None)
+
+    def _heed_peers(self) -> None:
+        """See whether the engines that share experts go on together.
+
+        Raises:
+            BrokenOffError: one of them is gone or starts its workers anew, or one is added.
+        """
+        if self.peers and self.peers.broken:
+            raise BrokenOffError("the engines that share the experts have broken off")
 
     def _replies(self, begun: float, timeout: float) -> list[Any]:
         """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
@@ -395,7 +409,8 @@ class MpExecutor:
         if isinstance(message, StepResult):
             self.early[rank].append(message)
         elif self.ready and not message.call_id:
-            raise self._error(rank, "has failed", message.error)
+            kind = BlamelessError if message.blameless else WorkerError
+            raise self._error(rank, "has failed", message.error, kind)
         elif rank in self.owing:
             self.owing.remove(rank)  # nobody waits for it any more
         elif message.call_id == self.call_id:
@@ -415,7 +430,7 @@ class MpExecutor:
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
-            return self._error(stopped[0], "is stopped", kind=WorkerStoppedError)
+            return self._error(stopped[0], "is stopped", kind=BlamelessError)
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
         return self._error(rank, f"has made no progress for {timeout:g} s")
@@ -429,17 +444,8 @@ class MpExecutor:
         if not self.ready:
             where = " while it starts"
         elif rank in self.owing:
-            where, kind = " in a call that was given up", WorkerStoppedError
+            where, kind = " in a call that was given up", BlamelessError
         return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
-
-
-def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
-    result, stages = results[-stage_size], results[::stage_size]
-    if len(stages) > 1:
-        found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
-        result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
-    return result
 
 
 def start_method() -> str:
@@ -486,20 +492,6 @@ def start_alone(process: Any) -> None:
             process.start()
         finally:
             spawn.get_preparation_data = prepare
-
-
-@contextlib.contextmanager
-def meeting_place() -> Iterator[str]:
-    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
-            yield f"file://{folder}/ranks"
-        return
-    fd = os.memfd_create("manta-ranks")
-    try:
-        yield f"file:///proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 def end(processes: list[Any], held: list[Any]) -> None:
@@ -615,6 +607,8 @@ def work(
                     launched.append(worker.launch(message))
                 else:
                     send(answer(worker, message, codec, script))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise

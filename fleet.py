@@ -40,6 +40,9 @@ class Fleet:
     board's `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets
     requests once it is ready. One that is taken away drains: see `DPClient`.
 
+    Engines that share experts are always those of the lowest ranks, and each step needs all of them. So none ends
+    before those above it, and one that dies while it drains is replaced.
+
     Args:
         config: the server's options.
         board: takes the state of each engine.
@@ -65,7 +68,8 @@ class Fleet:
         self.ends = {rank: socket.socketpair() for rank in self.ranks}
         if not alone:
             self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
-            self.coordinator = CoordinatorProcess(len(self.ranks), config.startup_timeout)
+            sizes = len(self.ranks), config.data_parallel_size
+            self.coordinator = CoordinatorProcess(*sizes, config.startup_timeout)
 
     @property
     def children(self) -> list[Child]:
@@ -169,8 +173,9 @@ class Fleet:
 
     def check(self) -> None:
         """See `Child.check`; this also starts and ends engines, as many as are wanted."""
+        unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
         for child in self.children:
-            if not (isinstance(child, EngineProcess) and self._state(child) in (STARTING, DRAINING)):
+            if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
                 child.check()
         if self.changing:
             if self.autoscaler:
@@ -210,20 +215,21 @@ class Fleet:
         logger.info(f"{engine.name} drains: {why}")
 
     def _resize(self, wanted: int) -> None:
-        states = self.board.engines
-        for rank, engine in list(self.engines.items()):
+        states, sharing = self.board.engines, self.config.lockstep
+        for rank, engine in sorted(self.engines.items(), reverse=True):
             surplus, state = rank >= wanted, states[rank]
-            if state == STARTING:
-                ready = None if surplus else engine.progress()
-                if ready and self._has_newest_weights(rank):
-                    logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
-                    self._admit(rank)
-                elif ready:
+            if state == STARTING and surplus:
+                self._end(rank)
+            elif state == STARTING:
+                ready = engine.progress() if engine.starting else engine.process.poll() is None
+                if ready and not self._has_newest_weights(rank):
                     logger.info(f"{engine.name} is started anew: weights have been updated while it started")
                     self._end(rank)
-                elif surplus or ready is False:
+                elif ready and not (sharing and states[rank - 1] == STARTING):
+                    logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
+                    self._admit(rank)
+                elif ready is False:
                     self._end(rank)
-                if ready is False:
                     self.board.wanted = wanted = min(rank, self.board.wanted)
                     logger.error(f"{engine.name} does not start; {wanted} are wanted from now on")
             elif state == READY and surplus:
@@ -232,12 +238,17 @@ class Fleet:
                 self._admit(rank)
             elif state == DRAINING:
                 engine.look()
-                if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
+                ended = engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None
+                if ended and not (sharing and rank < max(self.engines)):
                     self._end(rank)
         for rank in range(wanted):
-            # On a CPU a start takes cores from those that serve, so there is one at a time.
-            if rank not in self.engines and not (self.facts["device"] == "cpu" and STARTING in states.tolist()):
+            # On a CPU a start takes cores from those that serve, so there is one at a time. Those that share experts
+            # do not serve meanwhile.
+            in_turn = self.facts["device"] == "cpu" and not sharing
+            if rank not in self.engines and not (in_turn and STARTING in states.tolist()):
                 self._launch(rank)
+        if sharing and self.coordinator:
+            self.coordinator.resize(len(self.engines))
 
     def _end(self, rank: int) -> None:
         engine = self.engines.pop(rank)

@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from gunicorn.app.base import BaseApplication
@@ -137,6 +138,13 @@ class Child:
             self.facts = json.loads(line)
             self.on_ready()
         return bool(line)
+
+    def tell(self, options: dict[str, Any]) -> None:
+        """Change options of the process, and of its successors."""
+        self.options |= options
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and the successor has them
+            self.process.stdin.write(json.dumps(options).encode() + b"\n")
 
     def wait(self) -> None:
         """Wait until it is ready.
@@ -255,18 +263,22 @@ class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
     Attributes:
-        options: what the process was started with.
+        options: what the process was started with, and has been told since then.
         listener: where its clients come from.
         beside: further sockets that the parent has given it.
+        on_told: called when the parent has changed some of the options.
         on_close: called when the pipe closes, before the process ends.
         is_idle: called before each heartbeat, which tells whether nobody needs this process.
     """
 
     def __init__(self) -> None:
-        if not (line := sys.stdin.buffer.readline()):  # the parent has ended already
+        # Unbuffered, because a lock that a thread held here would abort the interpreter when it exits.
+        self.lines = FileIO(0, closefd=False)
+        if not (line := self.lines.readline()):  # the parent has ended already
             os._exit(0)
         self.options = json.loads(line)
         self.listener, *self.beside = [socket.socket(fileno=fd) for fd in self.options.pop("fds")]
+        self.on_told: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
         self.is_idle: Callable[[], bool] = lambda: False
         self.out, self.lock = os.dup(1), threading.Lock()
@@ -274,10 +286,9 @@ class ParentPipe:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        # The read returns nothing once the last process that holds the other end is gone. It is unbuffered, because a
-        # lock that this thread held would abort the interpreter when it exits.
-        while os.read(0, 1):
-            pass
+        for line in self.lines:  # they end once the last process that holds the other end is gone
+            self.options |= json.loads(line)
+            self.on_told()
         self.on_close()
         self.end(0)
 

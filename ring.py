@@ -337,6 +337,20 @@ class RingBuffer:
                 end.close()
 
 
+@contextlib.contextmanager
+def meeting_place() -> Iterator[str]:
+    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+            yield f"file://{folder}/ranks"
+        return
+    fd = os.memfd_create("manta-ranks")
+    try:
+        yield f"file:///proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
 # --- to another host --------------------------------------------------------------------------------------------------
 
 

@@ -93,6 +93,14 @@ def test_a_number_of_engines_that_cannot_be_is_refused(engine, body: dict[str, A
     assert client.get("/scale").json["data_parallel_size"] == 0
 
 
+def test_engines_that_share_experts_are_no_fewer_than_there_is_memory_for(engine):
+    assert EngineConfig(data_parallel_size=2, data_parallel_size_max=4).min_engines == 1
+    sharing = EngineConfig(data_parallel_size=2, data_parallel_size_max=4, enable_expert_parallel=True)
+    client = client_of(engine, FACTS | {"data_parallel_size_min": sharing.min_engines})
+    assert "it must be from 2 to 4" in refusal(client.post("/scale", json={"data_parallel_size": 1}))["message"]
+    assert client.post("/scale", json={"data_parallel_size": 2}).json["data_parallel_size"] == 2
+
+
 def test_a_number_that_can_be_is_wanted_and_a_fixed_one_stays(engine):
     client = client_of(engine)
     assert client.post("/scale", json={"data_parallel_size": 3}).json["data_parallel_size"] == 3

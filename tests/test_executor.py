@@ -23,7 +23,7 @@ from core import EngineCore
 from engine import LLM, SamplingParams
 from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
 from journal import replay
-from plan import EngineCoreRequest, StepPlan
+from plan import EngineCoreRequest, Met, PeersGone, StepPlan
 from ring import Watchdog
 from served import alive, eventually
 from test_ring import SlowRing, TinyRing
@@ -434,6 +434,51 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
         make_llm(distributed_executor_backend="mp", max_model_len=4096)
     with pytest.raises(ValueError, match="no_such_method"):
         mp_llm.core.collective_rpc("no_such_method")
+
+
+def lose_peers(worker: Any) -> None:
+    """The next step fails as if another engine were gone that has a part of the experts."""
+
+    def launch(plan: StepPlan) -> None:
+        raise PeersGone("engine 0 has lost the other engines")
+
+    worker.launch = launch
+
+
+def test_no_request_is_to_blame_when_other_engines_are_gone(mp_llm, answers, undisturbed, monkeypatch, caplog):
+    core, suspects = mp_llm.core, list[Any]()
+    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    when(mp_llm, [3], lambda: mp_llm.collective_rpc(lose_peers, 60.0))
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert "engine 0 has lost the other engines: new workers after" in caplog.text and not suspects
+
+
+def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they_are_told(
+    mp_llm, answers, undisturbed, monkeypatch
+):
+    core, peers = mp_llm.core, SimpleNamespace(broken=False)
+    sizes: list[int] = []
+
+    def meet(timeout: float) -> Met:
+        peers.broken = False
+        return Met("file:///nowhere", "", 1)
+
+    def launch(config: EngineConfig, *args: Any) -> None:
+        sizes.append(config.data_parallel_size)
+        MpExecutor._launch(core.executor, config, *args)
+
+    peers.meet = meet
+    monkeypatch.setattr(core.executor, "peers", peers)
+    monkeypatch.setattr(core.executor, "_launch", launch)
+    before = core.metrics()["num_worker_restarts_total"]
+    when(mp_llm, [7], lambda: vars(peers).update(broken=True))
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.metrics()["num_worker_restarts_total"] == before + 1 and sizes == [1]
+    monkeypatch.setattr(core.executor, "restart", lambda config: meet(0))
+    for _ in range(core.config.max_worker_restarts + 2):  # no step in between
+        peers.broken = True
+        core.check_workers()
+    assert not peers.broken
 
 
 def double_of(worker: Any, number: int, plus: int = 0) -> list[int]:

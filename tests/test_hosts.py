@@ -144,7 +144,11 @@ def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str
         ({"data_parallel_rank": 2}, "data_parallel_rank is 2; it must be below 2"),
         ({"data_parallel_size_max": 1}, "data_parallel_size_max is 1; it must be at least"),
         ({"data_parallel_autoscale": 1.0}, "it needs data_parallel_size_max"),
-        ({"data_parallel_size_max": 3, "enable_expert_parallel": True}, "engines that share experts must be on one"),
+        (
+            {"data_parallel_size_max": 3, "data_parallel_size_local": 2},
+            "data_parallel_size_max is 3; with data_paralle",
+        ),
+        ({"data_parallel_external_lb": True, "enable_expert_parallel": True}, "engines that share experts must be on"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], words: str):

@@ -75,7 +75,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "ray_hosts": {"config", "engine_process", "executor", "hosts", "logs", "processes", "ray_executor", "ray_hosts"},
     "client": {"plan", "ring"},
     "processes": {"config", "executor", "logs", "ring"},
-    "data_parallel": {"client", "executor", "kv_cache", "plan", "processes"},
+    "data_parallel": {"client", "executor", "kv_cache", "plan", "processes", "ring"},
     # deciding
     "config": {"logs"},
     "logs": set(),
@@ -123,7 +123,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "dequantize": {"quantization"},
     "memory": {
         "batch_state", "config", "cpu", "kv_layout", "latent_attention", "model", "model_config", "parallel", "sizes"},
-    "parallel": {"config"},
+    "parallel": {"config", "plan"},
     "sanitizer": {"plan"},
     "tracing": {"config", "plan"},
     # ops: cpu_ops takes from the specification what a CPU does no faster

@@ -16,7 +16,7 @@ import pytest
 import executor as executor_module
 import ring as ring_module
 from config import EngineConfig
-from executor import NEVER, MpExecutor, WorkerError, WorkerStoppedError
+from executor import NEVER, BlamelessError, MpExecutor, WorkerError
 from plan import Call, Reply, StepPlan, StepResult
 from ray_executor import Plans
 from ring import Codec, EngineLink, RankLink, RingBuffer
@@ -225,7 +225,7 @@ def test_a_rank_that_takes_no_plan_is_named(ranks, how):
     with pytest.raises(WorkerError, match=f"rank 1 {says[how]} in step 1") as error:
         for step in range(1, 100):
             executor.submit(plan(step, LARGE))
-    assert (type(error.value) is WorkerStoppedError) == (how == "stopped") and time.monotonic() - begun < 2
+    assert (type(error.value) is BlamelessError) == (how == "stopped") and time.monotonic() - begun < 2
 
 
 def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):
@@ -367,7 +367,7 @@ def test_a_rank_that_is_lost_in_a_call_that_was_given_up_is_found(busy, how, idl
     rank.stopped = how == "is stopped"
     if not rank.stopped:
         rank.kill()
-    with pytest.raises(WorkerStoppedError, match=f"rank 0 {how} in a call that was given up"):
+    with pytest.raises(BlamelessError, match=f"rank 0 {how} in a call that was given up"):
         if idle:
             look_for(executor, 5)
         executor.submit(plan(1))
