@@ -305,22 +305,23 @@ class EngineCore:
         try:
             with self.span("wait", plan):
                 result = self.executor.result()
+            with undisturbed():
+                self.in_a_row = 0
+                if result.error:
+                    return self._start_over(False, result.error)
+                if self.journal:
+                    self.journal.landed(result)
+                if self.recorder.recording:
+                    self.recorder.landed(plan)
+                if self.trace:
+                    self.trace.phases(result)
+                with self.span("update", plan):
+                    self.news.add(self.scheduler.update(plan, result))
         except WorkerError as error:
-            return self._replace_workers(error)
+            self._replace_workers(error)
         except KeyboardInterrupt:  # the next step begins anew
             self._start_over(False, None)
             raise
-        self.in_a_row = 0
-        if result.error:
-            return self._start_over(False, result.error)
-        with undisturbed(), self.span("update", plan):
-            if self.journal:
-                self.journal.landed(result)
-            if self.recorder.recording:
-                self.recorder.landed(plan)
-            if self.trace:
-                self.trace.phases(result)
-            self.news.add(self.scheduler.update(plan, result))
 
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
