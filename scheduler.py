@@ -476,8 +476,8 @@ class Scheduler:
         news.outputs += pooled
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
-        others = (group for group in flight.lane.others if group.status is Status.RUNNING)
-        flight.lane.others = [group for group in others if group.seqs[0].batch is None]
+        for lane in self.lanes:  # a group may have come to another one meanwhile, see `Lanes.surplus`
+            lane.others = [g for g in lane.others if g.status is Status.RUNNING and g.seqs[0].batch is None]
         if beams or any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):

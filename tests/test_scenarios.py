@@ -130,8 +130,8 @@ class Scenario:
         if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
             self.num_late += 1
             late.add(self.random.choice(masked))
-            for name in self.due:
-                self.due[name] += 1
+            for name in self.due:  # a step that is missed may be a turn of all lanes
+                self.due[name] += self.engine.depth
         self.engine.scheduler.late = late
 
     def interrupt(self, plan: StepPlan) -> tuple[int, int] | None:
