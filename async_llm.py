@@ -17,12 +17,12 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from client import GONE, SILENT, EngineDeadError, MPClient, Stream, source_of
+from client import GONE, SILENT, BackgroundResources, EngineDeadError, MPClient, Stream, source_of, weakly
 from config import EngineConfig
 from engine_process import EngineProcess
 from hub import find_model
@@ -30,7 +30,7 @@ from logs import logger, set_up
 from model_config import ModelConfig
 from outputs import Choices, RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method, reference_to
-from processes import LOOK
+from processes import watch_over
 from prompts import InputProcessor, Prompt
 from ring import STALL
 from sampling_params import SamplingParams
@@ -93,34 +93,26 @@ class AsyncLLM:
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
         self.numbers = itertools.count()
-        self.process = EngineProcess(dataclasses.replace(config, runs_functions=True))
-        try:
-            self.process.wait()
-        except BaseException as error:
-            self.process.stop()
-            if isinstance(error, SystemExit):
+        self.resources = BackgroundResources(self)
+        with self.resources.all_or_nothing():
+            self.process = EngineProcess(dataclasses.replace(config, runs_functions=True))
+            self.resources.add(self.process.stop)
+            try:
+                self.process.wait()
+            except SystemExit:
                 raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
-            raise
-        self.inputs = InputProcessor(self.tokenizer, self.process.facts)
-        self.client = MPClient(self.process.address)
-        self.client.connection.up.wait(STALL)
-        self.closed = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
-        self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
+            self.inputs = InputProcessor(self.tokenizer, self.process.facts)
+            self.client = MPClient(self.process.address)
+            self.resources.add(weakly(self.client.close))  # its streams may lead to this
+            self.client.connection.up.wait(STALL)
+            self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
+            self.resources.add(partial(self.sender.shutdown, wait=False, cancel_futures=True))
+            self.resources.run(watch_over, self.process, self.resources.ended)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
         """The same as `AsyncLLM(engine_args)`, by vLLM's name."""
         return cls(engine_args)
-
-    def _watch(self) -> None:
-        """Replace the engine process if it has died or stands still, until this is shut down."""
-        try:
-            while not self.closed.wait(LOOK):
-                self.process.check()
-        except ChildProcessError as error:
-            logger.error(str(error))
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -184,11 +176,11 @@ class AsyncLLM:
         return await asyncio.wrap_future(self.sender.submit(call, *args))
 
     def _abort(self, name: str, index: int | None = None, reason: str = "abort") -> None:
-        if not self.closed.is_set():
+        with contextlib.suppress(RuntimeError):  # the sender has ended, and the engine with it
             self.sender.submit(self.client.abort, name, index, reason)
 
     def _check_open(self) -> None:
-        if self.closed.is_set():
+        if self.resources.ended.is_set():
             raise ValueError("this AsyncLLM is shut down; it can do nothing more")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -272,7 +264,7 @@ class AsyncLLM:
     @property
     def errored(self) -> bool:
         """Whether requests end with an error now, because the engine is gone, stands still, or is shut down."""
-        return self.closed.is_set() or self.client.trouble in (GONE, SILENT)
+        return self.resources.ended.is_set() or self.client.trouble in (GONE, SILENT)
 
     @property
     def is_running(self) -> bool:
@@ -291,13 +283,7 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine process. Requests that run end with an `EngineDeadError`."""
-        if self.closed.is_set():
-            return
-        self.closed.set()
-        self.watcher.join()
-        self.client.close()
-        self.sender.shutdown(wait=False, cancel_futures=True)
-        self.process.stop()
+        self.resources()
 
 
 AsyncLLMEngine = AsyncLLM  # its older name in vLLM

@@ -5,6 +5,7 @@
     Stream          the outputs of one request, or of several, as they come
     FrameServer     the end that listens: the messages of all its clients come into one inbox
     Connection      a client's end of a socket, made anew whenever it is lost
+    BackgroundResources     what a client has started, which ends with it
 
 A frame is four bytes of length and the message as `ring.Codec` writes it. All of this is plain sockets, threads and
 queues, because gevent can patch those and turn the threads into greenlets, which the API processes want.
@@ -29,6 +30,7 @@ import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -50,11 +52,81 @@ class EngineDeadError(RuntimeError):
     """The engine process is gone, and this request with it, or it does not answer."""
 
 
+class BackgroundResources:
+    """What a client has started. A call ends all of it, once: first what was started last.
+
+    The client's `shutdown` calls it. So does `weakref.finalize`, when the last reference to the client goes, and when
+    the interpreter exits. Therefore neither this nor a thread may refer to the client, other than weakly.
+
+    Args:
+        client: whose they are.
+
+    Attributes:
+        ended: is set before anything ends.
+    """
+
+    def __init__(self, client: object):
+        self.ended, self.stack = threading.Event(), contextlib.ExitStack()
+        self.threads: list[threading.Thread] = []
+        self.pid = os.getpid()
+        weakref.finalize(client, self)
+
+    def add(self, end: Callable[..., object], *args: Any) -> None:
+        """Have `end` called with these arguments."""
+        self.stack.callback(end, *args)
+
+    def run(self, task: Callable[..., None], *args: Any) -> None:
+        """Start a thread, which has to return soon after `ended` is set."""
+        thread = threading.Thread(target=task, args=args, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        self.add(thread.join)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """For the body of a constructor: if that fails, what it has started ends."""
+        try:
+            yield
+        except BaseException:
+            self()
+            raise
+
+    def check(self) -> None:
+        """Raises ValueError: all of it has ended."""
+        if self.ended.is_set():
+            raise ValueError("this client is shut down; it can do nothing more")
+
+    def __call__(self) -> None:
+        if os.getpid() != self.pid:  # this process is a fork, and what it has copies of goes on in the other one
+            return
+        if threading.current_thread() in self.threads:  # garbage is collected in any thread; none can join itself
+            threading.Thread(target=self).start()
+            return
+        self.ended.set()
+        self.stack.pop_all().close()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a bound method for as long as its object lives, and does not keep that alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if living := reference():
+            living(*args)
+
+    return call
+
+
 class Stream:
-    """The outputs of one request as they come, or of several requests that were added with the same stream."""
+    """The outputs of one request as they come, or of several requests that were added with the same stream.
+
+    Attributes:
+        clients: those to whom the requests were added. They live for as long as somebody may read what comes.
+    """
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
+        self.clients: set[object] = set()
 
     def put(self, item: EngineOutput | Exception) -> None:
         """Append what `get` will return, or raise."""
@@ -87,7 +159,9 @@ class MPClient:
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
         self.said: str | None = GONE  # the engine's own word on its health
-        self.connection = Connection(address, self._receive, lost=self._lost)
+        self.resources = BackgroundResources(self)
+        self.connection = Connection(address, weakly(self._receive), lost=weakly(self._lost))
+        self.resources.add(self.connection.close)
 
     @property
     def trouble(self) -> str | None:
@@ -117,6 +191,7 @@ class MPClient:
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
+        self.resources.check()
         # It would wait, nobody knows for how long. But what goes to another host arrives when the network is back, or
         # the connection is lost soon.
         if self.connection.silent and not self.connection.far:
@@ -132,8 +207,10 @@ class MPClient:
 
         Raises:
             EngineDeadError: there is no engine.
+            ValueError: this is shut down.
         """
         target = stream or Stream()
+        target.clients.add(self)
         self._send(request, lambda: self.streams.update({request.request_id: target}))
         return target
 
@@ -143,14 +220,14 @@ class MPClient:
         The reason is what it counts as: "stop" where its text has come to a stop string.
         """
         if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
-            with contextlib.suppress(EngineDeadError):
+            with contextlib.suppress(EngineDeadError, ValueError):  # no engine has it, or this is shut down
                 self._send(Abort(request_id, index, reason))
 
     def call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
         """Run a utility of the engine and return its value; without a timeout, wait for as long as it takes.
 
         Raises:
-            ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
+            ValueError: the engine does not have it, it failed, its arguments cannot be sent, or this is shut down.
             TimeoutError: no answer came within `timeout` seconds, or it says so of itself.
             EngineDeadError: there is no engine.
         """
@@ -181,21 +258,33 @@ class MPClient:
 
     def close(self) -> None:
         """Hang up; the engine drops what this client still had running."""
-        self.connection.close()
+        self.resources()
 
 
 class InprocClient:
     """The engine in the caller's own process, with the methods of `MPClient`.
 
-    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
+    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output. It ends with
+    its own last reference, which may be another one than this client's; its executor sees to that.
 
     Args:
         core: an `EngineCore`.
     """
 
     def __init__(self, core: Any):
-        self.core = core
+        self._core: Any = core
         self.streams: dict[str, Stream] = {}
+
+    @property
+    def core(self) -> Any:
+        """The engine.
+
+        Raises:
+            ValueError: this is shut down.
+        """
+        if self._core is None:
+            raise ValueError("this client is shut down; it can do nothing more")
+        return self._core
 
     def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
         """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
@@ -208,6 +297,8 @@ class InprocClient:
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        if self._core is None:
+            return
         self.core.abort(request_id, index, reason)
         if index is None:
             self.streams.pop(request_id, None)
@@ -246,11 +337,14 @@ class InprocClient:
 
     def close(self) -> None:
         """Drop what runs, and end the engine."""
+        if self._core is None:
+            return
         for request_id in list(self.streams):
             self.abort(request_id)
         while self.step():
             pass
-        self.core.close()
+        core, self._core = self._core, None
+        core.close()
 
 
 class InprocStream(Stream):
@@ -472,13 +566,17 @@ class Connection:
     ):
         self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
         self.send_timeout = send_timeout
-        self.codec, self.lock, self.closed = Codec(), threading.Lock(), False
+        self.codec, self.lock, self.closed = Codec(), threading.Lock(), threading.Event()
         self.up = threading.Event()
         self.heard, self.silent, self.far = 0, False, False
         self.socket = connect(address)
-        for task in (self._run, self._watch):
-            threading.Thread(target=task, daemon=True).start()
-        self.up.wait(GRACE)
+        try:
+            for task in (self._run, self._watch):
+                threading.Thread(target=task, daemon=True).start()
+            self.up.wait(GRACE)
+        except BaseException:  # Ctrl-C, or there are too many threads
+            self.close()
+            raise
 
     def _reach(self) -> None:
         """Wait until somebody accepts the connection, and another socket perhaps takes its place."""
@@ -486,14 +584,14 @@ class Connection:
             if other := accept(self.socket):
                 self.socket.close()
                 self.socket, self.far = other, True
-                if self.closed:
+                if self.closed.is_set():
                     self._hang_up()
                 other.recv(len(ACCEPTED))  # the process there accepts it, too
             if self.send_timeout:
                 limit_sends(self.socket, self.send_timeout)
 
     def _run(self) -> None:
-        while not self.closed:
+        while not self.closed.is_set():
             self._reach()
             for message in read_frames(self.socket):
                 self.heard += 1
@@ -504,17 +602,17 @@ class Connection:
             with self.lock:
                 self.up.clear()
                 self.socket.close()
-                if not self.closed:
+                if not self.closed.is_set():
                     try:
                         self.socket = connect(self.address)
                     except OSError:  # the server ends, and no process is left that could accept
-                        self.closed = True
+                        self.closed.set()
             self.lost(self)
+        self.socket.close()
 
     def _watch(self) -> None:
         dog = Watchdog()
-        while not self.closed:
-            time.sleep(BEAT)
+        while not self.closed.wait(BEAT):
             self.silent = dog.look(self.heard) >= STALL and self.up.is_set()
 
     def send(self, message: Message, first: Callable[[], None] = lambda: None) -> bool:
@@ -535,5 +633,5 @@ class Connection:
 
     def close(self) -> None:
         """Hang up, for good."""
-        self.closed = True
+        self.closed.set()
         self._hang_up()

@@ -29,10 +29,10 @@ import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from client import GONE, Connection, EngineDeadError, FrameServer, MPClient, Stream
+from client import GONE, BackgroundResources, Connection, EngineDeadError, FrameServer, MPClient, Stream, weakly
 from executor import meeting_place, name_process
 from kv_cache import chain
 from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Routed, Subscribe, Wave, WaveReport
@@ -160,6 +160,7 @@ class DPClient:
         router: of this process.
         board: has the state of each engine, and takes the queue time.
         changing: whether these states may change.
+        resources: what a subclass has started for this client; None: nothing.
     """
 
     def __init__(
@@ -169,17 +170,21 @@ class DPClient:
         router: Router,
         board: Board,
         changing: bool = False,
+        resources: BackgroundResources | None = None,
     ):
         self.addresses, self.router, self.board = addresses, router, board
         self.clients: dict[int, MPClient] = {}
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
-        self.lock, self.closed = threading.Lock(), False
-        self._look()
+        self.lock, self.resources = threading.Lock(), resources or BackgroundResources(self)
         self.coordinator: Connection | None = None
-        if coordinator:
-            self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
-        if changing:
-            threading.Thread(target=self._watch, daemon=True).start()
+        with self.resources.all_or_nothing():
+            self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
+            self._look()
+            if coordinator:
+                self.coordinator = Connection(coordinator, weakly(self._receive), subscribe)
+                self.resources.add(self.coordinator.close)
+            if changing:
+                self.resources.run(repeat, weakly(self._look), self.resources.ended)
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
@@ -187,11 +192,6 @@ class DPClient:
             for digest, rank in message.routed:
                 self.router.learn(digest, rank)
             self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
-
-    def _watch(self) -> None:
-        while not self.closed:
-            time.sleep(INTERVAL)
-            self._look()
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
@@ -220,7 +220,9 @@ class DPClient:
 
         Raises:
             EngineDeadError: there is no engine.
+            ValueError: this is shut down.
         """
+        self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
         tried: set[int] = set()
         while True:
@@ -234,7 +236,9 @@ class DPClient:
             if digest and self.coordinator and self.router.routers > 1:
                 self.coordinator.send(Routed(digest, rank))
             try:
-                return client.add(request, stream)
+                stream = client.add(request, stream)
+                stream.clients.add(self)
+                return stream
             except EngineDeadError:
                 tried.add(rank)
             finally:
@@ -248,6 +252,7 @@ class DPClient:
 
     def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
+        self.resources.check()
         found = {}
         for rank, client in sorted(self.clients.items()):
             if not client.connection.silent:
@@ -270,11 +275,22 @@ class DPClient:
 
     def close(self) -> None:
         """Hang up."""
-        self.closed = True
-        if self.coordinator:
-            self.coordinator.close()
+        self.resources()
+
+    def _hang_up(self) -> None:
         for client in list(self.clients.values()):
             client.close()
+
+
+def subscribe(coordinator: Connection) -> None:
+    """Ask a coordinator for loads."""
+    coordinator.send(Subscribe())
+
+
+def repeat(look: Callable[[], None], ended: threading.Event) -> None:
+    """Look every INTERVAL until the end."""
+    while not ended.wait(INTERVAL):
+        look()
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------

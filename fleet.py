@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Any
 
-from client import MPClient, Stream
+from client import BackgroundResources, MPClient, Stream
 from config import PROG, EngineConfig
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
@@ -27,7 +27,7 @@ from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headl
 from logs import console, logger
 from model_config import ModelConfig
 from plan import EngineOutput
-from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen
+from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
 from ray_hosts import Launcher
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
@@ -268,26 +268,17 @@ class FleetClient(DPClient):
         check_engines(config)
         secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
-        try:
-            fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
-        except BaseException as error:
-            self._stop()
-            if isinstance(error, SystemExit):
+        resources, self.arrived = BackgroundResources(self), threading.Event()
+        with resources.all_or_nothing():
+            resources.add(stop, self.children)
+            try:
+                fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
+            except SystemExit:
                 raise ValueError("the engine processes have not started; they have said why on stderr") from None
-            raise
-        self.facts, self.arrived, self.ended = fleet.facts, threading.Event(), threading.Event()
-        addresses = [fleet.ends[rank][0] for rank in fleet.ranks]
-        coordinator = fleet.coordinator.address if fleet.coordinator else None
-        super().__init__(addresses, coordinator, fleet.new_router(), board)
-        self.watcher = threading.Thread(target=self._watch_over, args=(fleet,), daemon=True)
-        self.watcher.start()
-
-    def _watch_over(self, fleet: Fleet) -> None:
-        try:
-            while not self.ended.wait(LOOK):
-                fleet.check()
-        except ChildProcessError as error:
-            logger.error(str(error))
+            self.facts, addresses = fleet.facts, [fleet.ends[rank][0] for rank in fleet.ranks]
+            coordinator = fleet.coordinator.address if fleet.coordinator else None
+            super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
+            resources.run(watch_over, fleet, resources.ended)
 
     def stream(self) -> Stream:
         """A stream for `add`."""
@@ -300,16 +291,11 @@ class FleetClient(DPClient):
             self.arrived.clear()
         return False
 
-    def _stop(self) -> None:
-        for child in self.children:
-            child.stop()
 
-    def close(self) -> None:
-        """End the engines, with all that runs."""
-        self.ended.set()
-        self.watcher.join()
-        super().close()
-        self._stop()
+def stop(children: list[Kept]) -> None:
+    """End processes."""
+    for child in children:
+        child.stop()
 
 
 def follow_server(config: EngineConfig, secret: str) -> None:

@@ -242,6 +242,15 @@ class Kept(Protocol):
         """See `Child.stop`."""
 
 
+def watch_over(child: Kept, ended: threading.Event) -> None:
+    """Do what the server's main loop does for a child, in a thread of a script, until the end."""
+    try:
+        while not ended.wait(LOOK):
+            child.check()
+    except ChildProcessError as error:
+        logger.error(str(error))
+
+
 class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 

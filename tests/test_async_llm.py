@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError, SamplingParams
 from config import DEMO
 from processes import STOP_TIMEOUT
-from served import alive
+from served import alive, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=900)
@@ -254,6 +257,29 @@ def test_shutdown_ends_all(llm_async):  # the last of those that share the engin
             call()
     with pytest.raises(EngineDeadError):
         asyncio.run(llm_async.check_health())
+
+
+def test_what_is_forgotten_ends_once_nobody_reads_from_it():
+    threads, loop = set(threading.enumerate()), asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    forgotten = AsyncLLM(EngineArgs(DEMO, dtype="float32", device="cpu", block_size=16, threads=1))
+    engine = forgotten.process.process.pid
+    pids = [engine, *(child.pid for child in psutil.Process(engine).children(recursive=True))]
+    assert len(pids) >= 2  # its worker
+    outputs = forgotten.generate(SEED, GREEDY, "r")
+    del forgotten
+    gc.collect()
+
+    async def read(outputs) -> list:
+        return [output async for output in outputs]
+
+    assert len(loop.run_until_complete(read(outputs))[-1].outputs[0].token_ids) == 8
+    del outputs
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gc.collect()
+    assert not alive(engine)
+    eventually(lambda: not any(map(alive, pids)) and set(threading.enumerate()) <= threads)
 
 
 def test_an_engine_that_cannot_be_is_an_error(tmp_path):

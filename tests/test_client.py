@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from client import GRACE, SEND_TIMEOUT, EngineDeadError, FrameServer, MPClient, connect, read_frames, to_frame
+import client as clients
+from client import (
+    GRACE,
+    SEND_TIMEOUT,
+    BackgroundResources,
+    EngineDeadError,
+    FrameServer,
+    MPClient,
+    connect,
+    read_frames,
+    to_frame,
+)
+from data_parallel import DPClient, Router
 from engine import SamplingParams
 from engine_process import EngineServer
 from plan import EngineCoreRequest, EngineOutput, Health, Reply
+from processes import READY, Board
 from ring import STALL, Codec
 from served import ROOT, eventually
 
@@ -93,8 +111,11 @@ def test_a_client_that_leaves_takes_its_requests_along(served):
     with pytest.raises(EngineDeadError):
         while True:
             stream.get(timeout=30)
-    with pytest.raises(EngineDeadError):
-        client.add(EngineCoreRequest("b", [5], GREEDY))
+    for call in (lambda: client.add(EngineCoreRequest("b", [5], GREEDY)), lambda: client.call("metrics")):
+        with pytest.raises(ValueError, match="this client is shut down"):
+            call()
+    client.abort("a")
+    client.close()
     other.close()
 
 
@@ -251,3 +272,132 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+# --- what ends with a client ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
+    """Check that afterwards, once the servers have dropped who has left, no more threads run and files are open."""
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+
+    def is_over() -> bool:
+        for server in servers:
+            while not server.inbox.empty():
+                client, message = server.inbox.get()
+                if message is None:
+                    server.drop(client)
+        return set(threading.enumerate()) <= threads and len(os.listdir("/proc/self/fd")) == files
+
+    eventually(is_over)
+
+
+@pytest.fixture
+def engines():
+    """The addresses of two engines and a coordinator that only accept clients, and the ends that do."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    servers = [FrameServer(listener) for _, listener in pairs]
+    yield [address for address, _ in pairs], servers
+    for address, _ in pairs:
+        address.close()
+
+
+def wait_until_ready(client: MPClient | DPClient) -> None:
+    eventually(lambda: client.trouble is None)
+
+
+def dp_client(addresses: list[socket.socket]) -> DPClient:
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    return DPClient(addresses[:2], addresses[2], Router(2, 16), board, changing=True)
+
+
+@pytest.mark.parametrize("how", ["forgotten", "forgotten in a circle", "closed"])
+@pytest.mark.parametrize("new", [lambda addresses: MPClient(addresses[0]), dp_client], ids=["MPClient", "DPClient"])
+def test_a_client_hangs_up_and_its_threads_end(engines, new, how):
+    addresses, servers = engines
+    with nothing_left(servers):
+        client = new(addresses)
+        wait_until_ready(client)
+        stream = client.add(EngineCoreRequest("a", [5], GREEDY))  # which nobody will answer, and nobody reads
+        if how == "closed":
+            client.close()
+            with pytest.raises(EngineDeadError):
+                stream.get(timeout=30)
+            client.close()
+        elif how == "forgotten in a circle":
+            client.itself = client
+        del client, stream
+
+
+def test_a_stream_that_may_still_be_read_keeps_its_client(served, engines):
+    stream = MPClient(served[1]).add(EngineCoreRequest("a", [5, 6, 7], GREEDY))
+    gc.collect()
+    assert collect(stream)
+    (client,) = stream.clients
+    alive = weakref.ref(client)
+    del client, stream
+    assert alive() is None
+    addresses, _ = engines
+    stream = clients.Stream()
+    reference = weakref.ref(client := dp_client(addresses))
+    client.add(EngineCoreRequest("a", [5], GREEDY), stream)
+    del client
+    gc.collect()
+    assert reference() is not None
+    del stream
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_client_that_is_not_made_whole_leaves_nothing(engines, monkeypatch, after):
+    """As if Ctrl-C had come while it waits for an engine, another one, or the coordinator."""
+    addresses, servers = engines
+    start, left = threading.Thread.start, iter(range(after))
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.endswith(("(_run)", "(_watch)")) and next(left, None) is None:  # of a connection
+            raise KeyboardInterrupt
+        start(thread)
+
+    with nothing_left(servers), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(KeyboardInterrupt):
+            dp_client(addresses)
+
+
+def test_what_a_client_has_started_ends_once_and_in_reverse():
+    class Client:
+        pass
+
+    said: list[str] = []
+    client, entered = Client(), threading.Event()
+    resources = BackgroundResources(client)
+    resources.add(said.append, "first")
+    resources.run(lambda: said.append(str(resources.ended.wait(30))))
+    resources.add(said.append, "last")
+    if not (pid := os.fork()):  # the copy of a fork ends nothing
+        resources()
+        os._exit(len(said))
+    assert os.waitpid(pid, 0)[1] == 0
+    del client
+    assert said == ["last", "True", "first"]
+    resources()
+    assert len(said) == 3
+    client, said[:] = Client(), []
+    resources = BackgroundResources(client)
+    resources.add(said.append, "first")
+
+    def forget(held: list[Client]) -> None:  # the last reference goes in one of its own threads, which can't be joined
+        held.clear()
+        entered.set()
+
+    held = [client]
+    del client
+    resources.run(forget, held)
+    assert entered.wait(30)
+    eventually(lambda: said == ["first"])
