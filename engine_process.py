@@ -15,14 +15,14 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from client import AFTER_ALL, Connection, FrameServer
+from client import AFTER_ALL, Connection
 from config import PROG, EngineConfig
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from logs import console, logger, set_up
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
-from processes import Child, ParentPipe
+from processes import Child, FrameServer, ParentPipe
 from ring import BEAT
 from torchrun import TorchrunExecutor
 

@@ -1,7 +1,7 @@
 """The engines of a server or a script: on this host and on others, always as many or a changing number.
 
     Fleet           starts engine processes and what they need, and looks after them
-    FleetClient     the same for a script
+    FleetClient     the same for a script, which is also their client
     follow_server   this host's engines, for a server on another one
 
 The process of one engine is in `engine_process.py`.
@@ -14,11 +14,10 @@ import itertools
 import os
 import socket
 import sys
-import threading
 import time
 from typing import Any
 
-from client import BackgroundResources, MPClient, Stream
+from client import BackgroundResources, MPClient
 from config import PROG, EngineConfig
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
@@ -26,7 +25,6 @@ from executor import visible_gpus
 from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from logs import console, logger
 from model_config import ModelConfig
-from plan import EngineOutput
 from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
 from ray_hosts import Launcher
 
@@ -141,7 +139,8 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, self.changing)
+        sizes = range(1, len(self.ranks) + 1) if self.changing else None
+        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, sizes)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
@@ -227,33 +226,8 @@ def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str
     return fleet
 
 
-class FleetStream(Stream):
-    """A stream of a `FleetClient`, which says that something has come."""
-
-    def __init__(self, arrived: threading.Event):
-        super().__init__()
-        self.arrived, self.begun = arrived, set[str]()
-
-    def put(self, item: EngineOutput | Exception) -> None:
-        """Append what `get` will return, or raise."""
-        super().put(item)
-        self.arrived.set()
-
-    def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output; see `Stream.get`.
-
-        Raises:
-            ValueError: the engine has refused a request.
-        """
-        output = super().get(timeout)
-        if output.error and not output.engine_fault and output.request_id not in self.begun:
-            raise ValueError(output.error)
-        self.begun.add(output.request_id)
-        return output
-
-
 class FleetClient(DPClient):
-    """A script's engines, with the methods of an `InprocClient`. It starts them and looks after them.
+    """An `EngineCoreClient` of a script's engines. It starts them, looks after them and ends them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
 
@@ -268,7 +242,7 @@ class FleetClient(DPClient):
         check_engines(config)
         secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
-        resources, self.arrived = BackgroundResources(self), threading.Event()
+        resources = BackgroundResources(self)
         with resources.all_or_nothing():
             resources.add(stop, self.children)
             try:
@@ -279,17 +253,6 @@ class FleetClient(DPClient):
             coordinator = fleet.coordinator.address if fleet.coordinator else None
             super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
             resources.run(watch_over, fleet, resources.ended)
-
-    def stream(self) -> Stream:
-        """A stream for `add`."""
-        return FleetStream(self.arrived)
-
-    def step(self) -> bool:
-        """Wait until an output comes, if any is to come; returns False, because the engines run by themselves."""
-        if any(client.streams for client in self.clients.values()):
-            self.arrived.wait(LOOK)
-            self.arrived.clear()
-        return False
 
 
 def stop(children: list[Kept]) -> None:

@@ -55,7 +55,7 @@ class ScriptedClient:
         self.script: list[EngineOutput | Exception] | None = None
         self.says: str | None = None
 
-    def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
+    def add_request(self, request: EngineCoreRequest, stream: Stream) -> Stream:
         if self.trouble:
             raise EngineDeadError(self.trouble)
         id, params = request.request_id, request.params
@@ -112,12 +112,15 @@ class ScriptedClient:
         news[-1].finished = True
         return list(news)
 
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        return stream.get(timeout)
+
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         if index is None:
             self.open.discard(request_id)
         self.aborted.append((request_id, index, reason))
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def utility(self, method: str, *args: Any) -> dict[int, Any]:
         if method == "explain_prompts":
             name, most, client = args
             assert client is None or client in self.clients

@@ -254,7 +254,7 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
         streams = []
         for rank in range(1 + number % 2):  # in one wave both have work, and another begins as soon as one is over
             request = EngineCoreRequest(f"{number}", [5] * 20, replace(GREEDY, max_tokens=60 - 25 * rank))
-            streams.append(clients[rank].add(request))
+            streams.append(clients[rank].add_request(request))
         for stream in streams:
             while not stream.get(timeout=60).finished:
                 pass
@@ -264,8 +264,10 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
     time.sleep(0.3)
     assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
     assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
-    for used in (*clients, *addresses):
-        used.close()
+    for client in clients:
+        client.shutdown()
+    for address in addresses:
+        address.close()
 
 
 def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,10 +289,10 @@ def test_a_client_of_engines_of_which_none_lives():
     client = DPClient(addresses[:2], addresses[2], Router(2, 16), board)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
-        client.add(EngineCoreRequest("x", [1], GREEDY))
+        client.add_request(EngineCoreRequest("x", [1], GREEDY))
     with pytest.raises(EngineDeadError):
-        client.call_all("metrics")
-    client.close()
+        client.utility("metrics")
+    client.shutdown()
     for used in itertools.chain(*pairs):
         used.close()
 

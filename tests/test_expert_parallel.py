@@ -248,13 +248,13 @@ class Engines:
 
     def add(self, rank: int, prompt: list[int], count: int) -> Any:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        return self.clients[rank].add(EngineCoreRequest(f"{next(self.numbers)}", prompt, params))
+        return self.clients[rank].add_request(EngineCoreRequest(f"{next(self.numbers)}", prompt, params))
 
     def close(self) -> None:
         self.ended.set()
         self.watch.join()
         for client in self.clients:
-            client.close()
+            client.shutdown()
         for child in reversed(self.children):
             child.stop()
 

@@ -246,7 +246,7 @@ from engine import LLM, SamplingParams
 fields = dict(device="cpu", threads=1, max_model_len=128, log_level="error")
 llm, other = LLM(data_parallel_size=2, **fields), AsyncLLM(EngineArgs(**fields))
 pids = [child.pid for child in psutil.Process().children()]
-sockets = lambda: [client.connection.socket for client in (*llm.client.clients.values(), other.client)]
+sockets = lambda: [client.connection.socket for client in (*llm.client.clients.values(), other.client.engine)]
 held = sockets()
 if not os.fork():
     sys.exit(0)  # which ends nothing of what its parent has started
