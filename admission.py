@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager, by_column
+from kv_cache import AllocStatus, BlockSpaceManager, Entry, by_column
 from plan import NewRow, StepPlan
 from queues import FairQueue, GroupQueue
-from sequence import Request, SchedulingBudget, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
@@ -182,6 +182,12 @@ class Admission:
             group.timeline.note(started_over=True)
             self.wait(group, now)
 
+    def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
+        """Nobody knows which of these plans' moves were made: what they were to bring somewhere may not be there."""
+        self.space.forget_moves(plans)
+        if any(plan.swap_out or plan.state_out for plan in plans):
+            self.drop_swapped(now)
+
     def lose_pools(self, now: float) -> None:
         """What was in the KV cache and in host memory is gone."""
         self.drop_swapped(now)
@@ -278,31 +284,51 @@ class Admission:
             self.used_share += (used - self.used_share) / 16
         self.caution *= FINISHED
 
-    def make_way(self, running: Ints[SequenceGroup]) -> list[SequenceGroup]:
+    def make_way(self, running: Ints[SequenceGroup], plan: StepPlan) -> list[SequenceGroup]:
         """The running groups to preempt, the last first, so that the first in line comes in; none if that is no help.
 
-        Only groups of a worse class make way for one that waits. A group whose prompt is pooled does not, because it is
-        done with the step that it runs in.
+        Only groups of a worse class make way for one that waits, and before them the prompts that are kept for such
+        groups. A group whose prompt is pooled does not, because it is done with the step that it runs in.
         """
         if not self.waiting or not running or self.config.pools:
             return []
-        group, victims, slots = self.waiting.first(), [], len(self.free_slots)
-        if group is not self.first() or not self._yields(running[-1], group):
+        group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
+        holders = [request for request in self.prompt_holders if self._yields(request.groups[0], group)]
+        if group is not self.first() or not (holders or self._yields(running[-1], group)):
             return []
-        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        needed = self.space.entry(len(group.seqs[0].tokens)) + births
-        short = needed + self.blocks.watermark_blocks - self.blocks.num_free
+        entry, births = self._entry(group, plan)
+        left = self.blocks.num_free - self.blocks.watermark_blocks - self.space.price(entry) - births
+        shared, dropped = set(entry.shared), Counter[int]()  # dropped: references to each block
+
+        def drop(tables: Iterable[list[int]]) -> int:
+            """How many blocks lose their last reference with these tables, but for those that the group shares."""
+            blocks = [block for table in tables for block in table if block >= 0]
+            dropped.update(blocks)
+            counts = self.blocks.ref_counts
+            return sum(dropped[block] == counts[block] and block not in shared for block in set(blocks))
+
+        holders = holders if left < 0 else []
+        left += sum(drop(request.prompt_tables) for request in holders)
         for victim in reversed(running):
-            if not self._yields(victim, group) or (short <= 0 and slots >= group.width):
+            if not self._yields(victim, group) or (left >= 0 and slots >= group.width):
                 break
-            tables = (table for seq in victim.seqs for table in seq.tables)
-            short -= sum(self.blocks.ref_counts[block] == 1 for table in tables for block in table if block >= 0)
+            left += drop(table for seq in victim.seqs for table in seq.tables)
             slots += victim.width
             victims.append(victim)
-        if short > 0 or slots < group.width:
+        if left < 0 or slots < group.width:
             return []
+        for request in holders:
+            self._drop(request)
         self.urgent = group
         return victims
+
+    def _entry(self, group: SequenceGroup, plan: StepPlan, most: int | None = None) -> tuple[Entry, int]:
+        """What a waiting group's first sequence would be let in with, and the blocks that its beams take besides.
+
+        The step computes `most` tokens of it at most, by default as many as a step has.
+        """
+        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
+        return self.space.find(group.seqs[0], self._prompt_tables(group, plan), most or self.space.chunk), births
 
     def _yields(self, victim: SequenceGroup, group: SequenceGroup) -> bool:
         """Whether `victim` makes way for `group`; under `fair` it does so for another client only."""
@@ -324,27 +350,31 @@ class Admission:
 
     # --- the policy `fair`; see `FairQueue` -------------------------------------------------------------------------
 
-    def divide(self, going: Ints[SequenceGroup], tokens: int, running: Ints[SequenceGroup]) -> dict[str, int]:
-        """The tokens that each client's prompts may have of the step's `tokens`, where several want some.
+    def divide(self, flight: Flight, running: Ints[SequenceGroup], to_come: int) -> dict[str, int]:
+        """The tokens that each client's prompts may have of a step's, where several want some.
 
         Else a long prompt would take whole steps, and whoever came after it would wait for all of these. All clients
         get the same, but for those who want less (max-min fairness).
 
         Args:
-            going: those who run, without decodes; the first in line counts as one of them if there is room for it.
-            tokens: of the step that are left when each of those who run has one.
+            flight: the step. Who runs in its lane gets a share, and so does the first in line if there is room for it.
             running: all who run.
+            to_come: tokens of the step that are not divided, because each sequence of the lane is to have one.
         """
+        tokens = flight.budget.tokens - to_come
         wants: Counter[str] = Counter()
-        for group in going:
+        for group in flight.lane.others:
             if (seq := group.seqs[0]).batch is None and (want := seq.num_known - seq.num_computed) > 1:
                 wants[group.request.client] += want
                 tokens += group.width
         first = self.first()
         if wants and first and len(self.free_slots) >= first.width:
-            need = self.space.entry(len(first.seqs[0].tokens))
+            need, known = self.space.entry(len(first.seqs[0].tokens)), first.seqs[0].num_computed
+            if first.status is Status.WAITING:
+                entry, births = self._entry(first, flight.plan)
+                need, known = self.space.price(entry) + births, entry.cached
             if need + self._kept(first, self._growth([*running, first])) <= self.blocks.num_free:
-                wants[first.request.client] += len(first.seqs[0].tokens) - first.seqs[0].num_computed
+                wants[first.request.client] += len(first.seqs[0].tokens) - known
         shares: dict[str, int] = {}
         if len(wants) < 2:
             return shares
@@ -376,20 +406,18 @@ class Admission:
 
     def _admit(self, group: SequenceGroup, plan: StepPlan, most: int, kept: int) -> bool:
         """Give a waiting group its first sequence's blocks, if they can be had."""
-        request = group.request
-        births = sum(self.space.blocks_to_fork(child, shared) for child, _, shared in group.births)
-        found = self.space.admit(group.seqs[0], self._prompt_tables(group, plan), most, births, kept, plan)
-        if found is None:
+        request, seq = group.request, group.seqs[0]
+        entry, births = self._entry(group, plan, most)
+        if not self.space.admit(seq, entry, births, kept, plan):
             return False
-        cached, fetched = found
         if request.time_in_queue is None:
-            request.time_in_queue, request.num_cached = self.now - request.arrival, cached
+            request.time_in_queue, request.num_cached = self.now - request.arrival, entry.cached
             self.counters["prefix_cache_queries_total"] += request.num_prompt
-            self.counters["prefix_cache_hits_total"] += cached
-            self.counters["host_cache_hits_total"] += fetched * self.config.block_size
+            self.counters["prefix_cache_hits_total"] += entry.cached
+            self.counters["host_cache_hits_total"] += len(entry.fetched) * self.config.block_size
         if self.fair is not None and not group.charged_prompt:
-            self.fair.charge(group, len(group.seqs[0].tokens) - cached, self._allowance(group) * group.width)
-        group.timeline.enter("running", self.now, cached_tokens=cached)
+            self.fair.charge(group, len(seq.tokens) - entry.cached, self._allowance(group) * group.width)
+        group.timeline.enter("running", self.now, cached_tokens=entry.cached)
         if request.score is not None and self.config.enable_prefix_caching:
             group.timeline.note(prefix_cache="not read: prompt_logprobs")
         if request.prompt_tables and not self._has_more_samples(request, group):

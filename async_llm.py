@@ -220,8 +220,10 @@ class AsyncLLM:
     def __init__(self, config: EngineConfig):
         if (size := config.max_engines) > 1 or config.headless:
             raise ValueError(f"data_parallel_size is {size}; for AsyncLLM it must be 1: several are for the server")
-        if config.distributed_executor_backend == "torchrun":
-            raise ValueError("distributed_executor_backend is 'torchrun'; for AsyncLLM it must be auto, uni, mp or ray")
+        if config.distributed_executor_backend == "external_launcher":
+            raise ValueError(
+                "distributed_executor_backend is 'external_launcher'; for AsyncLLM it must be auto, uni, mp or ray"
+            )
         set_up(config.log_level, config.log_format, logger.name)
         config = find_model(config)
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed

@@ -473,7 +473,7 @@ def main(argv: list[str]) -> None:
         secret = read_secret(engine_config, os.environ)
         engine_config = find_model(engine_config)
         model_config = ModelConfig.from_folder(engine_config.folder)
-        if engine_config.distributed_executor_backend == "torchrun":
+        if engine_config.distributed_executor_backend == "external_launcher":
             engine_config = lead_or_follow(engine_config, model_config)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         file, answers = open_files(source, flags.output_file)

@@ -422,10 +422,11 @@ class InprocClient:
         if not self.core.has_work():
             return False
         for output in self.core.step():
-            stream = self.streams[output.request_id]
+            stream = self.streams.get(output.request_id)
             if output.finished:
-                del self.streams[output.request_id]
-            stream.put(output)
+                self.streams.pop(output.request_id, None)
+            if stream:  # else it was given up after this had come
+                stream.put(output)
         return True
 
     @property

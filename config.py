@@ -13,7 +13,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -25,6 +25,7 @@ PROG = "manta" if __package__ else "server.py"  # the command: installed, this f
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
+BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
 
 
@@ -244,11 +245,12 @@ class EngineConfig:
     )
     expert_rendezvous: str = option("", "")  # a file by which the ranks of engines that share experts meet
     lockstep: bool = option(False, "")  # these engines step together in waves, as a model with experts needs it
-    distributed_executor_backend: Literal["auto", "uni", "mp", "torchrun", "ray"] = option(
+    distributed_executor_backend: Literal["auto", "uni", "mp", "external_launcher", "torchrun", "ray"] = option(
         "auto",
-        "uni: the worker in the engine's process; mp: each in its own; torchrun: in those that torchrun starts, for "
-        "several hosts; ray: in actors on any host of a Ray cluster; auto: uni on one device, but for a server mp, or "
-        "ray where the ranks do not fit this host and Ray runs",
+        "uni: the worker in the engine's process; mp: each in its own; external_launcher: in those that torchrun or "
+        "Slurm's srun starts, for several hosts (torchrun is another name for it); ray: in actors on any host of a Ray "
+        "cluster; auto: uni on one device, but for a server mp, or ray where the ranks do not fit this host and Ray "
+        "runs",
     )
     step_timeout: float | None = option(
         None,
@@ -340,6 +342,16 @@ class EngineConfig:
         return max(self.data_parallel_size, self.data_parallel_size_max or 1)
 
     @property
+    def data_parallel_sizes(self) -> range | None:
+        """How many engines there may be; None: their number is fixed.
+
+        One that shares experts has memory for the part of them that it starts with, so there cannot be fewer.
+        """
+        if self.data_parallel_size_max is None:
+            return None
+        return range(self.data_parallel_size if self.enable_expert_parallel else 1, self.max_engines + 1)
+
+    @property
     def local_engines(self) -> int:
         """How many of them can be on this host, which they share."""
         if self.data_parallel_external_lb:
@@ -360,7 +372,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        object.__setattr__(self, "dtype", DTYPE_NAMES.get(self.dtype, self.dtype))
+        for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
+            given = getattr(self, name)
+            object.__setattr__(self, name, others.get(given, given))
         if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
@@ -381,7 +395,7 @@ class EngineConfig:
                 f"tensor_parallel_size is {self.tensor_parallel_size}; with batch_invariant, which a sum over ranks is "
                 "not, it must be 1"
             )
-        if self.enable_expert_parallel and self.data_parallel_size > 1:
+        if self.enable_expert_parallel and self.max_engines > 1:
             if self.distributed_executor_backend not in ("auto", "mp"):
                 raise ValueError(
                     f"distributed_executor_backend is {self.distributed_executor_backend!r}; with "
@@ -405,7 +419,7 @@ class EngineConfig:
                 f"pipeline_parallel_size is {stages}; it must be at most max_num_seqs, {self.max_num_seqs}, because "
                 "each stage works for other sequences"
             )
-        if stages > 1 and self.enable_expert_parallel and self.data_parallel_size > 1:
+        if stages > 1 and self.enable_expert_parallel and self.max_engines > 1:
             raise ValueError(
                 f"pipeline_parallel_size is {stages}; with enable_expert_parallel and several engines, which meet in "
                 "every step, it must be 1"
@@ -427,7 +441,7 @@ class EngineConfig:
                 "data_parallel_backend is 'ray', which chooses nodes and starts engines there; headless, "
                 "data_parallel_size_local and data_parallel_external_lb must not be given"
             )
-        if by_ray and self.distributed_executor_backend in ("ray", "torchrun"):
+        if by_ray and self.distributed_executor_backend in ("ray", "external_launcher"):
             raise ValueError(
                 "data_parallel_backend is 'ray', so the ranks of an engine are on one node; "
                 f"distributed_executor_backend is {self.distributed_executor_backend!r} and must be auto, mp or uni"
@@ -460,25 +474,24 @@ class EngineConfig:
             raise ValueError(f"data_parallel_rank is {self.data_parallel_rank}; it must be below {size}")
         if most is not None and most < size:
             raise ValueError(f"data_parallel_size_max is {most}; it must be at least data_parallel_size, {size}")
-        if most is not None and several:
+        if most is not None and (several or local is not None):
             raise ValueError(
-                f"data_parallel_size_max is {most}; with engines on several hosts, which start and end there, it must "
-                "not be given"
+                f"data_parallel_size_max is {most}; with data_parallel_size_local, or engines on several hosts, which "
+                "start and end there, it must not be given"
             )
         if self.data_parallel_autoscale is not None and most is None:
             raise ValueError(
                 f"data_parallel_autoscale is {self.data_parallel_autoscale}; it needs data_parallel_size_max"
             )
-        if self.enable_expert_parallel and (several or most is not None or self.data_parallel_external_lb):
+        if self.enable_expert_parallel and (several or self.data_parallel_external_lb):
             raise ValueError(
-                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server, "
-                "and always as many: headless, a smaller data_parallel_size_local, data_parallel_external_lb and "
-                "data_parallel_size_max must not be given"
+                "enable_expert_parallel is True; engines that share experts must be on one host, behind one server: "
+                "headless, a smaller data_parallel_size_local and data_parallel_external_lb must not be given"
             )
-        if self.local_engines > 1 and self.distributed_executor_backend == "torchrun":
+        if self.local_engines > 1 and self.distributed_executor_backend == "external_launcher":
             raise ValueError(
-                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend 'torchrun', whose "
-                "ranks are those of one engine, it must be 1"
+                f"data_parallel_size is {self.data_parallel_size}; with distributed_executor_backend "
+                "'external_launcher', whose ranks are those of one engine, it must be 1"
             )
 
 
@@ -587,6 +600,11 @@ class ServerConfig:
                     f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
                     "have at least 1, and only visible ASCII without spaces"
                 )
+
+
+def weights_in(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of an engine's options, or facts, by which another engine has the same weights."""
+    return {name: options[name] for name in ("weights", "weights_stamp", "weights_version")}
 
 
 def stamp_of(source: str) -> str:

@@ -14,6 +14,8 @@ import contextlib
 import dataclasses
 import os
 import pkgutil
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,8 +23,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from functools import partial
 from typing import Any
 
-from config import VERSION, EngineConfig, stamp_of
-from executor import MpExecutor, Peers, UniExecutor, WorkerError, WorkerStoppedError
+from config import EngineConfig, stamp_of
+from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
 from journal import Journal
 from live import Recorder
@@ -33,8 +35,8 @@ from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
 from sampling_params import default_sampling
 from scheduler import Scheduler
-from sequence import Request, SequenceGroup
-from torchrun import TorchrunExecutor, lead_or_follow
+from sequence import Request
+from torchrun import ExternalExecutor, lead_or_follow
 from tracing import Trace
 
 UTILITIES = (
@@ -49,6 +51,22 @@ LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until the end of this, so that it never leaves the books half written."""
+    handler, held = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no signal is handled in this thread, or none by Python
+        return
+    signal.signal(signal.SIGINT, lambda *caught: held.append(caught))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
+
+
 class EngineCore:
     """The scheduler and its executor.
 
@@ -59,7 +77,7 @@ class EngineCore:
     Raises:
         ValueError: the model or the options are not usable; the message is one line.
         WorkerError, ConnectionError: a worker died while it started.
-        SystemExit: this process is a rank of torchrun's that has followed rank 0 to its end.
+        SystemExit: this process is a rank that has followed rank 0 to its end; see `torchrun.py`.
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
@@ -79,7 +97,6 @@ class EngineCore:
             "scheduling_policy": config.scheduling_policy,
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
-            "data_parallel_size_max": config.data_parallel_size_max,
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
@@ -109,7 +126,7 @@ class EngineCore:
         self.level = 0  # and how deeply
         self.lost = ""  # why the workers' weights are no whole ones any more
         self.profile = ""  # the name of what is being recorded
-        self.news: list[EngineOutput] = []  # of requests that a utility has ended
+        self.news = Outputs()  # what the caller of `step` or `admit` has yet to be told
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None  # called with a successor's options
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
@@ -119,9 +136,9 @@ class EngineCore:
             ValueError: it can never run; see `Scheduler.add` and `check_pooling`.
         """
         r = request
+        if any(r.request_id in known for known in (self.held, self.compiling, self.scheduler.requests)):
+            raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
         if self.holding:
-            if r.request_id in self.held or r.request_id in self.scheduler.requests:
-                raise ValueError(f"request id {r.request_id!r} is in use by a request in flight")
             self.held[r.request_id] = r
             return
         queued = Request(r.request_id, r.prompt_token_ids, r.params, r.salt, r.priority, r.client, r.pooling)
@@ -130,8 +147,6 @@ class EngineCore:
             self.journal.tick()
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
-            if r.request_id in self.compiling:
-                raise ValueError(f"request id {r.request_id!r} is in use by a request whose grammar is being compiled")
             if r.params.structured_outputs is not None:
                 queued.grammar = self.grammars.compile(r.params.structured_outputs)
                 if at_once:
@@ -144,6 +159,7 @@ class EngineCore:
             self.scheduler.stats.refused()
             raise
 
+    @undisturbed()
     def _queue(self, request: Request) -> None:
         if request.params.constrained:
             self.grammars.check(request)
@@ -151,14 +167,18 @@ class EngineCore:
         if self.journal:
             self.journal.add(request)
 
-    def admit(self) -> list[EngineOutput]:
-        """Queue requests that have waited for grammars or weights; returns the news of those that are refused."""
-        refused, self.news = self.news, []
+    def admit(self) -> Outputs:
+        """Queue requests that have waited for grammars or weights; returns the news, also of those that are refused."""
+        self._let_come()
+        return self._tell()
+
+    @undisturbed()
+    def _let_come(self) -> None:
         for request_id in [] if self.holding else list(self.held):
             try:
                 self.add(self.held.pop(request_id))
             except ValueError as error:
-                refused.append(EngineOutput(request_id, [], "error", error=str(error), finished=True))
+                self._end(request_id, str(error))
         for request, until in [*self.compiling.values()]:
             try:
                 if not (request.grammar.done() or time.monotonic() > until):
@@ -171,9 +191,22 @@ class EngineCore:
                 self._queue(request)
             except ValueError as error:
                 self.scheduler.stats.refused()
-                refused.append(EngineOutput(request.request_id, [], "error", error=str(error), finished=True))
-        return refused
+                self._end(request.request_id, str(error))
 
+    def _end(self, request_id: str, error: str, engine_fault: bool = False) -> None:
+        """A request ends with an error, which its client will be told."""
+        news = EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
+        self.news.outputs.append(news)
+
+    def _tell(self) -> Outputs:
+        """All that the caller has yet to be told."""
+        news, self.news = self.news, Outputs()
+        if self.config.weights_version:  # those of all its tokens, because weights do not change within an answer
+            for output in news.outputs:
+                output.weights_version = self.config.weights_version
+        return news
+
+    @undisturbed()
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
@@ -204,43 +237,42 @@ class EngineCore:
 
         Raises:
             WorkerError: they do not start any more.
-            ConnectionError: one is gone, and it is torchrun's to replace.
+            ConnectionError: one is gone, and something else has to start it again; see `torchrun.py`.
         """
         self._check_whole()
         if self.journal:
             self.journal.tick()
-        refused = self.admit()
+        self._let_come()
         more, restarts = self._may_run() if start is None else start, self.num_restarts
-        ready = len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead()))
-        news = self._land() if ready else Outputs()
-        news.outputs += refused + self._make_masks()
+        if len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead())):
+            self._land()
+        self._make_masks()
         if self.compiling and not (more or self.plans):
             wait([request.grammar for request, _ in self.compiling.values()], GLANCE, FIRST_COMPLETED)
         more = self._may_run() if start is None else start and self.num_restarts == restarts
         if more and (not self.plans or self.scheduler.next_lane().flying < self.ahead):
-            with self.span("schedule"):
-                self.plans.append(self.scheduler.schedule())
-                self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
-            if self.journal:
-                self.journal.planned(self.plans[-1], self.scheduler)
-            if self.recorder.recording:
-                self.recorder.planned(self.plans[-1])
             try:
+                self._plan()
                 with self.span("submit", self.plans[-1]):
                     self.executor.submit(self.plans[-1])
             except WorkerError as error:
-                news.outputs += self._replace_workers(error)
+                self._replace_workers(error)
             except KeyboardInterrupt:
                 self._start_over(False, None)
                 raise
-        if self.config.weights_version:  # those of all its tokens, because weights do not change within an answer
-            for output in news.outputs:
-                output.weights_version = self.config.weights_version
-        return news
+        return self._tell()
 
-    def _constrained(self) -> list[SequenceGroup]:
-        """The groups that run, and where what may come next depends on what has come."""
-        return [group for group in self.scheduler.others if group.request.params.constrained]
+    @undisturbed()
+    def _plan(self) -> None:
+        """Plan the next step, with the masks of its rows."""
+        with self.span("schedule"):
+            self.plans.append(self.scheduler.schedule())
+            failed = self.grammars.fill(self.plans[-1], self.scheduler.in_flight[-1].others)
+        if self.journal:
+            self.journal.planned(self.plans[-1], self.scheduler)
+        if self.recorder.recording:
+            self.recorder.planned(self.plans[-1])
+        self._give_up(failed)
 
     def _may_plan_ahead(self) -> bool:
         """Whether the next step can do without the tokens that those in flight bring, for most of those who run."""
@@ -248,40 +280,45 @@ class EngineCore:
         waiting = sum(awaits_token(group.seqs[0]) for group in lane.others if group.request.params.constrained)
         return lane.flying < self.ahead and 2 * waiting <= len(lane.decodes) + len(lane.others)
 
-    def _make_masks(self) -> list[EngineOutput]:
-        """Have masks made for the next step; returns the news of requests that cannot go on."""
-        if not (groups := self._constrained()):
+    def _make_masks(self) -> None:
+        """Have masks made for the next step, and end requests that cannot go on."""
+        if not (groups := [group for group in self.scheduler.others if group.request.params.constrained]):
             self.scheduler.late = ()
-            return []
+            return
         self.scheduler.late, failed = self.grammars.look(groups)
         if self.journal:
             self.journal.late(self.scheduler.late)
-        for request in failed:
-            self.abort(request.request_id, reason="error")
-        return [EngineOutput(r.request_id, [], "error", error=why, finished=True) for r, why in failed.items()]
+        self._give_up(failed)
 
-    def _land(self) -> Outputs:
+    @undisturbed()
+    def _give_up(self, failed: dict[Request, str]) -> None:
+        """End requests that cannot go on, each for its reason."""
+        for request, why in failed.items():
+            self.abort(request.request_id, reason="error")
+            self._end(request.request_id, why)
+
+    def _land(self) -> None:
         """Wait for the result of the oldest step that runs."""
         plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
         try:
             with self.span("wait", plan):
                 result = self.executor.result()
         except WorkerError as error:
-            return Outputs(self._replace_workers(error))
+            return self._replace_workers(error)
         except KeyboardInterrupt:  # the next step begins anew
             self._start_over(False, None)
             raise
         self.in_a_row = 0
         if result.error:
-            return Outputs(self._start_over(False, result.error))
-        if self.journal:
-            self.journal.landed(result)
-        if self.recorder.recording:
-            self.recorder.landed(plan)
-        if self.trace:
-            self.trace.phases(result)
-        with self.span("update", plan):
-            return self.scheduler.update(plan, result)
+            return self._start_over(False, result.error)
+        with undisturbed(), self.span("update", plan):
+            if self.journal:
+                self.journal.landed(result)
+            if self.recorder.recording:
+                self.recorder.landed(plan)
+            if self.trace:
+                self.trace.phases(result)
+            self.news.add(self.scheduler.update(plan, result))
 
     @contextlib.contextmanager
     def span(self, name: str, plan: StepPlan | None = None) -> Iterator[None]:
@@ -299,14 +336,14 @@ class EngineCore:
         except WorkerError as error:
             self._replace_workers(error)
 
-    def _replace_workers(self, error: WorkerError) -> list[EngineOutput]:
-        cause = None if isinstance(error, WorkerStoppedError) else str(error)
-        begun, outputs = time.monotonic(), self._start_over(True, cause)
+    def _replace_workers(self, error: WorkerError) -> None:
+        cause = None if isinstance(error, BlamelessError) else str(error)
+        begun = time.monotonic()
+        self._start_over(True, cause)
         self._restart_workers(error)
         live = len(self.scheduler.requests)
         logger.warning(f"{error}: new workers after {time.monotonic() - begun:.1f} s, {live} requests go on")
         self.on_trouble(None)
-        return outputs
 
     def _restart_workers(self, error: Exception) -> None:
         """Start the workers anew, and again if they do not come up, because what they lack may be there a little later.
@@ -332,7 +369,8 @@ class EngineCore:
                 ) from error
             self.on_trouble(f"{error}; the workers are started anew")
             time.sleep(pause)
-            self.num_restarts, self.in_a_row = self.num_restarts + 1, self.in_a_row + 1
+            self.num_restarts += 1
+            self.in_a_row += not isinstance(error, BrokenOffError)
             try:
                 self.executor.restart(config)
                 if self.asleep:
@@ -344,13 +382,14 @@ class EngineCore:
                 logger.warning(f"{failure}: the workers are started once more")
                 error, pause = failure, min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
 
-    def _start_over(self, lost: bool, cause: str | None) -> list[EngineOutput]:
+    @undisturbed()
+    def _start_over(self, lost: bool, cause: str | None) -> None:
         """Give up the steps that run; the tokens of all requests are computed again."""
         if self.journal:
             self.journal.start_over(lost, cause)
         self.executor.forget()
         self.plans.clear()
-        return self.scheduler.start_over(lost, cause)
+        self.news.outputs += self.scheduler.start_over(lost, cause)
 
     def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
@@ -403,7 +442,7 @@ class EngineCore:
         self._check_alone("sleep")
         if WEIGHTS in self.asleep:  # they may be dropped already
             level = max(level, self.level)
-        self.news += self._start_over(True, None)
+        self._start_over(True, None)
         self._on_workers("sleep", level)
         self.asleep, self.level = [*TAGS], level
 
@@ -438,7 +477,7 @@ class EngineCore:
                 is named. Or this engine cannot have other weights.
         """
         self._check_alone("update_weights")
-        if isinstance(self.executor, TorchrunExecutor | RayExecutor) and not lasting:
+        if isinstance(self.executor, ExternalExecutor | RayExecutor) and not lasting:
             raise ValueError("tensors are for workers of this machine alone; give a folder that all ranks can read")
         stamp = stamp_of(source) if lasting else ""
         self._on_workers("check_weights", source)
@@ -459,7 +498,7 @@ class EngineCore:
             WorkerError: the old ones were dropped or came as tensors, and are lost with that. The engine is of no use.
         """
         stamp = self.check_update(source, lasting)
-        begun = [request for request in self.scheduler.requests.values() if has_begun(request)]
+        begun = [request for request in self.scheduler.requests.values() if request.has_begun]
         try:
             self._on_workers("load_weights", source)
         except ValueError as error:
@@ -468,7 +507,7 @@ class EngineCore:
         for request in begun:
             why = "the weights were updated while the engine slept, and this answer had begun with the old ones"
             self.abort(request.request_id, reason="error")
-            self.news.append(EngineOutput(request.request_id, [], "error", error=why, finished=True, engine_fault=True))
+            self._end(request.request_id, why, engine_fault=True)
         options: dict[str, Any] = {"weights": source if lasting else TENSORS, "weights_stamp": stamp}
         options["weights_version"] = self.config.weights_version + 1
         self.config = dataclasses.replace(self.config, **options)
@@ -518,11 +557,14 @@ class EngineCore:
         Raises:
             ValueError: it failed; or a worker did, and all were started anew as they were.
         """
-        timeout = self.config.startup_timeout if isinstance(self.executor, MpExecutor) else None
+        timeout = None
         try:
+            if isinstance(self.executor, MpExecutor):
+                timeout = self.config.startup_timeout
+                self.executor.catch_up()  # a call that was given up may take its time
             return self.executor.collective_rpc(method, timeout, args)
         except (WorkerError, TimeoutError) as error:
-            self.news += self._replace_workers(WorkerError(f"{method}: {error}"))
+            self._replace_workers(WorkerError(f"{method}: {error}"))
             raise ValueError(f"{method}: {error}; the workers were started anew, as they were before") from error
 
     def start_profile(self) -> None:
@@ -635,46 +677,6 @@ class EngineCore:
         """Assert that the scheduler's and the block manager's books agree."""
         self.scheduler.check_integrity()
 
-    def start_log(self) -> str:
-        """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for."""
-        f = self.facts
-        fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
-        of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
-        compiled = (
-            f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
-        )
-        return (
-            f"Manta {VERSION}: {f['model']}\n"
-            f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
-            f"  device    {f['device']}, backend {f['backend']}{compiled}{self.executor.note()}\n"
-            f"{self.memory_note()}"
-            f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
-            f"{f['kv_bytes'] / 2**20:,.0f} MiB: {fit} requests at the full length of "
-            f"{f['max_model_len']:,}\n"
-            f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
-        )
-
-    def memory_note(self) -> str:
-        """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
-        m = self.facts["memory"]
-        if not m["context"]:  # on a CPU none is set aside
-            return ""
-        mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in m.items()}
-        note = (
-            f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
-            f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"
-        )
-        if m["measured"] > 1.05 * m["predicted"]:
-            note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
-        return note
-
-
-def has_begun(request: Request) -> bool:
-    """Whether something of a request's answer has come of the weights that are there now."""
-    seqs = [seq for group in request.groups for seq in group.seqs]
-    sampled = any(len(seq.tokens) > request.num_prompt for seq in seqs)
-    return sampled or bool(request.finished_reports) or request.params.prompt_logprobs is not None
-
 
 def new_executor(
     config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None
@@ -686,8 +688,8 @@ def new_executor(
         SystemExit: this is a rank that follows, and is done.
     """
     backend = choose_backend(config, alone=not peers)
-    if backend == "torchrun":
-        return TorchrunExecutor(lead_or_follow(config, model_config), model_config)
+    if backend == "external_launcher":
+        return ExternalExecutor(lead_or_follow(config, model_config), model_config)
     if backend == "ray":
         return RayExecutor(config, model_config)
     return MpExecutor(config, model_config, peers) if backend == "mp" else UniExecutor(config, model_config)

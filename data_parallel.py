@@ -16,6 +16,9 @@ the same step, however late their messages are. Engines of a dense model step fo
 When an engine is gone, or its workers are, the others can't end the step that they are in. Then all of them give it up,
 start their workers anew and compute the tokens of their requests again. The coordinator hears of it first, and tells
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
+
+Their number changes in the same way. One that is added comes to the meeting, and one that is taken away is gone. The
+server tells the coordinator how many there are to be, and whoever meets hears it there and divides the experts so.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from client import (
     on_all_devices,
     weakly,
 )
-from executor import meeting_place, name_process
+from executor import name_process
 from kv_cache import chain
 from plan import (
     EngineCoreRequest,
@@ -57,12 +60,14 @@ from plan import (
     Message,
     Met,
     Method,
+    Resize,
     Routed,
     Subscribe,
     Wave,
     WaveReport,
 )
 from processes import READY, Board, Child, FrameServer, ParentPipe
+from ring import meeting_place
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
@@ -201,7 +206,8 @@ class DPClient:
         self.addresses, self.router, self.board, self.sizes = addresses, router, board, sizes
         self.clients: dict[int, MPClient] = {}
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
-        self.lock, self.resources = threading.Lock(), resources or BackgroundResources(self)
+        self.lock, self.looking = threading.Lock(), threading.Lock()
+        self.resources = resources or BackgroundResources(self)
         self.coordinator: Connection | None = None
         with self.resources.all_or_nothing():
             self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
@@ -214,23 +220,25 @@ class DPClient:
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
-            self.router.update([load[:2] for load in message.loads])
-            for digest, rank in message.routed:
-                self.router.learn(digest, rank)
+            with self.lock:
+                self.router.update([load[:2] for load in message.loads])
+                for digest, rank in message.routed:
+                    self.router.learn(digest, rank)
             self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
-        for rank, address in enumerate(self.addresses):
-            state, client = self.board.engines[rank], self.clients.get(rank)
-            if state == READY and not client:
-                self.clients[rank] = MPClient(address, rank)
-            elif state != READY and client:
-                with self.lock:
-                    if self.adding[rank] or client.streams or client.calls:
-                        continue
-                    del self.clients[rank]
-                client.shutdown()
+        with self.looking:  # or an engine would get two connections, of which one is never closed
+            for rank, address in enumerate(self.addresses):
+                state, client = self.board.engines[rank], self.clients.get(rank)
+                if state == READY and not client:
+                    self.clients[rank] = MPClient(address, rank)
+                elif state != READY and client:
+                    with self.lock:
+                        if self.adding[rank] or client.streams or client.calls:
+                            continue
+                        del self.clients[rank]
+                    client.shutdown()
 
     def _ready(self) -> dict[int, MPClient]:
         return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
@@ -263,7 +271,8 @@ class DPClient:
             except EngineDeadError:
                 tried.add(rank)
             finally:
-                self.adding[rank] -= 1
+                with self.lock:
+                    self.adding[rank] -= 1
         raise EngineDeadError(self.trouble or GONE)
 
     def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
@@ -278,18 +287,31 @@ class DPClient:
     def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
         """See `EngineCoreClient`."""
         self.resources.check()
-        found: dict[int, Any] = {}
-        for _, client in sorted(self.clients.items()):
-            if not client.connection.silent:
-                with contextlib.suppress(EngineDeadError):
-                    found |= client.utility(method, *args, timeout=timeout)
-        if not found:
+        if not (found := self._ask(self.clients, method, args, timeout)):
             raise EngineDeadError(self.trouble or GONE)
         return found
 
+    def _ask(
+        self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
+    ) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for _, client in sorted(clients.items()):
+            if not client.connection.silent:
+                with contextlib.suppress(EngineDeadError):
+                    found |= client.utility(method, *args, timeout=timeout)
+        return found
+
     def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """See `EngineCoreClient`."""
-        found = self.utility(method, *args, timeout=timeout)
+        """See `EngineCoreClient`. Those that become ready meanwhile are among all; see `Fleet._admit`."""
+        self.resources.check()
+        found: dict[int, Any] = {}
+        called: set[int] = set()
+        while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
+            called |= clients.keys()
+            found |= self._ask(clients, method, args, timeout)
+            self._look()
+        if not found:
+            raise EngineDeadError(self.trouble or GONE)
         if missing := sorted(self._ready().keys() - found.keys()):
             raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
         return found
@@ -344,11 +366,11 @@ class Lockstep:
 
     Args:
         rank: of the engine.
-        meeting: which meeting of engines the steps follow, if they share experts.
+        met: the meeting of engines that the steps follow.
     """
 
-    def __init__(self, rank: int, meeting: str = ""):
-        self.rank, self.meeting = rank, meeting
+    def __init__(self, rank: int, met: Met):
+        self.rank, self.met = rank, met
         self.steps = self.end = 0
         self.joined = False  # whether the coordinator has said where the others are
         self.asked = False  # whether it knows that this engine has work beyond `end`
@@ -361,11 +383,14 @@ class Lockstep:
     def join(self) -> WaveReport:
         """What to send to a coordinator that does not know this engine yet."""
         self.asked = False
-        return WaveReport(self.rank, self.end, False, self.meeting)
+        return self._say(False)
+
+    def _say(self, more: bool) -> WaveReport:
+        return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
 
     def update(self, wave: Wave) -> None:
         """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
-        if wave.meeting != self.meeting:
+        if wave.meeting != self.met.name:
             return
         if not self.joined:
             self.joined, self.steps = True, wave.end
@@ -376,19 +401,18 @@ class Lockstep:
         if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
             return None
         self.asked = True
-        return WaveReport(self.rank, self.end, True, self.meeting)
+        return self._say(True)
 
 
 class Waves:
     """The coordinator's part: how many steps all engines run.
 
     Args:
-        size: number of engines.
         meeting: which meeting of engines the steps follow; None: the first report tells.
     """
 
-    def __init__(self, size: int, meeting: str | None = None):
-        self.size, self.end, self.meeting = size, 0, meeting
+    def __init__(self, meeting: str | None = None):
+        self.end, self.meeting = 0, meeting
         self.joined: set[int] = set()
 
     def update(self, report: WaveReport) -> Wave | None:
@@ -406,7 +430,7 @@ class Waves:
         joins = not report.more or report.rank not in self.joined
         self.joined.add(report.rank)
         self.end = max(self.end, report.end)
-        if len(self.joined) < self.size:
+        if len(self.joined) < report.engines:
             return None
         if report.more and report.end == self.end:
             self.end += WAVE_STEPS
@@ -421,19 +445,19 @@ class Peers:
         rank: of the engine.
 
     Attributes:
-        name: of the latest meeting.
-        broken: whether it is over, because another engine has left.
+        met: the latest meeting.
+        broken: whether it is over, because another engine has left, or is to be there, too.
     """
 
     def __init__(self, coordinator: socket.socket, rank: int):
-        self.rank, self.turn, self.name, self.broken = rank, 0, "", False
+        self.rank, self.turn, self.met, self.broken = rank, 0, Met(), False
         self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
         self.waiting = False
         self.connection = Connection(coordinator, self._receive, self._introduce)
 
     def _introduce(self, connection: Connection) -> None:
         """Tell a coordinator that does not know this engine yet where it is."""
-        connection.send(Meet(self.rank, self.turn if self.waiting else 0))
+        connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
 
     def _receive(self, message: Met | Health) -> None:
         if isinstance(message, Met):
@@ -441,8 +465,8 @@ class Peers:
             if message.place:
                 self.news.put(message)
 
-    def meet(self, timeout: float) -> str:
-        """Wait for the other engines; returns the place where the workers meet.
+    def meet(self, timeout: float) -> Met:
+        """Wait for the other engines; returns where the workers meet.
 
         Raises:
             TimeoutError: they have not come within so many seconds.
@@ -452,11 +476,11 @@ class Peers:
         self.turn, self.waiting = self.turn + 1, True
         self.connection.send(Meet(self.rank, self.turn))
         try:
-            met = self.news.get(timeout=timeout)
+            self.met = self.news.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError(f"the other engines have not come within {timeout:g} s (startup_timeout)") from None
-        self.waiting, self.name = False, met.name
-        return met.place
+        self.waiting = False
+        return self.met
 
     def close(self) -> None:
         """Hang up."""
@@ -472,9 +496,15 @@ class Meetings:
 
     def __init__(self, size: int):
         self.size = size
+        self.met = 0  # engines at the latest meeting, as far as they have told
         self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
         self.waiting: set[int] = set()
         self.place = contextlib.ExitStack()  # closes the file of the latest meeting
+
+    def resize(self, size: int) -> dict[socket.socket, Met]:
+        """There are to be so many engines from the next meeting on; returns what to send to which engines."""
+        self.size = size
+        return self._gather() or (self._break_off() if self.met > size else {})
 
     def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
         """Take an engine's message, or None if it has left; returns what to send to which engines."""
@@ -483,33 +513,42 @@ class Meetings:
             if any(rank == other for other, _ in self.turns.values()):  # it has come back already
                 return {}
             self.waiting.discard(rank)
-            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+            return self._break_off()
         said = message.rank, message.turn
         if self.turns.get(client) == said:  # it has said so twice, because the connection was new
             return {}
         self.turns[client] = said
         if not message.turn:
-            return {client: Met()} if self.waiting else {}
+            self.met = max(self.met, message.engines)
+            return {client: Met()} if self.waiting or self.met > self.size else {}
         self.waiting.add(message.rank)
-        if len(self.waiting) < self.size:
-            return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
-        self.waiting.clear()
+        return self._gather() or self._break_off()
+
+    def _break_off(self) -> dict[socket.socket, Met]:
+        return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+
+    def _gather(self) -> dict[socket.socket, Met]:
+        """What to send if all wait."""
+        if not self.waiting.issuperset(range(self.size)):
+            return {}
+        self.waiting.difference_update(range(self.size))
         before, self.place = self.place, contextlib.ExitStack()
-        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex())
+        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
         before.close()
-        return dict.fromkeys(self.turns, met)
+        self.met = self.size
+        return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}
 
 
 class Coordinator:
     """The loop of the coordinator's process.
 
     Args:
-        size: number of engines.
+        size: most engines that there can be, and sharing: how many there are, if they share experts.
         listener: where its clients come from.
     """
 
-    def __init__(self, size: int, listener: socket.socket):
-        self.frames, self.waves, self.meetings = FrameServer(listener), Waves(size), Meetings(size)
+    def __init__(self, size: int, sharing: int, listener: socket.socket):
+        self.frames, self.waves, self.meetings = FrameServer(listener), Waves(), Meetings(sharing)
         self.engines: dict[socket.socket, int] = {}  # the rank of each, by its connection
         self.in_lockstep: set[socket.socket] = set()
         self.subscribers: set[socket.socket] = set()
@@ -529,6 +568,8 @@ class Coordinator:
                 self.routed, self.news, self.last = [], False, time.monotonic()
 
     def _handle(self, client: socket.socket | None, message: Message | None) -> None:
+        if isinstance(message, Resize):
+            return self._send(self.meetings.resize(message.engines))
         assert client
         self.news = self.news or isinstance(message, Load | Routed | None)
         if isinstance(message, Load):
@@ -541,7 +582,7 @@ class Coordinator:
             if wave := self.waves.update(message):
                 self.frames.publish(wave, self.in_lockstep)
         elif isinstance(message, Meet):
-            self._meet(client, message)
+            self._send(self.meetings.update(client, message))
         elif isinstance(message, Subscribe):
             self.subscribers.add(client)
             self.frames.send(client, Loads(self.loads))
@@ -550,14 +591,14 @@ class Coordinator:
             self.in_lockstep.discard(client)
             self.frames.drop(client)
             if client in self.meetings.turns:
-                self._meet(client, None)
+                self._send(self.meetings.update(client, None))
             if (rank := self.engines.pop(client, None)) is not None:
                 self.loads[rank] = IDLE
 
-    def _meet(self, client: socket.socket, message: Meet | None) -> None:
-        for engine, news in self.meetings.update(client, message).items():
+    def _send(self, messages: dict[socket.socket, Met]) -> None:
+        for engine, news in messages.items():
             if news.place and self.waves.meeting != news.name:
-                self.waves = Waves(self.waves.size, news.name)
+                self.waves = Waves(news.name)
             self.frames.send(engine, news)
 
 
@@ -565,19 +606,26 @@ class CoordinatorProcess(Child):
     """The coordinator in a process of its own, which runs this file.
 
     Args:
-        size: number of engines.
+        size, sharing: see `Coordinator`.
         startup_timeout: seconds that it may take to start.
     """
 
-    def __init__(self, size: int, startup_timeout: float):
-        super().__init__("the coordinator", __file__, {"size": size}, startup_timeout)
+    def __init__(self, size: int, sharing: int, startup_timeout: float):
+        super().__init__("the coordinator", __file__, {"size": size, "sharing": sharing}, startup_timeout)
+
+    def resize(self, sharing: int) -> None:
+        """From now on so many engines share the experts."""
+        if sharing != self.options["sharing"]:
+            self.tell({"sharing": sharing})
 
 
 def coordinator_main() -> None:
     """What the coordinator's process runs."""
     name_process("coordinator")
     parent = ParentPipe()
-    coordinator = Coordinator(parent.options["size"], parent.listener)
+    coordinator = Coordinator(parent.options["size"], parent.options["sharing"], parent.listener)
+    parent.on_told = lambda: coordinator.frames.inbox.put((None, Resize(parent.options["sharing"])))
+    parent.on_told()  # something may have come before
     parent.ready({})
     coordinator.run()
 

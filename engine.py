@@ -94,8 +94,8 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
         raise ValueError(f"{OWN_PROCESS} is {apart!r:.80} in the environment; it must be 0 or 1")
     if config.data_parallel_size == 1 and apart == "0":
         return InprocClient(EngineCore(config))
-    if sys.platform == "win32" or config.distributed_executor_backend == "torchrun":
-        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'torchrun'"
+    if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
+        where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
     from fleet import FleetClient  # here, because it needs gunicorn, which one engine in a script does without
 
@@ -163,6 +163,8 @@ class LLMEngine:
             ValueError: it can never run, or the id is in use.
         """
         request, choices = self.inputs.request(request_id, prompt, params, priority)
+        if request_id in self.live:  # of several engines another one would take it
+            raise ValueError(f"request id {request_id!r} is in use by a request in flight")
         self.client.add_request(request, self.stream)
         self.live[request_id] = choices
 
@@ -227,8 +229,9 @@ class LLM:
     environment it has a process of its own, and so has each of several engines. One that dies is replaced; what ran
     there raises an `EngineDeadError`.
 
-    In a script that torchrun starts on every rank, with `distributed_executor_backend="torchrun"`, only rank 0 returns
-    from here. The other ranks do what rank 0 says until its script has ended.
+    In a script that torchrun or Slurm's `srun` starts on every rank, with
+    `distributed_executor_backend="external_launcher"`, only rank 0 returns from here. The other ranks do what rank 0
+    says until its script has ended.
 
     Args:
         model: folder in Hugging Face layout, or an id on the hub.
@@ -236,7 +239,7 @@ class LLM:
 
     Raises:
         ValueError: a field is unknown or out of range, or the model cannot be loaded.
-        SystemExit: on torchrun's ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
+        SystemExit: on such ranks above 0, when rank 0 has ended. Where it was lost, the process ends with 1.
     """
 
     @with_options(EngineConfig)
@@ -250,7 +253,7 @@ class LLM:
             self.llm_engine.tokenizer,
             self.llm_engine.inputs,
         )
-        self.ids = itertools.count()
+        self.ids = itertools.filterfalse(self.llm_engine.live.__contains__, map(str, itertools.count()))  # unused ones
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLM:
@@ -402,7 +405,7 @@ class LLM:
         ranks = priority if isinstance(priority, list | tuple) else [priority or 0] * len(items)
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
-        made = [self.inputs.request(str(next(self.ids)), *each) for each in zip(items, params, ranks, strict=True)]
+        made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, ranks, strict=True)]
         live, stream = {}, Stream()
         try:
             for request, choices in made:
@@ -586,7 +589,7 @@ class LLM:
         live, stream, client = set(), Stream(), self.client
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
-                request = EngineCoreRequest(str(next(self.ids)), ids, SamplingParams(), pooling=param)
+                request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
                 client.add_request(request, stream)
                 live.add(request.request_id)
                 found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)

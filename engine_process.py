@@ -16,18 +16,18 @@ from collections import defaultdict, deque
 from typing import Any
 
 from client import AFTER_ALL, Connection
-from config import PROG, EngineConfig
+from config import PROG, VERSION, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
-from logs import console, logger, set_up
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Outputs, Reply, Wave
+from logs import console, logger, set_up, start_log
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
 from processes import Child, FrameServer, ParentPipe
 from ring import BEAT
-from torchrun import TorchrunExecutor
+from torchrun import ExternalExecutor
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
-LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that torchrun has started
+LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that something else has started
 INBOX_TIME = 0.02  # seconds that messages may take before the next step: a prompt of 128k tokens takes some 10 ms
 
 
@@ -57,7 +57,7 @@ class EngineServer:
         self.load = Load(core.config.data_parallel_rank, 0, 0)  # as the coordinator knows it
         self.peers, self.lockstep = peers, None
         if coordinator and core.config.lockstep:
-            self.lockstep = Lockstep(self.load.rank, peers.name if peers else "")
+            self.lockstep = Lockstep(self.load.rank, peers.met if peers else Met())
         self.coordinator: Connection | None = None
         if coordinator:
             self.coordinator = Connection(coordinator, self._receive, self._introduce, send_timeout=COORDINATOR_TIMEOUT)
@@ -84,8 +84,8 @@ class EngineServer:
         if (load := Load(self.load.rank, *self.core.load())) != self.load:
             self.load = load
             self.coordinator.send(load)
-        if self.lockstep and self.peers and self.lockstep.meeting != self.peers.name:  # all count from 0 again
-            self.lockstep = Lockstep(self.load.rank, self.peers.name)
+        if self.lockstep and self.peers and self.lockstep.met != self.peers.met:  # all count from 0 again
+            self.lockstep = Lockstep(self.load.rank, self.peers.met)
             self.coordinator.send(self.lockstep.join())
         if self.lockstep and (report := self.lockstep.report(self.core.scheduler.has_work())):
             self.coordinator.send(report)
@@ -111,7 +111,7 @@ class EngineServer:
                 except queue.Empty:
                     pass
                 self._call_deferred()
-                self._hand_out(Outputs(core.admit()))
+                self._hand_out(core.admit())
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
                     self._log_stats()
@@ -137,18 +137,25 @@ class EngineServer:
         """The part of a step's news that each client is sent."""
         parts: defaultdict[socket.socket, Outputs] = defaultdict(Outputs)
         for name, token in zip(news.names, news.token_ids, strict=True):
-            part = parts[self.owners[name[0]]]
-            part.names.append(name)
-            part.token_ids.append(token)
+            if owner := self._owner_of(name[0]):
+                parts[owner].names.append(name)
+                parts[owner].token_ids.append(token)
         for output in news.outputs:
-            parts[self.owners[output.request_id]].outputs.append(output)
-            if output.finished:
-                del self.owners[output.request_id]
+            if owner := self._owner_of(output.request_id):
+                parts[owner].outputs.append(output)
+                if output.finished:
+                    del self.owners[output.request_id]
         return parts
+
+    def _owner_of(self, request_id: str) -> socket.socket | None:
+        """The client whose request it is. There should always be one, but the engine does not end for want of it."""
+        if (owner := self.owners.get(request_id)) is None:
+            logger.error(f"news of request {request_id!r:.80} are dropped, because no client has it")
+        return owner
 
     def is_idle(self) -> bool:
         """Whether nobody has anything to do with this engine."""
-        return not (self.frames.clients or self.owners or self.core.has_work())
+        return not (self.frames.clients or self.owners or self.core.scheduler.has_work())
 
     def end(self) -> None:
         """From another thread: let `run` return, and wait for the process to end with that."""
@@ -208,7 +215,7 @@ def engine_main() -> None:
     config = EngineConfig(**parent.options)
     name_process(f"engine {config.data_parallel_rank}")
     set_up(config.log_level, config.log_format)
-    if config.distributed_executor_backend != "torchrun":  # there it tells the other ranks, and then ends
+    if config.distributed_executor_backend != "external_launcher":  # there it tells the other ranks, and then ends
         end_with_parent(signal.SIGKILL)
     coordinator = parent.beside[0] if parent.beside else None
     peers = Peers(coordinator, config.data_parallel_rank) if config.lockstep and coordinator else None
@@ -218,10 +225,10 @@ def engine_main() -> None:
         console.error(f"{PROG}: error: {error}")
         sys.exit(2)
     if config.data_parallel_rank == config.first_rank:
-        console.info(core.start_log())
+        console.info(f"Manta {VERSION}: {start_log(core.facts, core.executor.note())}")
     server = EngineServer(core, parent.listener, coordinator, peers)
     parent.is_idle = server.is_idle
-    if isinstance(core.executor, TorchrunExecutor):  # its ranks would take a sudden end for a death
+    if isinstance(core.executor, ExternalExecutor):  # its ranks would take a sudden end for a death
         parent.on_close = server.end
     core.on_weights = parent.tell
     parent.ready(core.facts)
@@ -259,37 +266,37 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        self.irreplaceable = "all ranks" if config.distributed_executor_backend == "torchrun" else ""  # went with it
+        launched = config.distributed_executor_backend == "external_launcher"
+        self.irreplaceable = "all ranks" if launched else ""  # went with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
         super().__init__(name, __file__, options, config.startup_timeout, beside, environment, ends)
 
-    def check(self) -> None:
-        """See `Child.check`. An engine cannot be replaced without ranks that torchrun has started, nor without weights
-        that came as tensors."""
-        if self.process.poll() is not None:
-            if not self.starting:
-                self.listen()
-            if self.irreplaceable:
-                raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
-        super().check()
+    def on_end(self) -> None:
+        """An engine cannot be replaced without ranks that something else has started, nor without weights that came
+        as tensors."""
+        if self.irreplaceable:
+            raise ChildProcessError(f"{self.name} has ended, and {self.irreplaceable} with it")
 
     @property
     def weights(self) -> dict[str, Any]:
         """The options by which a process has the weights that this one has now."""
-        self.listen()
-        return {name: self.options[name] for name in ("weights", "weights_stamp", "weights_version")}
+        if not self.starting:  # what it says first are its facts, which `progress` reads
+            self.listen()
+        return weights_in(self.options)
 
     def on_told(self, options: dict[str, Any]) -> None:
         """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
+        self.facts |= options
         self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""
         self.patience = self.facts["step_timeout"]
         self.options |= sizes_of(self.facts)
+        self.facts |= weights_in(self.options)
 
 
 def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
-    TorchrunExecutor    the ranks run in processes that torchrun has started, also on other hosts; see `torchrun.py`
+    ExternalExecutor    the ranks run in processes that torchrun or Slurm has started, on any host; see `torchrun.py`
     RayExecutor         as MpExecutor, with the processes on any host of a Ray cluster; see `ray_executor.py`
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
@@ -14,20 +14,19 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import itertools
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import spawn
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
@@ -37,13 +36,14 @@ from tqdm import tqdm
 from config import EngineConfig
 from logs import logger, set_up
 from model_config import ModelConfig
-from plan import Call, Kwargs, Method, Reply, StepPlan, StepResult
-from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog
+from plan import Call, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
+from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
 
 NEVER = 1e9  # seconds
-UNGUARDED = 86  # exit code of a worker's process that has found itself running the caller's script
 LOOK = 2e-5  # seconds to look for another plan before asking the device again whether a step is done
 TURN = 0.05  # seconds to wait for one rank's reply before looking at the next rank's
+SCRIPT = ("init_main_from_name", "init_main_from_path")  # multiprocessing's words for the script to import
+STARTING = threading.Lock()  # held while a worker's process starts
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 SLOWEST = 20  # times the largest step of warm-up that a step may take: other lengths, a busy machine, a cold cache
 MIN_STEP_TIMEOUT = 30.0  # seconds; a step of milliseconds may take this long once, on a machine that swaps
@@ -54,8 +54,12 @@ class WorkerError(RuntimeError):
     """A worker has died, or does not answer; the message names its rank and the step."""
 
 
-class WorkerStoppedError(WorkerError):
-    """A signal has stopped it, which is no request's fault."""
+class BlamelessError(WorkerError):
+    """No request is to blame: a signal stopped a worker, it ended in a given-up call, or another engine is gone."""
+
+
+class BrokenOffError(BlamelessError):
+    """All engines that share the experts have to start their workers anew."""
 
 
 def step_timeout(config: EngineConfig, facts: dict[str, Any]) -> float:
@@ -133,8 +137,8 @@ class Peers(Protocol):
 
     broken: bool
 
-    def meet(self, timeout: float) -> str:
-        """Wait for them; returns the place where the workers meet."""
+    def meet(self, timeout: float) -> Met:
+        """Wait for them; returns where the workers meet, and how many engines there are now."""
 
 
 class MpExecutor:
@@ -146,10 +150,11 @@ class MpExecutor:
         peers: the engines that share the experts. Its workers start when theirs do.
 
     Attributes:
-        on_trouble: called with a text while a worker gives no sign of life, and with None when it does again.
+        on_trouble: called with a text while a worker gives no sign of life, or a call that was given up holds up what
+            comes after it, and with None when that is over.
 
     Raises:
-        ValueError: see `start_worker`; or the calling script has no `__main__` guard.
+        ValueError: see `start_worker`; or this process only imports a script that another one runs.
         WorkerError: a worker died while it started, or was not ready within `startup_timeout` seconds.
     """
 
@@ -157,9 +162,12 @@ class MpExecutor:
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, peers: Peers | None = None):
         if getattr(multiprocessing.current_process(), "_inheriting", False):
-            os._exit(UNGUARDED)  # this is a worker's process, which imports the caller's script first
+            raise ValueError(
+                "another process has started this one, which imports your script: put what it does under "
+                "`if __name__ == '__main__':`"
+            )
         self.config, self.model_config, self.peers = config, model_config, peers
-        self.codec, self.call_ids = Codec(), itertools.count(1)
+        self.codec = Codec()
         self.processes: list[Any] = []  # of multiprocessing, or with the same methods
         self.plans: Any = None  # a ring's writing end, or what has its methods
         self.results: list[Any] = []  # of each rank a ring's reading end, or what has its methods
@@ -179,30 +187,35 @@ class MpExecutor:
         size = config.world_size
         if self.peers:
             try:
-                place = self.peers.meet(config.startup_timeout)
+                met = self.peers.meet(config.startup_timeout)
             except TimeoutError as error:
                 raise WorkerError(str(error)) from None
-            config = dataclasses.replace(config, expert_rendezvous=place)
-        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that came before a reply
-        self.watchdogs = [Watchdog() for _ in range(size)]
+            config = dataclasses.replace(config, expert_rendezvous=met.place, data_parallel_size=met.engines)
+        self.early: list[deque[StepResult]] = [deque() for _ in range(size)]  # results that have come, by rank
+        self.call_id, self.replies = 0, dict[int, Reply]()  # the latest call, and who has answered it
+        self.owing: set[int] = set()  # ranks that have not answered a call that was given up
+        self.watchdogs, self.held_up = [Watchdog() for _ in range(size)], Watchdog()
         self.next_look, self.trouble, self.ready = 0.0, "", False
+        self.whole = True  # whether all ranks have all of each message
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
-            self.all_facts = self._replies(0, config.startup_timeout)
+            self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
         self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
         rendezvous = until_ready.enter_context(meeting_place())
-        context: Any = multiprocessing.get_context(start_method())
+        method = start_method()
+        context: Any = multiprocessing.get_context(method)
+        script = None if method == "fork" else script_of_caller()
         plans, results = RingBuffer(size), [RingBuffer(1) for _ in range(size)]
         self.plans, self.results = plans, results
         self.held += [plans, *results]
         for rank, ring in enumerate(results):
-            args = (config, self.model_config, rank, rendezvous, plans, ring)
+            args = (config, self.model_config, rank, rendezvous, plans, ring, script)
             process = context.Process(target=worker_main, args=args, name=f"manta-worker-{rank}", daemon=True)
             self.processes.append(process)
-            process.start()
+            start_alone(process)
             ring.be_reader(0, [process.sentinel])
         plans.be_writer()
 
@@ -211,12 +224,15 @@ class MpExecutor:
         return self.all_facts[0] | {"step_timeout": self.step_timeout}
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand a plan over.
+        """Hand a plan over, once no rank runs a call that was given up.
 
         Raises:
-            WorkerError: a worker has not taken plans for `step_timeout` seconds.
+            WorkerError: as for `result`; or a worker has not taken the plan within `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
+        self._heed_peers()
         self.waiting.append(plan.step)
+        self.catch_up()
         self._send(plan)
 
     def result(self) -> StepResult:
@@ -240,12 +256,32 @@ class MpExecutor:
 
         Raises:
             ValueError: it failed, or the function cannot be sent.
-            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped.
+            TimeoutError: a rank has not replied within `timeout`. What it replies later is dropped. Or one still runs
+                an earlier call, which was given up; then this one is not sent.
             WorkerError: as for `result`.
         """
-        call = Call.of(next(self.call_ids), method, args, kwargs)
+        call, begun = Call.of(self.call_id + 1, method, args, kwargs), time.monotonic()
+        self.catch_up(NEVER if timeout is None else timeout)
+        if timeout is None:
+            begun, timeout = time.monotonic(), self.step_timeout
+        self.call_id, self.replies = call.call_id, {}
         self._send(call)
-        return self._replies(call.call_id, self.step_timeout if timeout is None else timeout, timeout is not None)
+        return self._replies(begun, timeout)
+
+    def catch_up(self, timeout: float = NEVER) -> None:
+        """Wait until no rank runs a call that was given up.
+
+        Raises:
+            TimeoutError: one still does after so many seconds.
+            WorkerError: as for `result`.
+        """
+        deadline = time.monotonic() + timeout
+        while self.owing:
+            rank = min(self.owing)
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
+            self._take(rank, TURN)
+            self._attend()
 
     def check(self) -> None:
         """See whether all workers live, and whether those that have nothing to do would notice if they had.
@@ -253,9 +289,7 @@ class MpExecutor:
         Raises:
             WorkerError: one is dead, or has given no sign of life for `step_timeout` seconds.
         """
-        if dead := [rank for rank, process in enumerate(self.processes) if not process.is_alive()]:
-            raise self._died(dead[0])
-        self._look(idle=not self.waiting)
+        self._attend(idle=not self.waiting)
 
     def note(self) -> str:
         """What the start log adds about the workers."""
@@ -273,87 +307,119 @@ class MpExecutor:
         self.start(config)
 
     def _send(self, message: StepPlan | Call) -> None:
+        data = self.codec.encode(message)
+        if not self.whole:
+            raise BlamelessError("an earlier message was broken off, which some ranks may have and others not")
+        self.whole = False
         try:
-            self.plans.write(self.codec.encode(message), self.step_timeout, self._look)
+            self.plans.write(data, self.step_timeout, self._attend)
         except RingTimeout as error:
-            raise WorkerError(f"rank {error.reader} takes no plans{self._where()}") from error
+            self._attend()  # it may have died
+            raise self._stuck(error.reader, self.step_timeout) from error
+        self.whole = True
 
     def _result(self, rank: int, step: int) -> StepResult:
         deadline = time.monotonic() + self.step_timeout
         while True:
-            if (left := deadline - time.monotonic()) < 0:
+            if not (self.early[rank] or self._take(rank, BEAT)) or self.trouble:
+                self._attend()
+            result = self.early[rank].popleft() if self.early[rank] else None
+            assert not result or result.step <= step
+            if result and result.step == step:
+                return result
+            if result or self.owing:  # the clock starts after an earlier step, or a call, that was given up
+                deadline = time.monotonic() + self.step_timeout
+            elif time.monotonic() > deadline:
                 raise self._stuck(rank, self.step_timeout)
-            result = self.early[rank].popleft() if self.early[rank] else self._read(rank, min(left, BEAT))
-            if result is None or self.trouble:
-                self._look()
-            if isinstance(result, Reply) and result.call_id:  # of a call that was given up
-                continue
-            if isinstance(result, Reply):
-                raise WorkerError(f"rank {rank} has failed{self._where()}: {result.error}")
-            if result is not None:
-                assert result.step <= step
-                if result.step == step:
-                    return result
-                deadline = time.monotonic() + self.step_timeout  # this was an earlier step, which was given up
+
+    def _attend(self, idle: bool = False) -> None:
+        """Take what has come from the ranks, which may read nothing before that, and look at them; see `_look`."""
+        for rank in range(len(self.results)):
+            while self._take(rank, 0):
+                pass
+        self._look(idle)
 
     def _look(self, idle: bool = False) -> None:
         """Look at the workers' heartbeats, if the last look is long enough ago.
 
         Of a worker that is idle the heartbeat is its main thread's, which wakes up now and then. Of one that runs a
-        step it is another thread's, because a step may be slow. While a worker starts, loading a library may hold up
-        all its threads, so that only the system can tell whether it is stopped.
+        step or a call it is another thread's, because these may be slow. While a worker starts, loading a library may
+        hold up all its threads, so that only the system can tell whether it is stopped.
 
         Raises:
-            WorkerError: one has stood still for `step_timeout` seconds, or another engine that shares experts is gone.
+            WorkerError: one has stood still for `step_timeout` seconds.
+            BrokenOffError: see `_heed_peers`.
         """
-        if self.peers and self.peers.broken:
-            raise WorkerError("an engine that shares the experts has broken off")
+        self._heed_peers()
         if time.monotonic() < self.next_look:
             return
         self.next_look, trouble = time.monotonic() + BEAT, ""
         for rank, (dog, process) in enumerate(zip(self.watchdogs, self.processes, strict=True)):
             if self.ready:
-                still = dog.look(self.plans.nap(rank) if idle else self.results[rank].beats)
+                naps = idle and rank not in self.owing
+                still = dog.look(self.plans.nap(rank) if naps else self.results[rank].beats)
             else:
                 still = dog.look(0 if self._is_stopped(process) else dog.beats + 1)
             if still >= self.step_timeout:
                 raise self._stuck(rank, self.step_timeout)
             if still >= STALL and not trouble:
                 trouble = str(self._stuck(rank, STALL))
+        held_up = self.held_up.look(0 if self.owing and not idle else self.held_up.beats + 1)
+        if held_up >= STALL and not trouble:
+            trouble = f"all requests wait until rank {min(self.owing)} has done a call that was given up"
         if self.ready and bool(trouble) != bool(self.trouble):  # while they start, it is known that nothing runs
             self.trouble = trouble
             self.on_trouble(trouble or None)
 
-    def _replies(self, call_id: int, timeout: float, may_be_late: bool = False) -> list[Any]:
-        """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
-        replies: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout
-        while late := [rank for rank in range(len(self.results)) if rank not in replies]:
-            if time.monotonic() > deadline:
-                if may_be_late:
-                    raise TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
-                raise self._stuck(late[0], timeout)
-            self._look()
-            for rank in late:
-                reply = self._read(rank, TURN)
-                if isinstance(reply, StepResult):
-                    self.early[rank].append(reply)
-                elif reply and reply.call_id in (0, call_id):  # else it is of an earlier call, which was given up
-                    if reply.error:
-                        raise ValueError(reply.error)
-                    replies[rank] = reply.value
-        return [replies[rank] for rank in range(len(self.results))]
+    def _heed_peers(self) -> None:
+        """See whether the engines that share experts go on together.
 
-    def _read(self, rank: int, timeout: float) -> StepResult | Reply | None:
+        Raises:
+            BrokenOffError: one of them is gone or starts its workers anew, or one is added.
+        """
+        if self.peers and self.peers.broken:
+            raise BrokenOffError("the engines that share the experts have broken off")
+
+    def _replies(self, begun: float, timeout: float) -> list[Any]:
+        """The replies of all ranks, read in any order, because a rank that fails may keep the others waiting."""
+        ranks = range(len(self.results))
         try:
-            message = self.results[rank].read(timeout)
+            while True:
+                if errors := [reply.error for reply in self.replies.values() if reply.error]:
+                    raise ValueError(errors[0])
+                if not (late := [rank for rank in ranks if rank not in self.replies]):
+                    return [self.replies[rank].value for rank in ranks]
+                if time.monotonic() > begun + timeout:
+                    late_error = TimeoutError(f"rank {late[0]} has not replied within {timeout:g} s")
+                    raise late_error if self.ready else self._stuck(late[0], timeout)
+                for rank in late:
+                    self._take(rank, TURN)
+                self._attend()
+        finally:
+            self.owing = {*ranks} - self.replies.keys()
+
+    def _take(self, rank: int, timeout: float) -> bool:
+        """Keep the next message of a rank for whoever asks for it; False if none has come in time."""
+        try:
+            if (data := self.results[rank].read(timeout)) is None:
+                if self.processes[rank].is_alive():
+                    return False
+                data = self.results[rank].read(0)  # its last words
         except RingTimeout as error:
-            raise WorkerError(f"rank {rank} broke off in a message{self._where()}") from error
-        if message is not None:
-            return self.codec.decode(message)
-        if not self.processes[rank].is_alive():
+            raise self._error(rank, "broke off in a message") from error
+        if data is None:
             raise self._died(rank)
-        return None
+        message = self.codec.decode(data)
+        if isinstance(message, StepResult):
+            self.early[rank].append(message)
+        elif self.ready and not message.call_id:
+            kind = BlamelessError if message.blameless else WorkerError
+            raise self._error(rank, "has failed", message.error, kind)
+        elif rank in self.owing:
+            self.owing.remove(rank)  # nobody waits for it any more
+        elif message.call_id == self.call_id:
+            self.replies[rank] = message
+        return True
 
     def _died(self, rank: int) -> Exception:
         self.processes[rank].join(KILL_TIMEOUT)
@@ -361,39 +427,29 @@ class MpExecutor:
         killed = [r for r, process in enumerate(self.processes) if (process.exitcode or 0) < 0]
         rank = killed[0] if killed else rank
         process = self.processes[rank]
-        if (code := process.exitcode) == UNGUARDED:
-            ranks, stages = self.config.tensor_parallel_size, self.config.pipeline_parallel_size
-            return ValueError(
-                f"tensor_parallel_size is {ranks} and pipeline_parallel_size {stages}, so LLM starts processes, which "
-                "import your script: put what it does under `if __name__ == '__main__':`"
-            )
+        code = process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        return WorkerError(f"rank {rank} has died ({how}){self._where()}")
+        return self._error(rank, f"has died ({how})")
 
     def _stuck(self, rank: int, timeout: float) -> WorkerError:
         """The error for a late rank. It may be waiting for another one, so a rank that is stopped is named instead."""
         if stopped := [r for r, process in enumerate(self.processes) if self._is_stopped(process)]:
-            return WorkerStoppedError(f"rank {stopped[0]} is stopped{self._where()}")
+            return self._error(stopped[0], "is stopped", kind=BlamelessError)
         if not self.ready:
             return WorkerError(f"rank {rank} is not ready after {timeout:g} s (startup_timeout)")
-        return WorkerError(f"rank {rank} has made no progress for {timeout:g} s{self._where()}")
+        return self._error(rank, f"has made no progress for {timeout:g} s")
 
     def _is_stopped(self, process: Any) -> bool:
         return is_stopped(process.pid)
 
-    def _where(self) -> str:
+    def _error(self, rank: int, what: str, why: str = "", kind: type[WorkerError] = WorkerError) -> WorkerError:
+        """What has happened to a rank, and what it did. In a call that was given up no request is to blame."""
+        where = f" in step {self.waiting[0]}" if self.waiting else " while idle"
         if not self.ready:
-            return " while it starts"
-        return f" in step {self.waiting[0]}" if self.waiting else " while idle"
-
-
-def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
-    result, stages = results[-stage_size], results[::stage_size]
-    if len(stages) > 1:
-        found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
-        result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
-    return result
+            where = " while it starts"
+        elif rank in self.owing:
+            where, kind = " in a call that was given up", BlamelessError
+        return kind(f"rank {rank} {what}{where}" + (f": {why}" if why else ""))
 
 
 def start_method() -> str:
@@ -415,18 +471,31 @@ def start_method() -> str:
     return asked
 
 
-@contextlib.contextmanager
-def meeting_place() -> Iterator[str]:
-    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
-    if not hasattr(os, "memfd_create"):
-        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
-            yield f"file://{folder}/ranks"
-        return
-    fd = os.memfd_create("manta-ranks")
-    try:
-        yield f"file:///proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
+def script_of_caller() -> dict[str, str]:
+    """How multiprocessing has a new process import the script that this one runs; empty: it is in no file."""
+    said = spawn.get_preparation_data("")
+    return {key: said[key] for key in SCRIPT if key in said}
+
+
+def start_alone(process: Any) -> None:
+    """Start a worker's process without the caller's script.
+
+    multiprocessing has a new Python import the script first, where a script without a `__main__` guard would make an
+    `LLM` again. A worker needs nothing of it (but see `import_script`). multiprocessing has no option for this, so we
+    take the script out of the note that it writes for this process.
+    """
+    with STARTING:
+        prepare = spawn.get_preparation_data
+
+        def without_script(name: str) -> dict[str, Any]:
+            said = prepare(name)
+            return {key: said[key] for key in said if key not in SCRIPT} if name == process.name else said
+
+        spawn.get_preparation_data = without_script
+        try:
+            process.start()
+        finally:
+            spawn.get_preparation_data = prepare
 
 
 def end(processes: list[Any], held: list[Any]) -> None:
@@ -486,7 +555,13 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
 
 
 def worker_main(
-    config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: RingBuffer, results: RingBuffer
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    rendezvous: str,
+    plans: RingBuffer,
+    results: RingBuffer,
+    script: dict[str, str] | None,
 ) -> None:
     """What a worker's process runs: it takes plans and returns results until it is killed or its parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the parent to act on
@@ -497,14 +572,23 @@ def worker_main(
         end_with_parent(signal.SIGKILL)  # for one that is stopped, and so runs no thread
     plans.be_reader(rank)
     results.be_writer()
-    work(config, model_config, rank, rendezvous, plans, results)
+    work(config, model_config, rank, rendezvous, plans, results, script)
 
 
-def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous: str, plans: Any, results: Any) -> None:
+def work(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    rank: int,
+    rendezvous: str,
+    plans: Any,
+    results: Any,
+    script: dict[str, str] | None = None,
+) -> None:
     """Make a worker; take plans and return results until this process ends.
 
     Args:
         plans, results: a reader's and a writer's end of `RingBuffer`s, or what has the same methods.
+        script: see `answer`.
     """
     tqdm.set_lock(threading.RLock())  # the default is a named semaphore, which a kill would leave behind
     codec = Codec()
@@ -526,21 +610,55 @@ def work(config: EngineConfig, model_config: ModelConfig, rank: int, rendezvous:
                 if isinstance(message, StepPlan):
                     launched.append(worker.launch(message))
                 else:
-                    send(answer(worker, message, codec))
+                    send(answer(worker, message, codec, script))
+        except PeersGone as error:
+            return send(codec.encode(Reply(0, error=str(error), blameless=True)))
         except Exception as error:
             send(codec.encode(Reply(0, error=f"{type(error).__name__}: {error}")))
             raise
 
 
-def answer(worker: Any, message: StepPlan | Call, codec: Codec) -> bytes:
-    """A worker's reply to a message."""
+def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str, str] | None = None) -> bytes:
+    """A worker's reply to a message.
+
+    Args:
+        script: what a function in `__main__` is imported from; None: it is here already, or no function comes.
+    """
     if isinstance(message, StepPlan):
         return codec.encode(worker.step(message))
     try:
+        if script is not None and b"__main__" in message.function:
+            import_script(script)
         return codec.encode(Reply(message.call_id, message.run(worker)))
     except Exception as error:  # the caller hears of it
         said = str(error) if isinstance(error, ValueError) else traceback.format_exc()
         return codec.encode(Reply(message.call_id, error=said))
+
+
+def import_script(script: dict[str, str]) -> None:
+    """Import the caller's script as multiprocessing would have done at first, unless it is here already.
+
+    Args:
+        script: see `script_of_caller`.
+
+    Raises:
+        ValueError: there is no file to import, or the script has no guard. Whatever else it raises.
+    """
+    if not script or not os.path.isfile(script.get("init_main_from_path", __file__)):
+        raise ValueError(
+            "method is a function of a notebook, of `python -c` or of standard input, which worker processes cannot "
+            "import; it must be the name of a method, or a function of a module that they can import"
+        )
+    process: Any = multiprocessing.current_process()
+    process._inheriting = True  # as multiprocessing says it, see `MpExecutor`
+    try:
+        spawn.prepare(script)
+    except SystemExit as error:
+        raise ValueError(
+            f"your script, which a worker imports for a function of it, has ended ({error.code})"
+        ) from None
+    finally:
+        del process._inheriting
 
 
 def keep_beating(results: Any) -> None:

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 from client import BackgroundResources, MPClient
-from config import PROG, EngineConfig
+from config import PROG, EngineConfig, stamp_of, weights_in
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
 from executor import visible_gpus
@@ -37,6 +37,9 @@ class Fleet:
     Engines of other hosts are not started here, but wanted: `gate` lets them in. With `data_parallel_size_max`, the
     board's `wanted` says how many engines there are to be. One that is added loads beside those that serve, and gets
     requests once it is ready. One that is taken away drains: see `DPClient`.
+
+    Engines that share experts are always those of the lowest ranks, and each step needs all of them. So none ends
+    before those above it, and one that dies while it drains is replaced.
 
     Args:
         config: the server's options.
@@ -63,7 +66,8 @@ class Fleet:
         self.ends = {rank: socket.socketpair() for rank in self.ranks}
         if not alone:
             self.config = dataclasses.replace(config, lockstep=config.enable_expert_parallel)
-            self.coordinator = CoordinatorProcess(len(self.ranks), config.startup_timeout)
+            sizes = len(self.ranks), config.data_parallel_size
+            self.coordinator = CoordinatorProcess(*sizes, config.startup_timeout)
 
     @property
     def children(self) -> list[Child]:
@@ -74,7 +78,7 @@ class Fleet:
         """Start the engines, and wait until they are ready, those of other hosts as well.
 
         Raises:
-            ValueError: the port for other hosts cannot be had.
+            ValueError: the port for other hosts cannot be had, or weights that these have are not on this one.
             SystemExit: one does not start, or engines differ in what clients have to know; it has been said why.
         """
         if self.coordinator:
@@ -90,12 +94,13 @@ class Fleet:
         if self.gate:
             self._wait_for_hosts(self.gate)
             facts |= {int(rank): told for rank, told in self.gate.facts.items()}
+            facts |= self._take_weights(facts)
         self.facts = facts[self.ranks[0]]
         for rank, told in facts.items():
             for name in FACTS:
                 if told[name] != self.facts[name]:
                     console.error(
-                        f"{PROG}: error: {name} is {told[name]} in engine {rank} and {self.facts[name]} in engine "
+                        f"{PROG}: error: {name} is {told[name]!r} in engine {rank} and {self.facts[name]!r} in engine "
                         f"{self.ranks[0]}"
                     )
                     sys.exit(2)
@@ -123,13 +128,32 @@ class Fleet:
         if not ready:
             sys.exit(2)
 
+    def _take_weights(self, facts: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Start engines here anew if other hosts have kept newer weights, from before this server; returns their facts.
+
+        Raises:
+            ValueError: such weights are not on this host.
+            SystemExit: see `start`.
+        """
+        newest = max(facts.values(), key=lambda told: told["weights_version"])
+        old = [rank for rank in self.engines if facts[rank]["weights"] != newest["weights"]]
+        if old:
+            stamp = stamp_of(newest["weights"])  # files may have other times on this host
+            self.config = dataclasses.replace(self.config, **weights_in(newest) | {"weights_stamp": stamp})
+        for rank in old:
+            console.info(f"other hosts have weights from {newest['weights']}, so engine {rank} is started anew")
+            self.engines[rank].stop()
+            self._launch(rank)
+        for rank in old:
+            self.engines[rank].wait()
+        return {rank: self.engines[rank].facts for rank in old}
+
     def _launch(self, rank: int) -> None:
         self.board.engines[rank] = STARTING
         config = dataclasses.replace(self.config, data_parallel_rank=rank)
         if self.facts:
             config = dataclasses.replace(config, **sizes_of(self.facts))
-        if others := [engine.weights for engine in self.engines.values()]:
-            config = dataclasses.replace(config, **max(others, key=lambda weights: weights["weights_version"]))
+        config = dataclasses.replace(config, **self._newest_weights(rank))
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
@@ -139,7 +163,7 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        sizes = range(1, len(self.ranks) + 1) if self.changing else None
+        sizes = self.config.data_parallel_sizes
         return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, sizes)
 
     def new_router(self, routers: int = 1) -> Router:
@@ -148,48 +172,82 @@ class Fleet:
 
     def check(self) -> None:
         """See `Child.check`; this also starts and ends engines, as many as are wanted."""
+        unwatched = (STARTING,) if self.config.lockstep else (STARTING, DRAINING)
         for child in self.children:
-            if not (isinstance(child, EngineProcess) and self._state(child) in (STARTING, DRAINING)):
+            if not (isinstance(child, EngineProcess) and self._state(child) in unwatched):
                 child.check()
         if self.changing:
             if self.autoscaler:
                 states = self.board.engines.tolist()
-                changing = STARTING in states or DRAINING in states
-                self.board.wanted = self.autoscaler.look(
-                    time.monotonic(), self.board.queue_time, self.board.wanted, changing
-                )
+                changing, wanted = STARTING in states or DRAINING in states, self.board.wanted
+                size = self.autoscaler.look(time.monotonic(), self.board.queue_time, wanted, changing)
+                if size != wanted:  # otherwise what `/scale` asks for at this moment would be lost
+                    self.board.wanted = size
             self._resize(self.board.wanted)
 
     def _state(self, engine: EngineProcess) -> int:
         return self.board.engines[engine.options["data_parallel_rank"]]
 
+    def _newest_weights(self, rank: int) -> dict[str, Any]:
+        """The newest weights of the ready engines other than this one, as options; empty if there are none."""
+        others = [engine for other, engine in self.engines.items() if other != rank and self._state(engine) == READY]
+        return max((engine.weights for engine in others), key=lambda options: options["weights_version"], default={})
+
+    def _has_newest_weights(self, rank: int) -> bool:
+        mine = self.engines[rank].weights
+        return mine == (self._newest_weights(rank) or mine)
+
+    def _admit(self, rank: int) -> None:
+        """Make an engine READY, and have it drain if its weights are out of date by then.
+
+        No update is missed. An engine tells the parent of new weights before it replies. After all replies
+        `DPClient.utility_on_all` looks for engines that have become ready meanwhile. If it finds this one, it updates
+        it, too. If not, READY is set later than that, and the check that follows here knows of the new weights.
+        """
+        self.board.engines[rank] = READY
+        if not self._has_newest_weights(rank):
+            self._drain(rank, "weights have been updated")
+
+    def _drain(self, rank: int, why: str) -> None:
+        engine = self.engines[rank]
+        self.board.engines[rank], engine.idle = DRAINING, 0
+        logger.info(f"{engine.name} drains: {why}")
+
     def _resize(self, wanted: int) -> None:
-        states = self.board.engines
-        for rank, engine in list(self.engines.items()):
+        states, sharing = self.board.engines, self.config.lockstep
+        for rank, engine in sorted(self.engines.items(), reverse=True):
             surplus, state = rank >= wanted, states[rank]
-            if state == STARTING:
-                ready = None if surplus else engine.progress()
-                if surplus or ready is False:
+            if state == STARTING and surplus:
+                self._end(rank)
+            elif state == STARTING:
+                ready = engine.progress() if engine.starting else engine.process.poll() is None
+                if ready and not self._has_newest_weights(rank):
+                    logger.info(f"{engine.name} is started anew: weights have been updated while it started")
                     self._end(rank)
-                if ready:
-                    states[rank] = READY
+                elif ready and not (sharing and states[rank - 1] == STARTING):
                     logger.info(f"{engine.name} is ready, after {time.monotonic() - engine.begun:.1f} s")
+                    self._admit(rank)
                 elif ready is False:
-                    self.board.wanted = wanted = rank
-                    logger.error(f"{engine.name} does not start; {rank} are wanted from now on")
+                    self._end(rank)
+                    self.board.wanted = wanted = min(rank, self.board.wanted)
+                    logger.error(f"{engine.name} does not start; {wanted} are wanted from now on")
             elif state == READY and surplus:
-                states[rank], engine.idle = DRAINING, 0
-                logger.info(f"{engine.name} drains")
-            elif state == DRAINING and not surplus:
-                states[rank] = READY
+                self._drain(rank, f"{wanted} are wanted")
+            elif state == DRAINING and not surplus and self._has_newest_weights(rank):
+                self._admit(rank)
             elif state == DRAINING:
                 engine.look()
-                if engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None:
+                ended = engine.idle >= IDLE_BEATS or engine.starting or engine.process.poll() is not None
+                if ended and not (sharing and rank < max(self.engines)):
                     self._end(rank)
         for rank in range(wanted):
-            # On a CPU a start takes cores from those that serve, so there is one at a time.
-            if rank not in self.engines and not (self.facts["device"] == "cpu" and STARTING in states.tolist()):
+            # On a CPU a start takes cores from those that serve, so there is one at a time. Those that share experts
+            # do not serve meanwhile.
+            in_turn = self.facts["device"] == "cpu" and not sharing
+            if rank not in self.engines and not (in_turn and STARTING in states.tolist()):
                 self._launch(rank)
+        if sharing and self.coordinator:
+            self.coordinator.resize(len(self.engines))
 
     def _end(self, rank: int) -> None:
         engine = self.engines.pop(rank)
@@ -264,8 +322,8 @@ def stop(children: list[Kept]) -> None:
 def follow_server(config: EngineConfig, secret: str) -> None:
     """Run this host's engines for a server on another host, until SIGTERM or Ctrl-C."""
 
-    def new_engine(rank: int, coordinator: socket.socket) -> EngineProcess:
-        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank), coordinator)
+    def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
+        return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
 
     serve_headless(config, secret, new_engine)
 

@@ -70,6 +70,12 @@ class Constraint:
         self.begun = 0.0  # and when it began, in seconds of `time.monotonic()`
         self.mask = self._mask([])
 
+    @property
+    def trouble(self) -> str:
+        """Why the sequence cannot go on; empty: it can, or its next mask is being made and may still come in time."""
+        slow = self.work is not None and not self.work.done() and time.monotonic() >= self.begun + MASK_TIMEOUT
+        return self.error or (f"the structured output takes more than {MASK_TIMEOUT:g} s for a token" if slow else "")
+
     def advance(self, output: Ints[int]) -> None:
         """Read what is new of the `output`, which is all tokens since the prompt, and make the mask that follows it."""
         start, end = self.params.reasoning_start_ids, self.params.reasoning_end_ids
@@ -210,58 +216,66 @@ class Grammars:
             requests cannot go on at all.
         """
         late: set[SequenceGroup] = set()
-        failed: dict[Request, str] = {}
-        behind: dict[Future[None], tuple[SequenceGroup, Constraint]] = {}
-        for group in groups:
-            for seq in group.seqs:
-                constraint = self._of(seq)
-                if constraint.error:
-                    failed[group.request] = constraint.error
-                elif awaits_token(seq):
-                    late.add(group)
-                elif work := self._work(seq, constraint):
-                    behind[work] = group, constraint
-        for work in wait(behind, PATIENCE).not_done:
-            group, constraint = behind[work]
-            late.add(group)
-            if time.monotonic() - constraint.begun > MASK_TIMEOUT:
-                failed[group.request] = f"the structured output takes more than {MASK_TIMEOUT:g} s for a token"
-        return late, failed
+        behind: dict[Future[None], SequenceGroup] = {}
+        seqs = [seq for group in groups for seq in (*group.seqs, *(child for child, _, _ in group.births))]
+        for seq in seqs:
+            if awaits_token(seq):
+                late.add(seq.group)
+            elif work := self._work(seq):
+                behind[work] = seq.group
+        late.update(behind[work] for work in wait(behind, PATIENCE).not_done)
+        return late, self._failed(seqs)
+
+    def _failed(self, seqs: Iterable[Sequence]) -> dict[Request, str]:
+        """Why requests cannot go on, of those whose sequences cannot."""
+        return {seq.group.request: why for seq in seqs if (why := self._of(seq).trouble)}
 
     def _of(self, seq: Sequence) -> Constraint:
         if seq.constraint is None:
             seq.constraint = self._constraint(seq.group.request)
         return seq.constraint
 
-    def _work(self, seq: Sequence, constraint: Constraint) -> Future[None] | None:
+    def _work(self, seq: Sequence) -> Future[None] | None:
         """What is being done on the mask after a sequence's latest token; None if the mask is there."""
+        constraint, num_prompt = self._of(seq), seq.group.request.num_prompt
         if constraint.work is not None and constraint.work.done():
             constraint.work = None
-        num_prompt = seq.group.request.num_prompt
         if constraint.work is None and constraint.num_read < len(seq.tokens) - num_prompt:
             constraint.begun = time.monotonic()
             constraint.work = self.threads.submit(constraint.advance, seq.tokens[num_prompt:])
         return constraint.work
 
-    def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> None:
+    def fill(self, plan: StepPlan, rows: Iterable[tuple[Sequence, int, int]]) -> dict[Request, str]:
         """Give a plan the masks of its constrained rows that sample.
 
-        Who has just been let in may have come by tokens since its last mask, or be a new beam. Its mask is made here.
+        Who was preempted while its mask was being made may have none yet. It is waited for, at most MASK_TIMEOUT.
 
         Args:
             plan: the plan.
             rows: (sequence, tokens, tokens computed with these) of its rows, but for those of the batch of decodes.
+
+        Returns:
+            why requests cannot go on at all. Their rows may draw any token, which the caller must drop.
         """
-        for seq, _, computed in rows:
-            if seq.group.request.params.constrained and computed == len(seq.tokens):
-                constraint = self._of(seq)
-                if work := self._work(seq, constraint):
-                    work.result()
-                plan.masks.append((seq.slot, constraint.mask.tobytes()))
+        seqs = [seq for seq, _, computed in rows if samples(seq, computed)]
+        if behind := [work for seq in seqs if (work := self._work(seq))]:
+            wait(behind, MASK_TIMEOUT + PATIENCE)  # whoever has none after that has `trouble`
+        failed = self._failed(seqs)
+        for seq in seqs:
+            mask = self._of(seq).mask
+            if seq.group.request in failed:
+                mask = np.full_like(mask, ALL)
+            plan.masks.append((seq.slot, mask.tobytes()))
+        return failed
 
     def close(self) -> None:
         """Let the threads end."""
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def samples(seq: Sequence, computed: int) -> bool:
+    """Whether a row that brings a sequence to so many computed tokens draws a token by a mask."""
+    return seq.group.request.params.constrained and computed == len(seq.tokens)
 
 
 def awaits_token(seq: Sequence) -> bool:

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from client import ACCEPTED, accept, to_frame
-from config import PROG, VERSION, EngineConfig
+from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
 from logs import console, logger, set_up
 from plan import Attach, Dial, Join, Joined, Message, Ready
@@ -56,7 +56,8 @@ SHARED = (
     "dtype", "max_model_len", "block_size", "max_logprobs", "generation_config", "task", "pooling_type", "load_format",
     "skip_tokenizer_init", "seed", "batch_invariant", "scheduling_policy", "data_parallel_size",
 )  # fmt: skip
-FACTS = ("dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs")  # in which all engines must
+# Facts in which all engines must agree when the server starts.
+FACTS = ("dtype", "max_model_len", "block_size", "vocab_size", "task", "max_logprobs", "weights")
 
 
 class Refused(ConnectionError):
@@ -249,6 +250,9 @@ class Gate:
         clients: by the rank of each engine on another host: where its clients come from.
         coordinator: its address.
         facts: what engines have said before, to a gate that this one replaces.
+
+    Attributes:
+        on_facts: called with what an engine has said, by its rank.
     """
 
     def __init__(
@@ -262,6 +266,7 @@ class Gate:
     ):
         self.secret, self.settings, self.coordinator, self.facts = secret, settings, coordinator, facts
         self.lock, self.complete = threading.Lock(), threading.Event()
+        self.on_facts: Callable[[dict[str, Any]], None] = lambda facts: None
         self.links: dict[int, Link] = {}  # by rank
         self.waiting: dict[str, tuple[int, socket.socket]] = {}  # by ticket: a client's half, and whom it wants
         self.ranks, self.strangers = sorted(clients), threading.Semaphore(MOST_STRANGERS)
@@ -338,7 +343,7 @@ class Gate:
         if taken:  # perhaps by one that is gone, which will be noticed
             other = self.links[taken[0]].host
             return Joined(f"host {link.host} has {listed(taken)}, and so has {other}, which came first", False)
-        return Joined()
+        return Joined(weights={rank: weights_in(self.facts[rank]) for rank in link.ranks if rank in self.facts})
 
     def _follow(self, link: Link, settings: dict[str, str]) -> None:
         """Let a host join, and listen to it until it is gone."""
@@ -359,6 +364,8 @@ class Gate:
             while isinstance(message := read_message(link.sock, codec), Ready):
                 with self.lock:
                     self.facts[message.rank] = message.facts
+                    on_facts = self.on_facts
+                on_facts({str(message.rank): message.facts})
                 self._look()
         with self.lock:
             mine = [rank for rank in link.ranks if self.links.get(rank) is link]
@@ -403,6 +410,10 @@ class GateProcess(Child):
         """Have a successor be ready at once, though hosts may be away."""
         self.options["facts"] = self.facts
 
+    def on_told(self, options: dict[str, Any]) -> None:
+        """An engine has said something; a successor has to know it, too."""
+        self.facts |= options
+
     def stop(self) -> None:
         """See `Child.stop`; the port is free then."""
         super().stop()
@@ -419,7 +430,9 @@ def gate_main() -> None:
     by_rank = dict(zip(options["ranks"], clients, strict=True))
     gate = Gate(options["secret"], options["settings"], listener, by_rank, coordinator, facts)
     gate.complete.wait()
-    parent.ready({str(rank): gate.facts[rank] for rank in gate.ranks})
+    with gate.lock:
+        parent.ready({str(rank): gate.facts[rank] for rank in gate.ranks})
+        gate.on_facts = parent.tell
     threading.Event().wait()  # the threads do the rest
 
 
@@ -436,6 +449,7 @@ class Node:
     Attributes:
         refused: why the server does not let this host in, and never will.
         address: of the coordinator, as the engines here see it.
+        weights: options of the engines that are launched here: the weights that those of their ranks had last.
     """
 
     def __init__(self, config: EngineConfig, secret: str):
@@ -448,6 +462,7 @@ class Node:
         self.link: socket.socket | None = None
         self.lock, self.joined, self.launched = threading.Lock(), threading.Event(), threading.Event()
         self.refused = self.trouble = ""
+        self.weights: dict[int, dict[str, Any]] = {}
         self.address, listener = socket.socketpair()
         for task, args in ((self._keep_link, ()), (self._take, (listener,))):
             threading.Thread(target=task, args=args, daemon=True).start()
@@ -494,7 +509,7 @@ class Node:
         logger.info(f"joined the server at {self.server} with {listed(self.ranks)}")
         self.trouble = ""
         with self.lock:
-            self.link, ready = link, list(self.ready)
+            self.link, self.weights, ready = link, answer.weights, list(self.ready)
         for rank in ready:
             self._tell(rank)
         self.joined.set()
@@ -567,19 +582,25 @@ class Node:
                 self.ready.append(rank)
             self._tell(rank)
         while not self.refused:
-            for engine in engines.values():
+            for rank, engine in engines.items():
+                known = dict(engine.facts)
                 engine.check()
+                if engine.facts != known:
+                    self._tell(rank)
             time.sleep(PAUSE)
         raise ConnectionError(self.refused)
 
 
-def follow(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.socket], Child]) -> None:
+NewEngine = Callable[[int, socket.socket, dict[str, Any]], Child]
+
+
+def follow(config: EngineConfig, secret: str, new_engine: NewEngine) -> None:
     """Run this host's engines for a server on another one, for ever.
 
     Args:
         config: the host's options.
         secret: that all hosts share.
-        new_engine: launches the engine of a rank, which reaches the coordinator by this address.
+        new_engine: launches the engine of a rank, which reaches the coordinator by this address, and has these options.
 
     Raises:
         ConnectionError, ChildProcessError, SystemExit: see `Node.wait` and `Node.run`.
@@ -589,14 +610,14 @@ def follow(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.
         node = Node(config, secret)
         node.wait(config.startup_timeout)
         for rank in node.ranks:
-            engines[rank] = new_engine(rank, node.address)
+            engines[rank] = new_engine(rank, node.address, node.weights.get(rank, {}))
         node.run(engines)
     finally:
         for engine in engines.values():
             engine.stop()
 
 
-def serve_headless(config: EngineConfig, secret: str, new_engine: Callable[[int, socket.socket], Child]) -> None:
+def serve_headless(config: EngineConfig, secret: str, new_engine: NewEngine) -> None:
     """Do what `follow` does until SIGTERM or Ctrl-C."""
     name_process("node")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -36,6 +36,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Ints
 from itertools import islice, zip_longest
+from typing import NamedTuple
 
 from config import EngineConfig
 from kv_layout import most_blocks
@@ -308,6 +309,21 @@ class StateManager:
         self.taken, self.pinned, self.host_pinned = [], [], []
 
 
+class Entry(NamedTuple):
+    """What a sequence is let in with."""
+
+    cached: int  # how many of its tokens are computed already
+    tables: list[list[int]]  # by kind, the device's blocks that hold what is seen of them; -1 where there is none
+    sources: list[int]  # by kind, the block that it goes on in and that is to be copied; -1: there is none
+    fetched: dict[tuple[int, int], int]  # by column and kind, the host's blocks that are to come back
+    missing: list[int]  # by kind, how many blocks its table is short of
+
+    @property
+    def shared(self) -> list[int]:
+        """The device's blocks that it takes by reference."""
+        return [block for block in by_column(self.tables) if block >= 0]
+
+
 class BlockSpaceManager:
     """The device's blocks, the host's, and the tables of all sequences.
 
@@ -400,57 +416,56 @@ class BlockSpaceManager:
 
     # --- a sequence's way in ----------------------------------------------------------------------------------------
 
-    def admit(
-        self, seq: Sequence, prompt_tables: list[list[int]], most: int, extra: int, kept: int, plan: StepPlan
-    ) -> tuple[int, int] | None:
-        """Give a sequence blocks for its tokens, if they can be had with `extra` and `kept` more left free.
+    def find(self, seq: Sequence, prompt_tables: list[list[int]], most: int) -> Entry:
+        """What a sequence would be let in with, if its next step computes `most` tokens at most.
 
         What has been computed before is shared by reference: blocks of the prefix cache, which may come back from host
         memory, or `prompt_tables`, in which another sample has computed their prompt, if these hold more. The prompt's
-        tokens that have yet to be scored are computed again, because the cache has no hidden states. The next step
-        computes `most` tokens at most.
-
-        Returns:
-            How many of its tokens are computed already, and how many of the blocks were fetched from the host; None if
-            there is no room.
+        tokens that have yet to be scored are computed again, because the cache has no hidden states.
         """
-        device, size = self.device, self.block_size
         last = len(seq.tokens) - 1  # must be computed in any case: its hidden state yields the next token
         if seq.group.request.score is not None:
             last = min(last, seq.group.request.num_scored - 1)
         cached, tables, fetched = self._find(seq, last)
         if prompt_tables and (shared := min(seq.group.request.num_prompt, last)) > cached:
-            columns = -(-shared // size)
+            columns = -(-shared // self.block_size)
             cached, tables, fetched = shared, [table[:columns] for table in prompt_tables], {}
         # The block that it goes on in is copied if somebody else has it, too.
         sources = [-1] * len(tables)
-        if cached % size:
+        if cached % self.block_size:
             for kind, table in enumerate(tables):
-                if table[-1] >= 0 and device.ref_counts[table[-1]] > 0:
+                if table[-1] >= 0 and self.device.ref_counts[table[-1]] > 0:
                     sources[kind] = table.pop()
-        shared_blocks = by_column(tables)
-        revived = sum(block >= 0 and device.ref_counts[block] == 0 for block in shared_blocks)  # free, but not for long
         goals = self.goals(len(seq.tokens), cached + most)
         missing = [max(0, goal - len(table)) for goal, table in zip(goals, tables, strict=True)]
-        needed = sum(missing) + len(fetched)
-        if device.can_allocate(needed + revived + extra, kept) is not AllocStatus.OK:
-            return None
-        seq.num_computed, seq.num_published = cached, min(map(len, tables))
-        device.share(shared_blocks)
-        self.host.share(fetched.values())
-        self.host_pinned += fetched.values()
-        for (column, kind), host_block in fetched.items():
+        return Entry(cached, tables, sources, fetched, missing)
+
+    def price(self, entry: Entry) -> int:
+        """Free blocks that an entry takes: those to be allocated, and cached ones that nobody has now."""
+        revived = sum(self.device.ref_counts[block] == 0 for block in entry.shared)
+        return sum(entry.missing) + len(entry.fetched) + revived
+
+    def admit(self, seq: Sequence, entry: Entry, extra: int, kept: int, plan: StepPlan) -> bool:
+        """Let a sequence in with `entry`, which was found just now, if `extra` and `kept` blocks more are left free."""
+        device, tables = self.device, entry.tables
+        if device.can_allocate(self.price(entry) + extra, kept) is not AllocStatus.OK:
+            return False
+        seq.num_computed, seq.num_published = entry.cached, min(map(len, tables))
+        device.share(entry.shared)
+        self.host.share(entry.fetched.values())
+        self.host_pinned += entry.fetched.values()
+        for (column, kind), host_block in entry.fetched.items():
             (block,) = device.allocate(1)
             plan.swap_in.append((host_block, block))
             device.publish(block, seq.hashes[column] + self.marks[kind])
             tables[kind][column] = block
-        for table, source, count in zip(tables, sources, missing, strict=True):
+        for table, source, count in zip(tables, entry.sources, entry.missing, strict=True):
             own = device.allocate(count)
             if source >= 0:
                 plan.copies.append((source, own[0]))
             table += own
         seq.tables = tables
-        return cached, len(fetched)
+        return True
 
     def _find(self, seq: Sequence, last: int) -> tuple[int, list[list[int]], dict[tuple[int, int], int]]:
         """The longest cached beginning of a sequence, of `last` tokens at most.
@@ -650,10 +665,21 @@ class BlockSpaceManager:
         """Forget all cached prefixes, on the device and in host memory."""
         self.device.reset_prefix_cache()
         self.host.reset_prefix_cache()
-        self.forget_states()
+        self._forget_states()
 
-    def forget_states(self) -> None:
-        """Forget all snapshots of states: a step that was to take one, or to bring a state there, may have failed."""
+    def forget_moves(self, plans: Ints[StepPlan]) -> None:
+        """Let nobody find what these plans were to bring to the host, or back: a step may have failed before its moves.
+
+        The same goes for all snapshots of states. A step may have changed the state that one was to be taken of.
+        """
+        for plan in plans:
+            for pool, moves in ((self.host, plan.swap_out), (self.device, plan.swap_in)):
+                for _, block in moves:
+                    if (digest := pool.hashes[block]) is not None:
+                        pool.forget(digest)
+        self._forget_states()
+
+    def _forget_states(self) -> None:
         if self.states:
             self.states.snapshots.reset_prefix_cache()
 

@@ -3,6 +3,7 @@
     logger      of all that is said
     console     of what is said to the person who has typed the command: what was started, or why it was not
     set_up      sends the records of a process to stderr
+    start_log   what an engine says when it has started
     StatLogger  a line about an engine's throughput
 
 A record is one line, of text or of JSON, in ASCII. In text its traceback follows, indented. So nothing that a client
@@ -131,3 +132,40 @@ class StatLogger:
             f"{facts['requests_waiting']} waiting, {facts['kv_cache_usage']:.1%} of KV blocks in use{hits}",
             extra={"facts": facts},
         )
+
+
+def start_log(facts: dict[str, Any], workers: str) -> str:
+    """What was started, how much fits and what took how long, in five lines; on a GPU also what memory is for.
+
+    Args:
+        facts: of an `EngineCore`.
+        workers: what its executor says of them.
+    """
+    f = facts
+    fit, kinds = f["num_blocks"] // f["blocks_per_request"], len(f["windows"])
+    of = f" = {f['num_blocks'] * f['block_size']:,} tokens" if kinds == 1 else f" for {kinds} kinds of layers"
+    compiled = f", norms, RoPE and activations compiled in {f['compile_seconds']:.1f} s" if f["compile_seconds"] else ""
+    return (
+        f"{f['model']}\n"
+        f"  model     {f['architecture']}, {f['parameters']:,} parameters in {f['dtype']}\n"
+        f"  device    {f['device']}, backend {f['backend']}{compiled}{workers}\n"
+        f"{memory_note(f['memory'])}"
+        f"  KV cache  {f['num_blocks']:,} blocks of {f['block_size']}{of} in "
+        f"{f['kv_bytes'] / 2**20:,.0f} MiB: {fit} requests at the full length of "
+        f"{f['max_model_len']:,}\n"
+        f"  start-up  {', '.join(f'{phase} {seconds:.2f} s' for phase, seconds in f['startup'].items())}"
+    )
+
+
+def memory_note(memory: dict[str, int]) -> str:
+    """What a GPU's memory is for, in a line; one more warns where a step takes more than `--plan` says."""
+    if not memory["context"]:  # on a CPU none is set aside
+        return ""
+    mib = {name: f"{size / 2**20:,.0f} MiB" if size else "nothing" for name, size in memory.items()}
+    note = (
+        f"  memory    {mib['weights']} of weights, {mib['state']} of batch state, {mib['graphs']} for CUDA graphs, "
+        f"{mib['predicted']} predicted for a step, {mib['measured']} measured\n"
+    )
+    if memory["measured"] > 1.05 * memory["predicted"]:
+        note += f"  warning   a step took {mib['measured']}, and the plan was {mib['predicted']}\n"
+    return note

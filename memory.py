@@ -198,8 +198,8 @@ def count_snapshots(config: EngineConfig, model: Transformer, room: int | None =
 
 
 def shares_experts(group: Group) -> bool:
-    """Whether the model's experts are divided among several engines."""
-    return group.experts is not None and group.experts.engines > 1
+    """Whether the model's experts may be divided among several engines."""
+    return group.experts is not None and group.experts.most > 1
 
 
 def captures_graphs(config: EngineConfig) -> bool:
@@ -285,7 +285,7 @@ def expert_bytes(c: ModelConfig, group: Group, item: int, t: int) -> int:
     e, ranks = c.experts, group.experts
     if e is None:
         return 0
-    engines, parts = (ranks.engines, 1) if ranks else (1, group.size)
+    engines, parts = (ranks.most, 1) if ranks else (1, group.size)
     met = engines * t  # tokens
     choices = met * e.top_k * (12 + item * e.size // parts)
     shared = item * t * (3 * e.shared_size // group.size + c.hidden_size) if e.shared_size else 0

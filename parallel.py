@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from config import EngineConfig
+from plan import PeersGone
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
 
@@ -69,8 +70,8 @@ class Group:
             rank: this process's among the ranks of all stages, those of the first stage first.
             size: ranks of each stage.
             rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
-                torchrun has put into the environment, and `tcp://HOST:PORT` is where rank 0 shall listen. In the last
-                two cases the environment also says which of the ranks on this machine this is.
+                the environment says (see `torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen. In the
+                last two cases the environment also says which of the ranks on this machine this is.
 
         Raises:
             ValueError: there is no GPU for this rank.
@@ -160,14 +161,14 @@ class Group:
 
 
 @contextlib.contextmanager
-def told(what: str) -> Iterator[None]:
-    """Raise a ConnectionError of one line, `what` and why, for an error of torch.distributed."""
+def told(what: str, kind: type[ConnectionError] = ConnectionError) -> Iterator[None]:
+    """Raise a ConnectionError of this kind and of one line, `what` and why, for an error of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
         said = re.sub(r"^\[\S+\] ", "", str(error))  # without the file and line of C++
         said = said.partition("\n")[0].partition(". ")[0]
-        raise ConnectionError(f"{what}: {said}") from None
+        raise kind(f"{what}: {said}") from None
 
 
 class Pipeline:
@@ -244,10 +245,11 @@ class ExpertGroup:
     Args:
         rank: of this process in its engine, and size: ranks of an engine.
         engine: this process's, from 0, and engines: how many there are.
+        most: how many there can be, each with a share and with memory for the tokens of all; 0: no more than now.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1):
-        self.rank, self.size, self.engine, self.engines = rank, size, engine, engines
+    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1, most: int = 0):
+        self.rank, self.size, self.engine, self.engines, self.most = rank, size, engine, engines, most or engines
         self.live = False
         self.bound = 0  # tokens that each engine's messages have in this step
         self.host: Any = None  # what numbers go by,
@@ -259,7 +261,8 @@ class ExpertGroup:
         c = config
         if not c.enable_expert_parallel:
             return None
-        return cls(rank % c.tensor_parallel_size, c.tensor_parallel_size, c.data_parallel_rank, c.data_parallel_size)
+        size, engines = c.tensor_parallel_size, (c.data_parallel_rank, c.data_parallel_size, c.max_engines)
+        return cls(rank % size, size, *engines)
 
     def share(self, count: int) -> tuple[int, int]:
         """The first of `count` experts that this rank holds, and how many. Ranks differ by one at most."""
@@ -293,16 +296,19 @@ class ExpertGroup:
                 options._timeout = limit
                 self.link = dist.ProcessGroupNCCL(dist.PrefixStore(f"link{self.rank}", file), *place, options)
 
+    def _exchanging(self) -> contextlib.AbstractContextManager[None]:
+        return told(f"engine {self.engine} has lost the other engines", PeersGone)
+
     def agree(self, tokens: int) -> int:
         """Before a step: the most tokens that an engine has in it, where this one has `tokens`.
 
         Raises:
-            ConnectionError: another engine is gone, or late.
+            PeersGone: another engine is gone, or late.
         """
         most = torch.tensor([tokens])
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        with told(f"engine {self.engine} has lost the other engines"):
+        with self._exchanging():
             self.host.allreduce([most], options).wait()
         return int(most)
 
@@ -327,7 +333,7 @@ class ExpertGroup:
         mine[tokens:, -4 * k :] = 255  # all bits of -1
         everyone = mine.new_zeros(self.engines * bound, mine.shape[1])
         if self.live:
-            with told(f"engine {self.engine} has lost the other engines"):
+            with self._exchanging():
                 self.link._allgather_base(everyone, mine).wait()
         else:
             everyone[:, -4 * k :] = 255
@@ -349,7 +355,7 @@ class ExpertGroup:
         back = y
         if self.live:
             back = torch.empty_like(y)
-            with told(f"engine {self.engine} has lost the other engines"):
+            with self._exchanging():
                 self.link.alltoall_base(back, y, [], []).wait()
         parts = back.view(self.engines, -1, y.shape[1])[:, :tokens]
         return parts.sum(0, dtype=torch.float32).to(y.dtype) if self.live else parts[self.engine].clone()

@@ -117,6 +117,15 @@ class StepResult:
     phases: list[tuple[str, str, float, float]] = field(default_factory=list)  # for `--trace`: lane, name, begin, end
 
 
+def joined(results: list[StepResult], stage_size: int) -> StepResult:
+    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
+    result, stages = results[-stage_size], results[::stage_size]
+    if len(stages) > 1:
+        found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
+        result.phases = [(f"{lane} {i}", name, begin, end) for i, lane, name, begin, end in found]
+    return result
+
+
 @dataclass(slots=True)
 class EngineOutput:
     """One step's news of one request."""
@@ -145,6 +154,15 @@ class Outputs:
     outputs: list[EngineOutput] = field(default_factory=list)
     names: list[tuple[str, int]] = field(default_factory=list)  # (request id, index) of answers of which that is all,
     token_ids: list[int] = field(default_factory=list)  # and the token of each
+
+    def __bool__(self) -> bool:
+        return bool(self.outputs or self.names)
+
+    def add(self, later: Outputs) -> None:
+        """Append what has come later."""
+        self.outputs += later.outputs
+        self.names += later.names
+        self.token_ids += later.token_ids
 
     def __iter__(self) -> Iterator[EngineOutput]:
         """The news of each answer."""
@@ -242,6 +260,10 @@ def reference_to(function: Callable[..., Any]) -> str:
     return reference
 
 
+class PeersGone(ConnectionError):
+    """Another engine that shares the experts is gone, or late."""
+
+
 @dataclass(slots=True)
 class Reply:
     """What a utility call returned, or what was wrong with it."""
@@ -249,7 +271,8 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    late: bool = False  # whether that is a TimeoutError
+    late: bool = False  # whether that is a TimeoutError,
+    blameless: bool = False  # or a PeersGone
 
 
 @dataclass(slots=True)
@@ -297,7 +320,8 @@ class WaveReport:
     rank: int
     end: int
     more: bool
-    meeting: str = ""  # the one that these steps follow
+    meeting: str = ""  # the one that these steps follow,
+    engines: int = 0  # and how many have met there
 
 
 @dataclass(slots=True)
@@ -314,17 +338,26 @@ class Meet:
 
     rank: int
     turn: int  # counted by the engine; 0 as long as it has waited for none
+    engines: int = 0  # that have met at the latest meeting
 
 
 @dataclass(slots=True)
 class Met:
     """Coordinator to engines that share experts: all of them wait, and their workers may meet at a place.
 
-    Without a place: another engine has left, or waits. So all have to break off, and wait.
+    Without a place: another engine has left, or waits, or there are to be fewer. So all have to break off, and wait.
     """
 
     place: str = ""  # see `ExpertGroup.connect`
     name: str = ""  # of the meeting; no other has it
+    engines: int = 0  # how many meet
+
+
+@dataclass(slots=True)
+class Resize:
+    """Server to coordinator: from the next meeting on so many engines share the experts."""
+
+    engines: int
 
 
 @dataclass(slots=True)
@@ -342,11 +375,12 @@ class Joined:
 
     refusal: str = ""  # why the host cannot join; empty: it has
     final: bool = True  # whether it would be refused again
+    weights: dict[int, dict[str, Any]] = field(default_factory=dict)  # options of engines: what those ranks had last
 
 
 @dataclass(slots=True)
 class Ready:
-    """Host to gate: one of its engines can run requests."""
+    """Host to gate: one of its engines can run requests, or has other weights than before."""
 
     rank: int
     facts: dict[str, Any]
@@ -382,6 +416,7 @@ Message = (
     | Wave
     | Meet
     | Met
+    | Resize
     | Join
     | Joined
     | Ready

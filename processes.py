@@ -32,6 +32,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from io import FileIO
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from gunicorn.app.base import BaseApplication
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
-# Seconds in which signals count as one: Linux tells of the death of torchrun (see `end_with_parent`) thread by thread.
+# Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
@@ -110,6 +111,13 @@ class Child:
     def on_told(self, options: dict[str, Any]) -> None:
         """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
 
+    def on_end(self) -> None:
+        """Called when the process has ended, and all that it told is known.
+
+        Raises:
+            ChildProcessError: it cannot be replaced.
+        """
+
     def _launch(self) -> None:
         self.begun, self.starting, self.watchdog, self.beats = time.monotonic(), True, Watchdog(), 0
         command = [sys.executable, "-P", self.script]
@@ -138,6 +146,13 @@ class Child:
             self.on_ready()
         return bool(line)
 
+    def tell(self, options: dict[str, Any]) -> None:
+        """Change options of the process, and of its successors."""
+        self.options |= options
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):  # it is dead, and the successor has them
+            self.process.stdin.write(json.dumps(options).encode() + b"\n")
+
     def wait(self) -> None:
         """Wait until it is ready.
 
@@ -164,6 +179,8 @@ class Child:
             ChildProcessError: no successor of it starts any more.
         """
         if self.process.poll() is not None and not self.starting:
+            self.listen()
+            self.on_end()
             if time.monotonic() >= self.not_before:
                 logger.warning(f"{self.name} has ended (pid {self.process.pid}); another is started")
                 self._close_pipes()
@@ -262,18 +279,22 @@ class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
     Attributes:
-        options: what the process was started with.
+        options: what the process was started with, and has been told since then.
         listener: where its clients come from.
         beside: further sockets that the parent has given it.
+        on_told: called when the parent has changed some of the options.
         on_close: called when the pipe closes, before the process ends.
         is_idle: called before each heartbeat, which tells whether nobody needs this process.
     """
 
     def __init__(self) -> None:
-        if not (line := sys.stdin.buffer.readline()):  # the parent has ended already
+        # Unbuffered, because a lock that a thread held here would abort the interpreter when it exits.
+        self.lines = FileIO(0, closefd=False)
+        if not (line := self.lines.readline()):  # the parent has ended already
             os._exit(0)
         self.options = json.loads(line)
         self.listener, *self.beside = [socket.socket(fileno=fd) for fd in self.options.pop("fds")]
+        self.on_told: Callable[[], None] = lambda: None
         self.on_close: Callable[[], None] = lambda: None
         self.is_idle: Callable[[], bool] = lambda: False
         self.out, self.lock = os.dup(1), threading.Lock()
@@ -281,10 +302,9 @@ class ParentPipe:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
-        # The read returns nothing once the last process that holds the other end is gone. It is unbuffered, because a
-        # lock that this thread held would abort the interpreter when it exits.
-        while os.read(0, 1):
-            pass
+        for line in self.lines:  # they end once the last process that holds the other end is gone
+            self.options |= json.loads(line)
+            self.on_told()
         self.on_close()
         self.end(0)
 

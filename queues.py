@@ -11,13 +11,15 @@ from heapq import heapify, heappop, heappush
 from sequence import Key, Request, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a group that stands behind another one of its client, under the policy `fair`
+MOST_STALE = 16  # entries that may stay in a heap of fewer groups without meaning anything
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `FairQueue`)
 
 
 class GroupQueue:
     """Groups of one status, first to go first. O(log n) to push and pop.
 
-    An entry of the heap whose group was aborted, or has got another place since, is skipped when met.
+    An entry of the heap whose group was aborted, or has got another place since, is skipped when met. Once such entries
+    are the most, all of them are thrown out, so that what was aborted does not stay in memory.
     """
 
     def __init__(self, status: Status):
@@ -39,9 +41,13 @@ class GroupQueue:
 
     def first(self) -> SequenceGroup:
         """The group that goes next; the queue must not be empty."""
-        while (group := self.heap[0][1]).status is not self.status or group.key != self.heap[0][0]:
+        while not self._counts(*self.heap[0]):
             heappop(self.heap)
-        return group
+        return self.heap[0][1]
+
+    def _counts(self, key: Key, group: SequenceGroup) -> bool:
+        """Whether an entry of the heap says where its group is."""
+        return group.status is self.status and group.key == key
 
     def pop(self, status: Status) -> SequenceGroup:
         """Take the group that goes next out of the queue, into `status`."""
@@ -57,6 +63,9 @@ class GroupQueue:
         """Take `group` out for good."""
         group.status = Status.FINISHED
         self.size -= 1
+        if len(self.heap) > MOST_STALE + 2 * self.size:
+            self.heap = [entry for entry in self.heap if self._counts(*entry)]
+            heapify(self.heap)
 
 
 @dataclass(slots=True)
@@ -68,6 +77,7 @@ class Client:
     outstanding: int = 0  # the part of it that was charged for groups which have yet to finish
     num_requests: int = 0  # that have yet to finish
     backlog: list[tuple[tuple[int, int], SequenceGroup]] = field(default_factory=list)  # never let in, a heap
+    num_aborted: int = 0  # since those were last taken out of the backlog
 
     @property
     def settled(self) -> int:
@@ -163,7 +173,13 @@ class FairQueue(GroupQueue):
     def abort(self, group: SequenceGroup) -> None:
         """As `GroupQueue.abort`; the next one of its client comes to stand in line."""
         super().abort(group)
-        self._place(self.clients[group.request.client])
+        client = self.clients[group.request.client]
+        client.num_aborted += 1
+        if 2 * client.num_aborted > MOST_STALE + len(client.backlog):
+            client.backlog = [entry for entry in client.backlog if entry[1].status is self.status]
+            heapify(client.backlog)
+            client.num_aborted = 0
+        self._place(client)
 
     def _first_of(self, client: Client) -> SequenceGroup | None:
         """Who of a client's groups that were never let in came first."""

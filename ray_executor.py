@@ -58,18 +58,14 @@ class Plans:
     """
 
     def __init__(self, ring: RingBuffer | None, near: list[int], links: Mapping[int, EngineLink]):
-        self.ring, self.near, self.links, self.whole = ring, near, links, True
+        self.ring, self.near, self.links = ring, near, links
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
         """Send a message to all ranks.
 
         Raises:
             RingTimeout: a rank has not made room for it within `timeout` seconds.
-            WorkerError: an earlier message was broken off, say by Ctrl-C, so that some ranks have it and others do not.
         """
-        if not self.whole:
-            raise WorkerError("a plan has reached some ranks and not the others")
-        self.whole = False
         for link in self.links.values():  # first, because that takes longer to arrive
             link.write(message, timeout, look)
         if self.ring:
@@ -78,7 +74,6 @@ class Plans:
             except RingTimeout as error:
                 error.reader = self.near[error.reader]
                 raise
-        self.whole = True
 
     def nap(self, rank: int) -> int:
         """A number that changes every second or so while this rank waits for a message."""
@@ -577,11 +572,11 @@ class RayExecutor(MpExecutor):
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ValueError) and not self.ready:
                 return error.cause
-            return WorkerError(f"rank {rank} has failed{self._where()}: {in_short(error.cause)}")
+            return self._error(rank, "has failed", in_short(error.cause))
         except ray.exceptions.RayError as error:
             if not isinstance(error, ray.exceptions.GetTimeoutError):
                 why = in_short(error)
-        return WorkerError(f"rank {rank} on {process.place.host} has died ({why}){self._where()}")
+        return self._error(rank, f"on {process.place.host} has died ({why})")
 
     def _is_stopped(self, process: RayProcess) -> bool:
         return process.place.node == self.here and is_stopped(process.pid)

@@ -162,8 +162,8 @@ class RayHost:
         name_process("node")
         set_up(config.log_level, config.log_format)
 
-        def new_engine(rank: int, coordinator: socket.socket) -> EngineProcess:
-            return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank), coordinator)
+        def new_engine(rank: int, coordinator: socket.socket, options: dict[str, Any]) -> EngineProcess:
+            return EngineProcess(dataclasses.replace(config, data_parallel_rank=rank, **options), coordinator)
 
         config = find_model_here(config, here)
         try:

@@ -42,7 +42,7 @@ from plan import Message
 CHUNK_BYTES = 1 << 18  # a plan is mostly a few KB; one with a prompt of 50,000 tokens may be larger, and goes beside
 NUM_CHUNKS = 8
 SPIN = 100e-6  # seconds; an immediate answer comes sooner, and waking up takes about half as long
-NAP = 500e-6  # seconds between a writer's looks at a full ring
+NAP = 500e-6  # seconds between a writer's looks while there is no room
 BACKSTOP = 1.0  # seconds that a reader sleeps at most, should it ever miss the bell
 BEAT = 0.5  # seconds between two heartbeats, and between two looks at them
 STALL = 3.5  # seconds without a heartbeat after which a process is said to be stopped: 4.5 after it was, at most
@@ -141,6 +141,7 @@ class RingBuffer:
         self.pulse = self.asleep + self.num_readers  # index of the word in which the writer counts its heartbeats
         self.count = 0  # messages written, or read, at this end
         self.naps = 0  # of this reader
+        self.part = bytearray()  # of a message that comes through a socket; Ctrl-C may break off reading it
         self.fence = threading.Lock()
         for bell, _ in self.bells:
             bell.setblocking(False)
@@ -195,7 +196,9 @@ class RingBuffer:
             theirs.close()
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Put a message in; waits while the ring is full, and calls `look` every now and then while it does.
+        """Put a message in; waits while there is no room, and calls `look` every NAP while it does.
+
+        A reader that writes to this process reads nothing before that is taken, and `look` is there to take it.
 
         Raises:
             RingTimeout: a reader has not made room within `timeout` seconds. Then nobody gets the message, except that
@@ -230,7 +233,7 @@ class RingBuffer:
         """Send a message that fits no chunk; returns whether all of it was taken."""
         rest = memoryview(message)
         while rest and (left := deadline - time.monotonic()) > 0:
-            side.settimeout(min(BEAT, left))
+            side.settimeout(min(NAP, left))
             try:
                 rest = rest[side.send(rest) :]
             except TimeoutError:
@@ -310,17 +313,18 @@ class RingBuffer:
         return True
 
     def _receive(self, length: int) -> bytes:
-        message, got, side = bytearray(length), 0, self.sides[self.reader][1]
+        side = self.sides[self.reader][1]
         side.settimeout(BROKEN_OFF)  # the caller's timeout is only for how long to look for a message
-        while got < length:
+        while len(self.part) < length:
             try:
-                count = side.recv_into(memoryview(message)[got:])
+                data = side.recv(min(READ, length - len(self.part)))
             except TimeoutError:
-                count = 0
-            if not count:
+                data = b""
+            if not data:
                 raise RingTimeout(self.reader, self.count + 1, BROKEN_OFF)
-            got += count
-        return bytes(message)
+            self.part += data
+        message, self.part = bytes(self.part), bytearray()
+        return message
 
     def close(self) -> None:
         """Give the memory and the sockets back; the other ends keep theirs."""
@@ -331,6 +335,20 @@ class RingBuffer:
         for pair in (*self.bells, *self.sides):
             for end in pair:
                 end.close()
+
+
+@contextlib.contextmanager
+def meeting_place() -> Iterator[str]:
+    """A file for ranks to meet by, see `Group.connect`. On Linux it is in memory, so that no kill leaves it behind."""
+    if not hasattr(os, "memfd_create"):
+        with tempfile.TemporaryDirectory(prefix="manta-") as folder:
+            yield f"file://{folder}/ranks"
+        return
+    fd = os.memfd_create("manta-ranks")
+    try:
+        yield f"file:///proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
 
 
 # --- to another host --------------------------------------------------------------------------------------------------
@@ -380,7 +398,7 @@ class EngineLink:
         return self.counts[WAITS]
 
     def write(self, message: bytes, timeout: float, look: Callable[[], None] = lambda: None) -> None:
-        """Send a message, and call `look` every now and then while there is no room for it.
+        """Send a message, and call `look` every NAP while there is no room for it.
 
         Raises:
             RingTimeout: the rank has not taken it within `timeout` seconds.

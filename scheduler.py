@@ -180,11 +180,16 @@ class Scheduler:
         if (request := self.requests.get(request_id)) is None:
             return
         for group in [group for group in request.groups if index is None or group.index == index]:
-            if group.status is Status.RUNNING:
-                self.running.remove(group)
-            else:
-                self.admission.withdraw(group)
+            leave = self._stop if group.status is Status.RUNNING else self.admission.withdraw
+            leave(group)
             self._finish(group, reason)
+
+    def _stop(self, group: SequenceGroup) -> None:
+        """Take `group` out of those who run, and out of its lane."""
+        self.running.remove(group)
+        if group.seqs[0].batch is None:
+            assert group.lane
+            group.lane.others.remove(group)
 
     def has_work(self) -> bool:
         """Whether a request has yet to finish."""
@@ -209,7 +214,7 @@ class Scheduler:
 
     @property
     def others(self) -> list[SequenceGroup]:
-        """All groups at whom each step of their lane must look."""
+        """All groups that run and at whom each step of their lane must look."""
         return [group for lane in self.lanes for group in lane.others]
 
     # --- planning ---------------------------------------------------------------------------------------------------
@@ -286,18 +291,16 @@ class Scheduler:
 
     def _make_way(self, flight: Flight) -> None:
         """Preempt who stands in the way of the first in line, and has a lower priority."""
-        for victim in self.admission.make_way(self.running):
+        for victim in self.admission.make_way(self.running, flight.plan):
             assert self.admission.urgent and victim is self.running[-1]
             self._preempt_last(flight.plan, self.admission.urgent.request)
 
     def _preempt_last(self, plan: StepPlan, cause: Request) -> SequenceGroup:
         """Preempt the last of those who run, for `cause` to have its room; returns who that was."""
-        victim = self.running.pop()
+        victim = self.running[-1]
         for flight in self.in_flight:  # it may run again before they land
             flight.dropped.update(victim.seqs)
-        if victim.seqs[0].batch is None:
-            assert victim.lane
-            victim.lane.others.remove(victim)
+        self._stop(victim)
         self.admission.preempt(victim, plan, cause)
         return victim
 
@@ -328,9 +331,8 @@ class Scheduler:
         before, lane, decodes = len(self.admission.preempted), flight.lane, flight.lane.decodes
         to_come = lane.width  # sequences, or the slots kept for them
         due = [seq.group for seq in decodes.pop_due()]
-        shares: dict[str, int] = {}
-        if self.admission.fair is not None and lane.others:
-            shares = self.admission.divide(lane.others, flight.budget.tokens - to_come, self.running)
+        divided = self.admission.fair is not None and lane.others
+        shares = self.admission.divide(flight, self.running, to_come) if divided else {}
         for group in sorted(lane.others + due, key=lambda group: group.key):
             if group.status is not Status.RUNNING or group in self.late:
                 continue
@@ -470,12 +472,12 @@ class Scheduler:
             news.outputs.append(self._output_of(seq, i in stopped, result.logprobs.get(i)))
             if seq.batch is None and seq.group.lane is flight.lane and self._only_decodes(seq):
                 flight.lane.decodes.join(seq)
-        others = (group for group in flight.lane.others if group.status is Status.RUNNING)
-        flight.lane.others = [group for group in others if group.seqs[0].batch is None]
         self.counters["generation_tokens_total"] += sum(len(o.token_ids) for o in news.outputs) + len(news.token_ids)
         news.outputs += pooled
         for rows in beams.values():
             news.outputs += self._advance_beams(rows)
+        others = (group for group in flight.lane.others if group.status is Status.RUNNING)
+        flight.lane.others = [group for group in others if group.seqs[0].batch is None]
         if beams or any(output.finish_reason for output in news.outputs):
             self.running = [group for group in self.running if group.status is Status.RUNNING]
         while found := self.lanes.surplus(flight.lane):
@@ -596,6 +598,7 @@ class Scheduler:
         """
         trial, outputs, now = self.admission.trial, [], self.clock()
         seqs = [seq for flight in self.in_flight for seq in flight.seqs]
+        plans = [flight.plan for flight in self.in_flight]
         self.in_flight.clear()
         self.lanes.forget()
         guilty = None
@@ -611,12 +614,11 @@ class Scheduler:
             news = EngineOutput(guilty.request_id, [], "error", error=cause, finished=True, engine_fault=not lost)
             outputs.append(news)
         self._stop_running(now)
-        self.space.forget_states()
         if lost:
             self.admission.lose_pools(now)
             self.admission.start_turn()
-        elif any(seq.group.status is Status.SWAPPED for seq in seqs):  # with tokens that no step has computed
-            self.admission.drop_swapped(now)
+        else:
+            self.admission.forget_moves(plans, now)
         return outputs
 
     def _stop_running(self, now: float) -> None:

@@ -250,6 +250,13 @@ class Request:
         return derived_seed(own, str(index)) if index else own
 
     @property
+    def has_begun(self) -> bool:
+        """Whether something of its answer has come of the weights that are there now."""
+        seqs = [seq for group in self.groups for seq in group.seqs]
+        sampled = any(len(seq.tokens) > self.num_prompt for seq in seqs)
+        return sampled or bool(self.finished_reports) or self.params.prompt_logprobs is not None
+
+    @property
     def score(self) -> tuple[int, int, int] | None:
         """Which tokens of the prompt have yet to be scored; see `NewRow.score`."""
         k = self.params.prompt_logprobs

@@ -501,7 +501,7 @@ class Worker(GeventWorker):
 def serve(argv: list[str]) -> None:
     """Serve until SIGTERM or Ctrl-C. Exit code 2, after one line that says why, where it cannot start.
 
-    Where torchrun has started this on every rank, rank 0 serves, and the others are done when it is.
+    Where torchrun or `srun` has started this on every rank, rank 0 serves, and the others are done when it is.
     """
     parser = OptionParser(
         EngineConfig, ServerConfig, usage="[COMMAND] [MODEL] [option ...]", description="Run a model.",
@@ -529,7 +529,7 @@ def serve(argv: list[str]) -> None:
 
             print_plan(engine_config, model_config, flags.plan)
             return
-        if engine_config.distributed_executor_backend == "torchrun":
+        if engine_config.distributed_executor_backend == "external_launcher":
             engine_config = lead_or_follow(engine_config, model_config)
         if engine_config.headless:
             return follow_server(engine_config, secret)

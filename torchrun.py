@@ -1,13 +1,19 @@
-"""Ranks that torchrun has started, also on other hosts: rank 0 leads with a `TorchrunExecutor`, the others `follow`."""
+"""Ranks that torchrun, or `srun` of Slurm, has started, also on other hosts: rank 0 leads, and the others `follow`.
+
+ExternalExecutor    rank 0's executor
+launched_as         which rank this process is, and where all of them meet
+lead_or_follow      what each rank's process calls first
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from config import EngineConfig
@@ -17,13 +23,24 @@ from model_config import ModelConfig
 from plan import Call, Kwargs, Method, StepPlan, StepResult
 from ring import Codec
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets these
+# The variables that torchrun sets for each process, and of those that `srun` sets the ones which say as much.
+VARIABLES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
+    "MASTER_ADDR": "SLURM_STEP_NODELIST",
+    "MASTER_PORT": "SLURM_JOB_ID",
+}
+MOST = 2**32  # that a variable may hold
+FIRST_PORT, NUM_PORTS = 15000, 10000  # for jobs of Slurm; Linux takes none of them for outgoing connections
 
 
-class TorchrunExecutor(UniExecutor):
-    """Rank 0's worker in this process; the other ranks, which torchrun has started as well, `follow`.
+class ExternalExecutor(UniExecutor):
+    """Rank 0's worker in this process; the other ranks, which were started as well, `follow`.
 
     No rank can be replaced here: when torchrun sees one end, it ends all of them, and may start all of them again.
+    `srun --kill-on-bad-exit=1` ends them, too.
 
     Args:
         config: the engine's options, as `lead_or_follow` returns them.
@@ -73,7 +90,10 @@ class TorchrunExecutor(UniExecutor):
             ValueError: it failed; or it is a function, or there is a timeout, after which ranks would be out of step.
         """
         if not isinstance(method, str) or timeout is not None:
-            raise ValueError(f"method is {method!r} and timeout {timeout}; under torchrun they must be a name and None")
+            raise ValueError(
+                f"method is {method!r} and timeout {timeout}; with distributed_executor_backend 'external_launcher' "
+                "they must be a name and None"
+            )
         call = Call.of(0, method, args, kwargs)
         with self.channel.turn():
             self.channel.broadcast(self.codec.encode(call))
@@ -89,7 +109,7 @@ class TorchrunExecutor(UniExecutor):
 
     def note(self) -> str:
         """What the start log adds about the workers."""
-        return f", {self.size} {'ranks' if self.size > 1 else 'rank'} of torchrun"
+        return f", {self.size} {'ranks' if self.size > 1 else 'rank'} of an external launcher"
 
     def close(self) -> None:
         """Let the other ranks go."""
@@ -109,25 +129,102 @@ def let_go(channel: Any, catch_up: Callable[[], None]) -> None:
 # --- in each rank's process, before it has a worker -------------------------------------------------------------------
 
 
+def launched_as(environ: Mapping[str, str]) -> dict[str, str]:
+    """The values of torchrun's variables. Those that are not set follow from what Slurm has told a task of `srun`.
+
+    Rank 0 runs on the first node of a step, so that is where all of them meet. Where Slurm's task sees one GPU, that is
+    its own (`--gpus-per-task`), so it takes its first one.
+
+    Raises:
+        ValueError: names the variables that are missing or wrong, and what is allowed.
+    """
+    is_task = "SLURM_STEP_ID" in environ  # a batch script itself is none, though Slurm gives it a SLURM_PROCID, too
+    sources = {name: slurm if is_task and name not in environ else name for name, slurm in VARIABLES.items()}
+    if missing := [name for name, source in sources.items() if source not in environ]:
+        raise ValueError(
+            f"distributed_executor_backend is 'external_launcher', but {', '.join(missing)} not set in the environment "
+            f"(nor what `srun` sets, {', '.join(VARIABLES[name] for name in missing)}): start with `torchrun "
+            "--nproc-per-node=N` in place of `python`, or with `srun --ntasks=N python`"
+        )
+
+    def number(name: str, low: int, high: int) -> int:
+        return whole(environ, sources[name], low, high)
+
+    by_slurm = {name for name, source in sources.items() if source != name}
+    size = number("WORLD_SIZE", 1, MOST)
+    rank = number("RANK", 0, size - 1)
+    local_size = tasks_here(environ, size) if "LOCAL_WORLD_SIZE" in by_slurm else number("LOCAL_WORLD_SIZE", 1, size)
+    local_rank = number("LOCAL_RANK", 0, local_size - 1)
+    if "LOCAL_RANK" in by_slurm and "," not in environ.get("CUDA_VISIBLE_DEVICES", ","):
+        local_rank = 0
+    address = environ[sources["MASTER_ADDR"]]
+    if "MASTER_ADDR" in by_slurm:  # a single machine's own name may not resolve
+        address = "127.0.0.1" if local_size == size else first_node(address)
+    port = port_of_step(environ) if "MASTER_PORT" in by_slurm else number("MASTER_PORT", 1, 65535)
+    return dict(zip(VARIABLES, map(str, (rank, size, local_rank, local_size, address, port)), strict=True))
+
+
+def whole(environ: Mapping[str, str], name: str, low: int = 0, high: int = MOST) -> int:
+    """The whole number that a variable holds; a ValueError where it is none from `low` to `high`."""
+    text = environ.get(name, "")
+    if not re.fullmatch(r"\d{1,10}", text, re.ASCII) or not low <= int(text) <= high:
+        raise ValueError(f"{name} is {text!r:.80} in the environment; it must be a whole number from {low} to {high}")
+    return int(text)
+
+
+def tasks_here(environ: Mapping[str, str], size: int) -> int:
+    """How many of a step's `size` tasks Slurm has started on this node, by its list for all nodes, like `2(x3),1`.
+
+    Raises:
+        ValueError: it is no such list, or of another number of tasks, or this node is not in it.
+    """
+    name, entry = VARIABLES["LOCAL_WORLD_SIZE"], r"(\d{1,6})(?:\(x(\d{1,6})\))?"
+    if not re.fullmatch(f"{entry}(?:,{entry})*", listed := environ[name], re.ASCII):
+        raise ValueError(f"{name} is {listed!r:.80} in the environment; it must be counts of tasks, like '2(x3),1'")
+    counts = [int(count) for count, times in re.findall(entry, listed, re.ASCII) for _ in range(int(times or 1))]
+    if sum(counts) != size:
+        raise ValueError(
+            f"{name} is {listed!r:.80} in the environment, {sum(counts)} tasks; it must be of all {size} ranks: start "
+            "them with one `srun`"
+        )
+    return counts[whole(environ, "SLURM_NODEID", 0, len(counts) - 1)]
+
+
+def first_node(listed: str) -> str:
+    """The first one of Slurm's list of nodes: `node01` of `node[01-03,7],other`.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    numbers = r"\[(\d+)[-,\d]*\]"
+    if not (first := re.match(rf"(?:[^\[\],\s]|{numbers})+(?=,|$)", listed, re.ASCII)):
+        name = VARIABLES["MASTER_ADDR"]
+        raise ValueError(
+            f"{name} is {listed!r:.80} in the environment; it must be names of nodes, like 'node[01-03,7]'"
+        )
+    return re.sub(numbers, r"\1", first[0])
+
+
+def port_of_step(environ: Mapping[str, str]) -> int:
+    """A port that all ranks of a step of Slurm choose, and steps that run at the same time on a node do not."""
+    return FIRST_PORT + (10 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
+
+
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:
     """In rank 0's process, return the options with the number of ranks. Any other rank follows it here, and then ends.
 
     Raises:
-        ValueError: torchrun has not started this process, or has started more or fewer ranks than the options say.
+        ValueError: nothing has started this process as a rank, or there are more or fewer ranks than the options say.
         SystemExit: see `follow`.
     """
-    if missing := [name for name in TORCHRUN if name not in os.environ]:
-        raise ValueError(
-            f"distributed_executor_backend is 'torchrun', but {', '.join(missing)} not set in the environment: "
-            "start with `torchrun --nproc-per-node=N` in place of `python`"
-        )
+    os.environ.update(launched_as(os.environ))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if size % stages or ranks not in (EngineConfig.tensor_parallel_size, size // stages):
         beside = f" and pipeline_parallel_size {stages}" if stages > 1 else ""
-        raise ValueError(f"tensor_parallel_size is {ranks}{beside}; torchrun has started {size} ranks")
+        raise ValueError(f"tensor_parallel_size is {ranks}{beside}; {size} ranks were started")
     config = dataclasses.replace(config, tensor_parallel_size=size // stages)
-    end_with_parent(signal.SIGTERM)  # when torchrun is killed, rank 0 drains and ends all
+    end_with_parent(signal.SIGTERM)  # when torchrun, or Slurm's process on this node, is killed, rank 0 drains
     if rank:
         follow(config, model_config, rank)
     return config
@@ -139,14 +236,15 @@ def follow(config: EngineConfig, model_config: ModelConfig, rank: int) -> NoRetu
     Raises:
         ValueError: see `start_worker`.
         SystemExit: with 0, once rank 0 has let go. If rank 0 is gone, the process logs that and ends with 1, which
-            torchrun takes for a failure.
+            torchrun and `srun` take for a failure.
     """
     name_process(f"worker {rank}")
     try:
         worker = new_worker(config, model_config, rank, "env://")
         worker.group.set_timeout(step_timeout(config, worker.facts()))
         codec, channel = Codec(), worker.group.channel(NEVER)
-        for number in (signal.SIGINT, signal.SIGTERM):  # torchrun sends them to all ranks; rank 0 drains and ends us
+        # torchrun and `scancel` send these to all ranks; rank 0 drains and ends us.
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         while data := channel.broadcast():
             message = codec.decode(data)

@@ -36,6 +36,7 @@ SERVED = [
     "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py", "test_chat_tools.py",
     "test_responses_tools.py", "test_deploy.py", "test_bench_scale.py", "test_elastic.py", "test_hosts.py",
     "test_upkeep.py", "test_start_methods.py", "test_control_routes.py", "test_ray.py", "test_ray_hosts.py",
+    "test_ranks.py",
 ]  # fmt: skip
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [

@@ -7,6 +7,7 @@ them from the prompt alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from collections import defaultdict, deque
@@ -20,6 +21,7 @@ from scheduler import Scheduler
 from sequence import Request, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7
+NUM_MOVES = 6  # kinds of moves in a plan
 
 
 def next_token(tokens: list[int], seed: int = 0) -> int:
@@ -86,9 +88,9 @@ class FakeWorker:
         self.pool, self.host = ([[None] * self.size for _ in range(n)] for n in (num_blocks, num_host_blocks))
         self.slots: dict[int, dict] = {}
 
-    def step(self, plan: StepPlan) -> StepResult:
+    def enter(self, plan: StepPlan) -> None:
         for slot in plan.released:
-            del self.slots[slot]
+            self.slots.pop(slot)
         for row in plan.new:
             assert row.slot not in self.slots
             self.slots[row.slot] = {
@@ -100,6 +102,9 @@ class FakeWorker:
         for slot, grown in plan.new_blocks:
             for table, blocks in zip(self.slots[slot]["tables"], grown, strict=True):
                 table += blocks
+
+    def move(self, plan: StepPlan, most: int = NUM_MOVES) -> None:
+        """Make a plan's moves, or only the first `most` kinds of them."""
         for pairs, origin, goal in (
             (plan.swap_out, self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
@@ -107,11 +112,15 @@ class FakeWorker:
             (plan.state_out, self.states, self.host_states),
             (plan.state_in, self.host_states, self.states),
             (plan.state_copies, self.states, self.states),
-        ):  # all at once, as a kernel does: it may not read what it writes, nor write twice
+        )[:most]:  # all at once, as a kernel does: it may not read what it writes, nor write twice
             assert len({target for _, target in pairs}) == len(pairs)
             assert origin is not goal or not {source for source, _ in pairs} & {target for _, target in pairs}
             for (_, target), content in zip(pairs, [list(origin[source]) for source, _ in pairs], strict=True):
                 goal[target] = content
+
+    def step(self, plan: StepPlan) -> StepResult:
+        self.enter(plan)
+        self.move(plan)
         counts = [count for _, count in plan.rows]
         assert counts == sorted(counts, key=lambda count: count > 1), "rows of one token come first"
         written: set[tuple[int, int]] = set()
@@ -155,7 +164,7 @@ class FakeWorker:
 
 
 class Engine:
-    """Scheduler and fake worker, checked after every step; a plan is made with `depth` - 1 results still to come.
+    """Scheduler and fake worker, checked after every step; a plan is made with `depth` - 1 steps still to run.
 
     Sequences have states if there is room for some: snapshots, and rows in host memory.
     """
@@ -182,7 +191,7 @@ class Engine:
             clock=lambda: self.now)  # fmt: skip
         self.worker_args = self.config, num_blocks, num_host_blocks, windows, room
         self.worker = FakeWorker(*self.worker_args)
-        self.depth, self.flying = depth, deque()
+        self.depth, self.flying = depth, deque[StepPlan]()
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.logprobs: dict[tuple[str, int], float | None] = {}
         self.token_logprobs: dict[tuple[str, int], list[Logprobs]] = defaultdict(list)
@@ -193,6 +202,9 @@ class Engine:
         self.plans: list[StepPlan] = []
         self.kills: Callable[[set[str]], bool] = lambda ran: False  # whether a step of these requests kills the worker
         self.deaths = 0
+        self.planned: Callable[[], None] = lambda: None  # called when a step is planned that has not begun
+        # Whether a plan interrupts the steps in flight, of which it is the latest, and where: see `lose`
+        self.interrupts: Callable[[StepPlan], tuple[int, int] | None] = lambda plan: None
 
     def add(
         self, request_id: str, prompt: list[int], salt: str = "", priority: int = 0, client: str = "", **params
@@ -206,7 +218,7 @@ class Engine:
 
     def step(self) -> StepPlan:
         plan = self.scheduler.schedule()
-        assert plan.rows or plan.new or self.flying, "a step with work to do runs something"
+        assert plan.rows or plan.new or self.flying or self.scheduler.late, "a step with work to do runs something"
         assert sum(count for _, count in plan.rows) <= self.config.max_num_batched_tokens
         assert len(plan.rows) <= self.config.max_num_seqs
         self.scheduler.check_integrity()
@@ -215,14 +227,20 @@ class Engine:
             self.deaths += 1
             self._start_over(True, "killed")
             return plan
-        self.flying.append((plan, self.worker.step(plan)))
+        self.flying.append(plan)
+        if place := self.interrupts(plan):
+            self._break_off(*place)
+            self._start_over(False, None)
+            return plan
+        self.planned()
         if len(self.flying) == self.depth:
             self.land()
         self.plans.append(plan)
         return plan
 
     def land(self) -> None:
-        for output in self.scheduler.update(*self.flying.popleft()):
+        plan = self.flying.popleft()
+        for output in self.scheduler.update(plan, self.worker.step(plan)):
             self.answers[output.request_id][output.index] += output.token_ids
             self.logprobs[output.request_id, output.index] = output.cumulative_logprob
             self.token_logprobs[output.request_id, output.index] += output.logprobs or ()
@@ -234,15 +252,29 @@ class Engine:
                 self.finished.append(output.request_id)
         self.scheduler.check_integrity()
 
-    def lose(self, lost: bool, cause: str | None = None) -> None:
-        """The steps in flight bring no results, because the worker dies in one, or because it fails there."""
-        plan = self.scheduler.schedule()
+    def lose(self, lost: bool, cause: str | None = None, whole: int = 9, moves: int = NUM_MOVES) -> None:
+        """The steps in flight bring no results, because the worker dies in one, or because one fails or is interrupted.
+
+        Where the worker lives, the first `whole` of them run to their end, and the next one makes the first `moves`
+        kinds of its moves. The others never begin.
+        """
+        self.flying.append(self.scheduler.schedule())
         if not lost:
-            self.worker.step(plan)
-            for failed in (*(plan for plan, _ in self.flying), plan):
-                for _, row in failed.state_copies:  # of states that have not come as far as they were to
-                    self.worker.states[row] = ["failed"]
+            self._break_off(whole, moves)
         self._start_over(lost, cause)
+
+    def _break_off(self, whole: int, moves: int) -> None:
+        ran, broken = list(self.flying)[:whole], list(self.flying)[whole:]
+        for plan in ran:
+            self.worker.step(plan)
+        for plan in broken:  # the batch state takes what it has not seen leave or enter
+            for slot in (*plan.released, *(row.slot for row in plan.new)):
+                self.worker.slots.pop(slot, None)
+            self.worker.enter(dataclasses.replace(plan, released=[], new_blocks=[]))
+        for plan in broken[:1]:
+            self.worker.move(plan, moves)
+        for _, row in (pair for plan in self.flying for pair in plan.state_copies):
+            self.worker.states[row] = ["failed"]  # a state that has not come as far as it was to
 
     def _start_over(self, lost: bool, cause: str | None) -> None:
         self.flying.clear()

@@ -24,7 +24,6 @@ from tokenizer import Tokenizer
 
 FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
-    "data_parallel_size_max": 4,
     "max_logprobs": 20,
     "default_sampling": {}, "task": "generate",
 }  # fmt: skip

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from sequence import Status
+from sequence import SequenceGroup, Status
 
 
 def test_preempted_requests_give_the_same_tokens():
@@ -161,9 +162,9 @@ def test_delay_factor_lets_prompts_gather():
 def test_delay_factor_times_a_step_of_prompts_and_not_the_planning_beside_it():
     engine = Engine(depth=2, enable_chunked_prefill=False, max_num_batched_tokens=64, scheduler_delay_factor=2.0)
     engine.add("first", prompt(5), max_tokens=20, ignore_eos=True)
-    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.flying.append(engine.scheduler.schedule())
     engine.now = 0.01  # the next plan is made at once, while the prompt is computed
-    engine.flying.append((plan := engine.scheduler.schedule(), engine.worker.step(plan)))
+    engine.flying.append(engine.scheduler.schedule())
     engine.now = 1.0
     engine.land()
     engine.add("second", prompt(5, 2), max_tokens=20, ignore_eos=True)
@@ -511,3 +512,115 @@ def test_explain_says_who_was_served_instead_and_tells_no_name():
     plain = Engine()
     plain.add("x", [1], max_tokens=1)
     assert "fairness" not in plain.scheduler.explain("x")
+
+
+# --- blocks that several share, and making way ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["priority", "fair"])
+@pytest.mark.parametrize(
+    "shared", [{"n": 3}, {"n": 3, "use_beam_search": True}, {}], ids=["samples", "beams", "prefix"]
+)
+def test_blocks_of_several_make_way_where_all_of_them_do(shared, policy):
+    """A worse class's samples, beams and requests of one prompt cannot keep a better one out until they have ended."""
+    engine = Engine(num_blocks=64, max_model_len=240, scheduling_policy=policy, max_num_batched_tokens=64)
+    low = {"priority": 9, "client": "low", "max_tokens": 30, "ignore_eos": True}
+    engine.add("first", prompt(8, 4), **low | {"max_tokens": 200})  # behind which all others of its client stand
+    for name in ("a", "b", "c") if not shared else ("a",):
+        engine.add(name, prompt(160), **low, **shared)
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    assert engine.scheduler.blocks.num_free < 25
+    engine.add("urgent", prompt(200, 3), priority=0, client="urgent", max_tokens=2, ignore_eos=True)
+    for _ in range(5):
+        engine.step()
+    assert "urgent" in engine.finished and "a" not in engine.finished
+    engine.run()
+    if "use_beam_search" in shared:
+        assert list(engine.answers["a"].values()) == expected_beams(prompt(160), 30, 240, 3, 3)
+    else:
+        for index, tokens in engine.answers["a"].items():
+            assert tokens == expected(prompt(160), 30, 240, ignore_eos=True, seed=sample_seed(index))
+
+
+def test_who_would_free_nothing_is_not_preempted():
+    """The blocks of the last to come are shared with one that stays, so its preemption helps nobody."""
+    engine = Engine(num_blocks=24, max_model_len=90, scheduling_policy="priority", max_num_batched_tokens=90)
+    engine.add("stays", prompt(40), priority=0, max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.add("shares", prompt(40), priority=9, max_tokens=20, ignore_eos=True)
+    engine.step()
+    engine.add("urgent", prompt(64, 3), priority=1, max_tokens=2, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.counters["num_preemptions_total"] == 0
+    engine.run()
+    assert engine.outputs["shares"] == expected(prompt(40), 20, 90, ignore_eos=True)
+
+
+def test_nobody_makes_way_for_what_the_prefix_cache_has():
+    engine = Engine(num_blocks=42, max_model_len=120, scheduling_policy="priority", max_num_batched_tokens=120)
+    engine.add("first", prompt(80), priority=0, max_tokens=30, ignore_eos=True)
+    engine.step()
+    engine.add("low", prompt(60, 3), priority=9, max_tokens=30, ignore_eos=True)
+    engine.step()
+    assert engine.scheduler.blocks.num_free < 10
+    engine.add("same prompt", prompt(80), priority=1, max_tokens=2, ignore_eos=True)
+    for _ in range(2):
+        engine.step()
+    assert "same prompt" in engine.finished and engine.scheduler.counters["num_preemptions_total"] == 0
+
+
+def test_prompts_kept_for_samples_make_way_first():
+    """Samples that have yet to branch off a prompt find it in the cache, or compute it again."""
+    engine = Engine(num_blocks=40, max_model_len=140, scheduling_policy="priority", max_num_seqs=2,
+                    max_num_batched_tokens=140)  # fmt: skip
+    engine.add("high", prompt(8, 4), priority=0, max_tokens=40, ignore_eos=True)
+    engine.add("samples", prompt(100), priority=9, n=4, max_tokens=4, ignore_eos=True)
+    for _ in range(2):
+        engine.step()
+    assert engine.scheduler.admission.prompt_holders
+    engine.add("urgent", prompt(120, 3), priority=1, max_tokens=2, ignore_eos=True)
+    for _ in range(2):
+        engine.step()
+    assert "urgent" in engine.finished and "samples" not in engine.finished
+    engine.run()
+    for index, tokens in engine.answers["samples"].items():
+        assert tokens == expected(prompt(100), 4, 140, ignore_eos=True, seed=sample_seed(index))
+
+
+def test_a_prompt_that_another_has_computed_has_its_share_of_a_step():
+    """Under `fair` the first in line shares a step where it fits, and blocks that it shares take no room."""
+    engine = Engine(num_blocks=56, max_model_len=130, scheduling_policy="fair")
+    engine.add("first", prompt(80), client="a", max_tokens=30, ignore_eos=True)
+    for _ in range(6):
+        engine.step()
+    engine.add("long", prompt(100, 3), client="b", max_tokens=2, ignore_eos=True)
+    engine.step()
+    engine.add("shares", [*prompt(80), 5, 6], client="c", max_tokens=2, ignore_eos=True)
+    assert engine.scheduler.blocks.num_free < 20
+    engine.step()
+    assert engine.scheduler.requests["shares"].num_cached == 80
+
+
+# --- what is given up goes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+def test_what_is_given_up_while_it_waits_does_not_stay_in_memory(policy):
+    """An overloaded engine's clients come and go; the first in line has yet to come in."""
+    engine = Engine(max_num_seqs=1, max_model_len=240, num_blocks=64, scheduling_policy=policy)
+    engine.add("runs", prompt(3), max_tokens=200, ignore_eos=True)
+    engine.step()
+    for i in range(7):
+        engine.add(f"stays {i}", prompt(4), client=str(i % 2), max_tokens=1)
+    for i in range(500):
+        engine.add(f"goes {i}", prompt(4), client=str(i % 3), max_tokens=1)
+        engine.scheduler.abort(f"goes {i}")
+    engine.scheduler.check_integrity()
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
+    assert sum(group.request.request_id.startswith("goes") for group in alive) < 80
+    engine.scheduler.abort("runs")
+    engine.run()
+    assert all(f"stays {i}" in engine.finished for i in range(7))

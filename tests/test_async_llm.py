@@ -285,7 +285,7 @@ def test_what_is_forgotten_ends_once_nobody_reads_from_it():
 def test_an_engine_that_cannot_be_is_an_error(tmp_path):
     for fields, message in (
         ({"data_parallel_size": 2}, "data_parallel_size is 2; for AsyncLLM it must be 1"),
-        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'torchrun'; for AsyncLLM"),
+        ({"distributed_executor_backend": "torchrun"}, "distributed_executor_backend is 'external_launcher'; for Asy"),
         ({"model": "/nowhere"}, "no folder /nowhere"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ from data_parallel import DPClient, Router
 from engine import SamplingParams
 from engine_process import EngineServer
 from fleet import FleetClient
-from plan import EngineCoreRequest, EngineOutput, Health, Reply
+from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
 from processes import READY, SEND_TIMEOUT, Board, FrameServer
 from ring import STALL, Codec
 from served import ROOT, eventually
@@ -481,3 +482,15 @@ def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
         each.shutdown()
     with pytest.raises(ValueError, match="shut down"):
         several.scale_elastic_ep(1)
+
+
+def test_an_engine_outlives_news_of_a_request_that_nobody_has(caplog):
+    owner = object()
+    owners = {"known": owner}
+    server = SimpleNamespace(owners=owners, _owner_of=lambda name: EngineServer._owner_of(server, name))
+    error = EngineOutput("gone", [], "error", error="why", finished=True)
+    news = Outputs([error, EngineOutput("known", [5], "stop", finished=True)], [("gone", 0), ("known", 0)], [7, 8])
+    parts = EngineServer._split(server, news)
+    assert [*parts] == [owner] and not owners
+    assert parts[owner].names == [("known", 0)] and [output.request_id for output in parts[owner].outputs] == ["known"]
+    assert caplog.text.count("'gone'") == 2

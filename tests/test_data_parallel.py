@@ -13,8 +13,9 @@ import subprocess
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client import Connection, EngineDeadError, MPClient
+from client import Connection, EngineDeadError, MPClient, Stream
 from config import EngineConfig
 from data_parallel import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
 from engine_process import EngineServer
 from executor import visible_gpus
 from fleet import check_engines
-from plan import EngineCoreRequest, Health, Load, Loads, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Load, Loads, Met, Subscribe, Wave, WaveReport
 from processes import READY, Board
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
@@ -110,36 +111,36 @@ def test_holders_are_forgotten_the_oldest_first():
 
 
 def test_a_wave_lasts_as_long_as_one_engine_has_work():
-    waves = Waves(3)
-    assert waves.update(WaveReport(0, 0, False)) is None and waves.update(WaveReport(1, 0, True)) is None
-    assert waves.update(WaveReport(2, 0, False)) == Wave(0)  # all are there, and engine 1 may ask again
-    assert waves.update(WaveReport(1, 0, True)) == Wave(WAVE_STEPS)
-    assert waves.update(WaveReport(0, 0, True)) is None  # it asked before it heard of that
-    assert waves.update(WaveReport(0, WAVE_STEPS, True)) == Wave(2 * WAVE_STEPS)
-    assert waves.update(WaveReport(2, 0, False)) == Wave(2 * WAVE_STEPS)  # another process that has replaced engine 2
+    waves, report = Waves(), partial(WaveReport, engines=3)
+    assert waves.update(report(0, 0, False)) is None and waves.update(report(1, 0, True)) is None
+    assert waves.update(report(2, 0, False)) == Wave(0)  # all are there, and engine 1 may ask again
+    assert waves.update(report(1, 0, True)) == Wave(WAVE_STEPS)
+    assert waves.update(report(0, 0, True)) is None  # it asked before it heard of that
+    assert waves.update(report(0, WAVE_STEPS, True)) == Wave(2 * WAVE_STEPS)
+    assert waves.update(report(2, 0, False)) == Wave(2 * WAVE_STEPS)  # another process that has replaced engine 2
 
 
 def test_a_new_coordinator_takes_up_the_wave_that_the_engines_know_of():
-    waves = Waves(2)
-    assert waves.update(WaveReport(0, 96, False)) is None
-    assert waves.update(WaveReport(1, 64, False)) == Wave(96)  # engine 1 has not heard of the last 32 steps
-    assert waves.update(WaveReport(1, 64, True)) is None
-    assert waves.update(WaveReport(1, 96, True)) == Wave(128)
+    waves, report = Waves(), partial(WaveReport, engines=2)
+    assert waves.update(report(0, 96, False)) is None
+    assert waves.update(report(1, 64, False)) == Wave(96)  # engine 1 has not heard of the last 32 steps
+    assert waves.update(report(1, 64, True)) is None
+    assert waves.update(report(1, 96, True)) == Wave(128)
 
 
 def test_an_engine_ignores_waves_that_are_stale():
-    engine = Lockstep(0)
+    engine = Lockstep(0, Met(engines=2))
     assert engine.report(True) is None  # where the others are is not known yet
     engine.update(Wave(64))  # it has replaced another engine
     assert engine.steps == 64 and not engine.running
     assert engine.report(False) is None
-    assert engine.report(True) == WaveReport(0, 64, True) and engine.report(True) is None
+    assert engine.report(True) == WaveReport(0, 64, True, engines=2) and engine.report(True) is None
     engine.update(Wave(96))
     engine.update(Wave(64))
     assert engine.end == 96 and engine.running
     assert engine.report(True) is None  # for the next steps there is time
     engine.steps = 96 - WAVE_STEPS // 2
-    assert engine.report(True) == WaveReport(0, 96, True)
+    assert engine.report(True) == WaveReport(0, 96, True, engines=2)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 4))
@@ -147,7 +148,7 @@ def test_an_engine_ignores_waves_that_are_stale():
 def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None:
     """Whoever is slow and however late messages are; one engine and the coordinator are replaced on the way."""
     rng = random.Random(seed)
-    waves, engines = Waves(size), [Lockstep(rank) for rank in range(size)]
+    waves, engines = Waves(), [Lockstep(rank, Met(engines=size)) for rank in range(size)]
     reports = [deque([engine.join()]) for engine in engines]  # on their way to the coordinator
     told: list[deque[Wave]] = [deque() for _ in engines]  # and from there
     work = [0] * size  # steps that each engine needs for its requests
@@ -174,12 +175,17 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
         if events and rng.random() < 0.03:
             work[rank] += rng.randrange(1, 90)
         if events == 200:  # an engine dies with what it had, and another takes its place
-            engines[rank], work[rank], told[rank], reports[rank] = Lockstep(rank), 0, deque(), deque()
+            engines[rank], work[rank], told[rank], reports[rank] = (
+                Lockstep(rank, Met(engines=size)),
+                0,
+                deque(),
+                deque(),
+            )
             reports[rank].append(engines[rank].join())
         if events == 100:  # the coordinator dies, and what it had sent does not arrive
             for queue in told:
                 queue.clear()
-            waves = Waves(size)
+            waves = Waves()
             for reporter, engine in zip(reports, engines, strict=True):
                 reporter.clear()
                 reporter.append(engine.join())
@@ -192,7 +198,7 @@ def test_engines_in_lockstep_stop_at_the_same_step(seed: int, size: int) -> None
 def coordinator() -> Iterator[socket.socket]:
     """The address of one that runs in a thread."""
     address, listener = socket.socketpair()
-    threading.Thread(target=Coordinator(2, listener).run, daemon=True).start()
+    threading.Thread(target=Coordinator(2, 2, listener).run, daemon=True).start()
     with address:
         yield address
 
@@ -206,17 +212,17 @@ def test_the_coordinator_publishes_loads_and_waves(coordinator):
     engines, client = [listen(0), listen(1)], listen(2)
     for rank, engine in enumerate(engines):
         engine.send(Load(rank, 0, 0))
-        engine.send(WaveReport(rank, 0, False))
+        engine.send(WaveReport(rank, 0, False, engines=2))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(0)] * 2
     client.send(Subscribe())
     assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
     engines[1].send(Load(1, 3, 4))
-    engines[1].send(WaveReport(1, 0, True))
+    engines[1].send(WaveReport(1, 0, True, engines=2))
     assert [heard[rank].get(timeout=10) for rank in range(2)] == [Wave(WAVE_STEPS)] * 2
     assert heard[2].get(timeout=10) == Loads([IDLE, (3, 4, 0)])
     engines[1].close()  # it dies
     assert heard[2].get(timeout=10) == Loads([IDLE, IDLE])
-    engines[0].send(WaveReport(0, WAVE_STEPS, True))
+    engines[0].send(WaveReport(0, WAVE_STEPS, True, engines=2))
     assert heard[0].get(timeout=10) == Wave(2 * WAVE_STEPS)
     for connection in (engines[0], client):
         connection.close()
@@ -295,6 +301,86 @@ def test_a_client_of_engines_of_which_none_lives():
     client.shutdown()
     for used in itertools.chain(*pairs):
         used.close()
+
+
+class ClientStandIn:
+    """Stands in for `MPClient`; notes who was called."""
+
+    def __init__(self, rank: int, called: list[int], on_call: Callable[[int], None]):
+        self.rank, self.called, self.on_call = rank, called, on_call
+        self.connection, self.trouble = SimpleNamespace(silent=False), None
+        self.streams, self.calls = dict[str, Any](), dict[int, Any]()
+
+    def utility(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, str]:
+        self.called.append(self.rank)
+        self.on_call(self.rank)
+        return {self.rank: method}
+
+    def add_request(self, request: EngineCoreRequest, stream: Any = None) -> Stream:
+        if self.rank == 0:
+            raise EngineDeadError("gone")
+        return Stream()
+
+    def shutdown(self) -> None:
+        pass
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
+    """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
+    called: list[int] = []
+    monkeypatch.setattr("data_parallel.MPClient", lambda address, rank: ClientStandIn(rank, called, on_call))
+    return called
+
+
+def test_engines_that_become_ready_during_a_call_are_called_too(monkeypatch):
+    board = Board()
+    board.engines[0] = READY
+
+    def on_call(rank: int) -> None:
+        board.engines[rank + 1 if rank < 2 else rank] = READY
+
+    called = stand_ins(monkeypatch, on_call)
+    client = DPClient([None] * 4, None, Router(4, 16), board)
+    assert client.utility_on_all("update_weights") == dict.fromkeys(range(3), "update_weights") and called == [0, 1, 2]
+    called.clear()
+    assert client.utility("metrics").keys() == {0, 1, 2} and called == [0, 1, 2]
+
+
+def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeypatch):
+    """By threads of a script: a change that got lost would keep an engine from ever ending, or end it too soon."""
+
+    class Guarded(Counter[int]):
+        def __setitem__(self, rank: int, count: int) -> None:
+            assert client.lock.locked()
+            super().__setitem__(rank, count)
+
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    stand_ins(monkeypatch)
+    client = DPClient([None] * 2, None, Router(2, 16), board)
+    client.adding = Guarded()
+    client.add_request(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
+    assert client.adding == {0: 0, 1: 0}
+
+
+def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
+    """One that nobody closes would keep it from ending."""
+    board, made = Board(), list[int]()
+    client = DPClient([None], None, Router(1, 16), board)
+    other = threading.Thread(target=lambda: client._look())
+
+    def connect(address: Any, rank: int) -> ClientStandIn:
+        made.append(rank)
+        if len(made) == 1:
+            other.start()
+            other.join(0.1)  # it waits for its turn
+        return ClientStandIn(rank, [], lambda rank: None)
+
+    monkeypatch.setattr("data_parallel.MPClient", connect)
+    board.engines[0] = READY
+    client._look()
+    other.join(10)
+    assert made == [0]
 
 
 @pytest.mark.parametrize("fields", [{"data_parallel_size_max": 2}, {"headless": True, "data_parallel_address": "a"}])

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import os
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
-from config import ServerConfig
+from config import DEMO, EngineConfig, ServerConfig, stamp_of
 from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
-from processes import Board
+from engine_process import EngineProcess
+from fleet import Fleet
+from logs import logger
+from processes import DRAINING, READY, STARTING, Board
+from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
 from server import create_app
@@ -104,6 +112,15 @@ def test_a_number_of_engines_that_cannot_be_is_refused(elastic, body: dict[str, 
     assert client.get("/scale").json["data_parallel_size"] == 0
 
 
+def test_engines_that_share_experts_are_no_fewer_than_there_is_memory_for(elastic):
+    fields = {"data_parallel_size": 2, "data_parallel_size_max": 4}
+    assert EngineConfig(**fields).data_parallel_sizes == range(1, 5)
+    assert EngineConfig(data_parallel_size=2).data_parallel_sizes is None
+    client = elastic(EngineConfig(**fields, enable_expert_parallel=True).data_parallel_sizes)
+    assert "it must be from 2 to 4" in refusal(client.post("/scale", json={"data_parallel_size": 1}))["message"]
+    assert client.post("/scale", json={"data_parallel_size": 2}).json["data_parallel_size"] == 2
+
+
 def test_a_number_that_can_be_is_wanted_and_a_fixed_one_stays(elastic):
     client = elastic()
     assert client.post("/scale", json={"data_parallel_size": 3}).json["data_parallel_size"] == 3
@@ -118,6 +135,195 @@ def test_scaling_needs_the_key(elastic):
     client, body = elastic(api_key=("secret",)), {"data_parallel_size": 3}
     assert client.post("/scale", json=body).status_code == client.get("/scale").status_code == 401
     assert client.post("/scale", json=body, headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+# --- the weights of an engine that is added ---------------------------------------------------------------------------
+
+OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
+NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
+SIZES = {"max_model_len": 64, "num_blocks": 9, "num_host_blocks": 0, "step_timeout": 30.0}
+
+
+class PipedEngine(EngineProcess):
+    """An engine process without a process: a test writes into the pipe what one would say."""
+
+    def _launch(self) -> None:
+        self.begun, self.starting, self.watchdog, self.beats, self.said = time.monotonic(), True, Watchdog(), 0, b""
+        out, self.pipe = os.pipe()
+        self.code: int | None = None
+        self.process = SimpleNamespace(
+            stdin=io.BytesIO(), stdout=os.fdopen(out, "rb", 0), pid=os.getpid(), poll=lambda: self.code,
+            wait=lambda timeout: self.code, kill=lambda: None,
+        )  # type: ignore[assignment]  # fmt: skip
+
+    def say(self, options: dict[str, Any]) -> None:
+        os.write(self.pipe, json.dumps(options).encode() + b"\n")
+
+    def stop(self) -> None:
+        os.close(self.pipe)
+        super().stop()
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    """Engine 0 serves, and engine 1 starts."""
+    coordinator = SimpleNamespace(address=None, check=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("fleet.CoordinatorProcess", lambda *_: coordinator)
+    monkeypatch.setattr("fleet.EngineProcess", PipedEngine)
+    made = Fleet(EngineConfig(DEMO, device="cpu", data_parallel_size_max=3), Board())
+    made.facts = SIZES | {"device": "cpu"}
+    made._launch(0)
+    made.engines[0].say(SIZES)
+    made.engines[0].wait()
+    made.board.engines[0], made.board.wanted = READY, 2
+    made.check()
+    assert made.board.engines[:2].tolist() == [READY, STARTING]
+    yield made
+    made.stop()
+
+
+def state(fleet: Fleet) -> tuple[int, int]:
+    """Engine 1's state, and the version of its weights."""
+    fleet.check()
+    return fleet.board.engines[1], fleet.engines[1].weights["weights_version"]
+
+
+def test_an_engine_that_missed_an_update_while_it_started_is_started_anew(fleet: Fleet, caplog) -> None:
+    caplog.set_level("INFO", logger.name)
+    missed = fleet.engines[1]
+    fleet.engines[0].say(NEW)
+    missed.say(SIZES)
+    assert state(fleet) == (STARTING, 1) and fleet.engines[1] is not missed
+    assert "engine process 1 is started anew: weights have been updated while it started" in caplog.text
+    fleet.engines[1].say(SIZES)
+    assert state(fleet) == (READY, 1)
+
+
+@pytest.mark.parametrize(("told", "looks"), [(told, looks) for told in range(4) for looks in range(told, 4)])
+def test_no_engine_stays_ready_with_old_weights(fleet: Fleet, monkeypatch, told: int, looks: int) -> None:
+    """Engine 0 tells of new weights, and the client looks for others, at any moment of engine 1's becoming ready."""
+    has_newest, moment = fleet._has_newest_weights, itertools.count()
+
+    def happen() -> None:
+        if (now := next(moment)) == told:
+            fleet.engines[0].say(NEW)
+        if now == looks and fleet.board.engines[1] == READY:  # it is called, too
+            fleet.engines[1].say(NEW)
+
+    def look(rank: int) -> bool:
+        happen()
+        found = has_newest(rank)
+        happen()
+        return found
+
+    monkeypatch.setattr(fleet, "_has_newest_weights", look)
+    for _ in range(8):
+        if fleet.engines[1].starting:
+            fleet.engines[1].say(SIZES)
+        else:
+            os.write(fleet.engines[1].pipe, b"---")  # nobody needs it
+        fleet.check()
+        happen()
+    assert state(fleet) == (READY, 1)
+
+
+def test_an_engine_that_drains_is_ready_again_only_with_the_newest_weights(fleet: Fleet) -> None:
+    first = fleet.engines[1]
+    first.say(SIZES)
+    assert state(fleet) == (READY, 0)
+    fleet.board.wanted = 1
+    assert state(fleet) == (DRAINING, 0)
+    fleet.board.wanted = 2
+    assert state(fleet) == (READY, 0)
+    fleet.board.wanted = 1
+    assert state(fleet) == (DRAINING, 0)
+    fleet.engines[0].say(NEW)  # clients have hung up on engine 1
+    fleet.board.wanted = 2
+    assert state(fleet) == (DRAINING, 0)
+    os.write(first.pipe, b"---")
+    assert state(fleet) == (STARTING, 1) and fleet.engines[1] is not first
+
+
+def test_what_is_asked_for_while_the_parent_decides_is_not_lost(fleet: Fleet, monkeypatch) -> None:
+    def look(now: float, queue_time: float, size: int, changing: bool) -> int:
+        fleet.board.wanted = 3
+        return size
+
+    fleet.autoscaler, fleet.facts["device"] = SimpleNamespace(look=look), "cuda"  # type: ignore[assignment]
+    fleet.check()
+    assert fleet.board.wanted == 3 and list(fleet.engines) == [0, 1, 2]
+    fleet.autoscaler = None
+
+    def fail(timeout: float = 0) -> bool:
+        fleet.board.wanted = 1
+        return False
+
+    monkeypatch.setattr(fleet.engines[2], "progress", fail)
+    fleet.check()
+    assert fleet.board.wanted == 1
+
+
+def test_what_an_engine_says_first_is_not_taken_for_news_while_another_is_launched(fleet: Fleet) -> None:
+    fleet.facts["device"] = "cuda"  # several start at a time
+    fleet.engines[1].say(SIZES)
+    fleet._launch(2)
+    assert state(fleet) == (READY, 0)
+    fleet.engines[1].starting = True  # a successor
+    fleet.engines[1].say(SIZES)
+    assert fleet._newest_weights(2) == OLD and fleet.engines[1].beats == 0
+    fleet.check()
+    assert not fleet.engines[1].starting and fleet.board.engines[1] == READY
+
+
+def test_what_an_engine_told_just_before_it_died_is_known_to_its_successor(fleet: Fleet, monkeypatch) -> None:
+    """It may die between two looks at it."""
+    engine, looks = fleet.engines[0], itertools.count()
+
+    def poll() -> int | None:
+        if next(looks) == 1:
+            engine.say(NEW)
+            engine.code = -9
+        return engine.code
+
+    monkeypatch.setattr(engine.process, "poll", poll)
+    for _ in range(2):
+        engine.check()
+    assert engine.starting and engine.weights == NEW and engine.facts["weights"] == "/new"
+
+
+class ReadyEngine(PipedEngine):
+    """One that is ready at once."""
+
+    def _launch(self) -> None:
+        super()._launch()
+        self.say(SIZES | {"dtype": "float32", "block_size": 64, "vocab_size": 9, "task": "generate", "max_logprobs": 5})
+
+
+@pytest.mark.parametrize("others", [[DEMO], [DEMO, ""]])
+def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, caplog, others: list[str]) -> None:
+    coordinator = SimpleNamespace(address=None, wait=lambda: None, stop=lambda: None)
+    monkeypatch.setattr("fleet.CoordinatorProcess", lambda *_: coordinator)
+    monkeypatch.setattr("fleet.EngineProcess", ReadyEngine)
+    options = {"data_parallel_size": 1 + len(others), "data_parallel_size_local": 1, "data_parallel_address": "x"}
+    fleet = Fleet(EngineConfig(DEMO, device="cpu", **options), Board(), "secret")
+    gate, old = SimpleNamespace(facts={}, stop=lambda: None), fleet.ranks[2:]
+    monkeypatch.setattr(fleet, "_open_gate", lambda address: setattr(fleet, "gate", gate))
+
+    def wait_for_hosts(gate: SimpleNamespace) -> None:
+        for rank, weights in enumerate(others, 1):
+            told = {"weights": weights, "weights_version": len(weights and "1"), "weights_stamp": "of that host"}
+            gate.facts[str(rank)] = fleet.engines[0].facts | told
+
+    monkeypatch.setattr(fleet, "_wait_for_hosts", wait_for_hosts)
+    if old:
+        with pytest.raises(SystemExit):
+            fleet.start()
+        assert f"weights is '' in engine 2 and {DEMO!r} in engine 0" in caplog.text
+    else:
+        fleet.start()
+        assert fleet.board.engines[:2].tolist() == [READY, READY]
+    assert fleet.engines[0].weights == {"weights": DEMO, "weights_version": 1, "weights_stamp": stamp_of(DEMO)}
+    fleet.stop()
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------
@@ -217,6 +423,24 @@ def test_an_engine_that_drains_ends_its_streams_first_and_a_dead_one_is_given_up
         errors = [each.error for each in (reader, again) if each.error]
         assert len(errors) == 1 and "the engine process has ended" in errors[0]["message"]
         assert "another is started" not in server.log.read_text()
+
+
+@pytest.mark.long
+def test_an_engine_that_is_added_during_an_update_has_the_new_weights(tmp_path: Path) -> None:
+    with serving(tmp_path, *FLAGS, "--enable-control-routes") as server:
+        scale(server, 2)
+        eventually(lambda: 1 in engines(server), 20)
+        os.kill(added := engines(server)[1], signal.SIGSTOP)
+        assert server.post("/update_weights", {"model_path": DEMO}) == (200, '{"weights_version":1}')
+        assert scaling(server)["starting"] == 1
+        os.kill(added, signal.SIGCONT)
+        eventually(lambda: settled(server, 2))
+        eventually(lambda: set(counts(server, "num_requests_running")) == {"0", "1"})
+        bodies = [{"model": "demo", "prompt": f"{i} once", "max_tokens": 4} for i in range(8)]
+        answers = [json.loads(server.post("/v1/completions", body)[1]) for body in bodies]
+        assert {answer["system_fingerprint"] for answer in answers} == {"weights-1"}
+        assert min(counts(server, "generation_tokens_total").values()) > 0
+        assert "engine process 1 is started anew" in server.log.read_text()
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import random
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,8 @@ import torch
 
 from config import DEMO, EngineConfig
 from engine import LLM, EngineCore, SamplingParams
+from executor import WorkerError
+from logs import start_log
 from outputs import Choices, Generation
 from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
 from startup import start_worker
@@ -290,7 +293,7 @@ def test_core_survives_a_refusal_in_full_flight(llm):
 
 
 def test_start_log_says_what_fits(llm):
-    text = llm.core.start_log()
+    text = start_log(llm.core.facts, llm.core.executor.note())
     assert len(text.splitlines()) <= 6
     for fact in ("Qwen3ForCausalLM", "float32", "cpu, backend cpu", "blocks of 64", "full length of 1,024"):
         assert fact in text
@@ -508,3 +511,72 @@ def test_chat_takes_what_a_template_is_rendered_with_and_nothing_else(llm):
     for name in ("self", "messages", "add_generation_prompt", "a b"):
         with pytest.raises(ValueError, match=name):
             llm.chat(question, chat_template_kwargs={name: 1})
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["moves", "schedule", "update", "submit"])
+def test_ctrl_c_anywhere_in_a_step_leaves_books_that_are_right(make_llm, monkeypatch, place):
+    """The blocks of the first prompt are in host memory, so that the step which is interrupted brings them back."""
+    sizes = {"block_size": 16, "num_gpu_blocks_override": 24, "max_model_len": 256, "swap_space": 0.05, "threads": 1}
+    first = [5 + i * i % 900 for i in range(160)]
+    with make_llm(**sizes) as llm:
+        core, params = llm.core, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        answer = llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids
+        for k in range(6):
+            llm.generate([[7 + i * (k + 3) % 900 for i in range(200)]], params, use_tqdm=False)
+        owners = {"moves": core.executor.worker, "schedule": core.scheduler, "update": core.scheduler}
+        owner = owners.get(place, core.executor)
+        name = {"moves": "move_blocks"}.get(place, place)
+        method = getattr(owner, name)
+
+        def interrupted(*args):
+            monkeypatch.setattr(owner, name, method)
+            os.kill(os.getpid(), signal.SIGINT)  # as a terminal does
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([first], params, use_tqdm=False)
+        core.check_integrity()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not core.has_work() and core.scheduler.blocks.num_free == 24
+        assert llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids == answer
+
+
+def test_what_has_come_before_ctrl_c_is_told_by_the_next_step(make_llm, monkeypatch):
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with make_llm(threads=1) as llm:
+        core, tokens = llm.core, []
+        core.add(EngineCoreRequest("a", [5, 6, 7], greedy))
+        update, wanted = core.scheduler.update, llm.generate([[5, 6, 7]], greedy, use_tqdm=False)[0].outputs[0]
+
+        def interrupted(*args):
+            monkeypatch.setattr(core.scheduler, "update", update)
+            os.kill(os.getpid(), signal.SIGINT)
+            return update(*args)
+
+        core.add(EngineCoreRequest("b", [5, 6, 7], greedy))
+        monkeypatch.setattr(core.scheduler, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                core.step()
+        while core.has_work():
+            tokens += [id for output in core.step() if output.request_id == "b" for id in output.token_ids]
+        assert tokens == wanted.token_ids
+
+
+def test_whoever_is_ended_while_idle_workers_are_replaced_is_told(make_llm, monkeypatch):
+    """The idle look at the workers may find them dead with a step in flight, and its request guilty of that."""
+    with make_llm(threads=1) as llm:
+        core, ended = llm.core, EngineOutput("a", [], "error", error="it has killed them", finished=True)
+
+        def dead() -> None:
+            raise WorkerError("rank 0 has died")
+
+        monkeypatch.setattr(core.executor, "check", dead)
+        monkeypatch.setattr(core, "_restart_workers", lambda error: None)
+        monkeypatch.setattr(core.scheduler, "start_over", lambda lost, cause: [ended])
+        core.check_workers()
+        assert core.has_work() and [*core.admit()] == [ended] and not core.has_work()

@@ -7,11 +7,9 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +23,10 @@ from core import EngineCore
 from engine import LLM, SamplingParams
 from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
 from journal import replay
-from plan import EngineCoreRequest, StepPlan
+from plan import EngineCoreRequest, Met, PeersGone, StepPlan
 from ring import Watchdog
 from served import alive, eventually
-from test_ring import SlowRing
+from test_ring import SlowRing, TinyRing
 from test_worker import HYBRID, SHAPE
 
 ROOT = Path(__file__).parent.parent
@@ -206,7 +204,7 @@ def slow_llm(make_llm):
 def test_how_long_a_step_may_take_is_learned_or_given(slow_llm, mp_llm):
     """At least half a minute, because a machine may be busy; the demo's steps take milliseconds."""
     learned = slow_llm.core.facts["step_timeout"]
-    assert learned >= MIN_STEP_TIMEOUT >= 30 and f"{learned:g} s at most for a step" in slow_llm.core.start_log()
+    assert learned >= MIN_STEP_TIMEOUT >= 30 and f"{learned:g} s at most for a step" in slow_llm.core.executor.note()
     assert mp_llm.core.facts["step_timeout"] == 1.5
     assert step_timeout(EngineConfig(), {"step_seconds": 7.0}) == 7 * SLOWEST
     assert step_timeout(EngineConfig(step_timeout=0.5), {"step_seconds": 7.0}) == 0.5
@@ -233,7 +231,7 @@ def test_a_worker_whose_main_thread_is_stuck_while_idle_is_noticed(monkeypatch):
     executor.plans, executor.results, executor.processes = ring, [ring], [SimpleNamespace(pid=os.getpid())]
     executor.watchdogs, executor.next_look, executor.trouble, executor.ready = [Watchdog()], 0.0, "", True
     executor.step_timeout, executor.waiting, said = 30.0, deque(), []
-    executor.on_trouble, executor.peers = said.append, None
+    executor.on_trouble, executor.peers, executor.owing, executor.held_up = said.append, None, set(), Watchdog()
     for ring.beats in range(12):
         executor._look(idle=True)
         now += 0.5
@@ -356,6 +354,28 @@ def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, m
     llm.core.close()
 
 
+def test_a_plan_and_a_result_that_fit_no_chunk_do_not_wait_for_each_other(make_llm, monkeypatch):
+    """The second plan has many prompts, and goes out while the worker scores the first prompt."""
+    monkeypatch.setattr(executor_module, "RingBuffer", TinyRing)
+    prompts = [[3 + (7 * i * k) % 400 for i in range(100)] for k in range(1, 21)]
+    scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=20)
+    sampled, found = SamplingParams(temperature=0, max_tokens=2), []
+    for backend in ("mp", "uni"):
+        llm = make_llm(distributed_executor_backend=backend, threads=1, step_timeout=3.0)
+        core, answers = llm.core, defaultdict[str, list[int]](list)
+        core.add(EngineCoreRequest("scored", prompts[0] * 3, scored))
+        core.step()
+        for i, prompt in enumerate(prompts):
+            core.add(EngineCoreRequest(f"{i}", prompt, sampled))
+        while core.has_work():
+            for output in core.step():
+                answers[output.request_id] += output.token_ids
+        assert core.num_restarts == 0 and len(answers) == 21
+        found.append(answers)
+        core.close()
+    assert found[0] == found[1]
+
+
 def test_a_bug_in_a_step_is_what_the_caller_sees(make_llm, monkeypatch):
     llm = make_llm()
 
@@ -416,6 +436,51 @@ def test_errors_of_the_worker_are_the_callers(make_llm, mp_llm):
         mp_llm.core.collective_rpc("no_such_method")
 
 
+def lose_peers(worker: Any) -> None:
+    """The next step fails as if another engine were gone that has a part of the experts."""
+
+    def launch(plan: StepPlan) -> None:
+        raise PeersGone("engine 0 has lost the other engines")
+
+    worker.launch = launch
+
+
+def test_no_request_is_to_blame_when_other_engines_are_gone(mp_llm, answers, undisturbed, monkeypatch, caplog):
+    core, suspects = mp_llm.core, list[Any]()
+    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    when(mp_llm, [3], lambda: mp_llm.collective_rpc(lose_peers, 60.0))
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert "engine 0 has lost the other engines: new workers after" in caplog.text and not suspects
+
+
+def test_engines_that_break_off_do_so_in_the_midst_of_steps_and_as_often_as_they_are_told(
+    mp_llm, answers, undisturbed, monkeypatch
+):
+    core, peers = mp_llm.core, SimpleNamespace(broken=False)
+    sizes: list[int] = []
+
+    def meet(timeout: float) -> Met:
+        peers.broken = False
+        return Met("file:///nowhere", "", 1)
+
+    def launch(config: EngineConfig, *args: Any) -> None:
+        sizes.append(config.data_parallel_size)
+        MpExecutor._launch(core.executor, config, *args)
+
+    peers.meet = meet
+    monkeypatch.setattr(core.executor, "peers", peers)
+    monkeypatch.setattr(core.executor, "_launch", launch)
+    before = core.metrics()["num_worker_restarts_total"]
+    when(mp_llm, [7], lambda: vars(peers).update(broken=True))
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.metrics()["num_worker_restarts_total"] == before + 1 and sizes == [1]
+    monkeypatch.setattr(core.executor, "restart", lambda config: meet(0))
+    for _ in range(core.config.max_worker_restarts + 2):  # no step in between
+        peers.broken = True
+        core.check_workers()
+    assert not peers.broken
+
+
 def double_of(worker: Any, number: int, plus: int = 0) -> list[int]:
     return [worker.group.rank, 2 * number + plus]
 
@@ -439,6 +504,43 @@ def test_functions_and_timeouts_of_calls(llm, mp_llm):
         mp_llm.collective_rpc(lambda worker: 0)
     with pytest.raises(ValueError, match=r"Encoding objects of type .*Worker is unsupported"):
         mp_llm.collective_rpc(itself)
+
+
+def very_slow(worker: Any) -> None:
+    time.sleep(2.5)
+
+
+def test_what_comes_after_a_call_that_was_given_up_waits_for_it(mp_llm, answers, monkeypatch):
+    """Be it a step, or a method that would have the workers started anew if it were late."""
+    core, busy = mp_llm.core, []
+    first, before = worker(mp_llm), core.num_restarts
+    for act in ("look", "sleep"):
+        with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
+            mp_llm.collective_rpc(very_slow, timeout=0.1)
+        if act == "look":
+            until = time.monotonic() + 2.2
+            while time.monotonic() < until:  # as an idle engine does; longer than a step may take
+                core.check_workers()
+                time.sleep(0.1)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(core.executor, "collective_rpc", lambda *args: busy.append({*core.executor.owing}) or [])
+                mp_llm.sleep()
+                mp_llm.wake_up()
+            assert busy == [set(), set()]  # so their own clocks have not begun before
+        assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+        assert worker(mp_llm) == first and core.num_restarts == before
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, answers, monkeypatch, with_signal):
+    core, before, suspects = mp_llm.core, mp_llm.core.num_restarts, []
+    monkeypatch.setattr(core.scheduler.admission.trial, "died", lambda seqs, requests: suspects.extend(seqs))
+    with pytest.raises(TimeoutError):
+        mp_llm.collective_rpc(very_slow, timeout=0.1)
+    os.kill(worker(mp_llm), with_signal)
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.num_restarts == before + 1 and not suspects
 
 
 def itself(worker: Any) -> Any:
@@ -466,51 +568,6 @@ def test_an_idle_worker_process_takes_no_time(mp_llm):
     before = seconds(worker(mp_llm))
     time.sleep(3)
     assert seconds(worker(mp_llm)) - before <= 0.03
-
-
-SCRIPT = """
-import executor as executor_module
-from engine import LLM
-{guard}
-    llm = LLM(device="cpu", tensor_parallel_size=2, max_model_len=64)
-    print("it runs")
-"""
-
-
-def run_script(folder: Path, guard: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(SCRIPT.format(guard=guard))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environ
-    command = [sys.executable, "script.py"]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_script_without_a_guard_is_told_so_in_one_sentence(tmp_path):
-    done = run_script(tmp_path, "if True:")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.splitlines()[-1] == (
-        "ValueError: tensor_parallel_size is 2 and pipeline_parallel_size 1, so LLM starts processes, which import "
-        "your script: put what it does under `if __name__ == '__main__':`"
-    )
-    assert done.stderr.count("Traceback") == 1
-
-
-@pytest.mark.parametrize(
-    ("method", "guard"), [("fork", "if True:"), ("forkserver", "if __name__ == '__main__':")]
-)  # fmt: skip
-def test_workers_start_as_the_environment_says(tmp_path, method, guard):
-    """What is forked does not import the script again, and so needs no guard."""
-    done = run_script(tmp_path, guard, MANTA_WORKER_MULTIPROC_METHOD=method)
-    assert done.returncode == 0 and done.stdout == "it runs\n", done.stderr
-
-
-def test_a_process_with_torch_is_not_forked(monkeypatch, caplog):
-    monkeypatch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "fork")
-    assert executor_module.start_method() == "spawn" and "has loaded torch, whose threads a fork lacks" in caplog.text
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert executor_module.start_method() == "spawn" and "initialised CUDA, which a fork cannot use" in caplog.text
-    monkeypatch.setenv("MANTA_WORKER_MULTIPROC_METHOD", "thread")
-    with pytest.raises(ValueError, match="MULTIPROC_METHOD is 'thread'; it must be fork or spawn or forkserver"):
-        executor_module.start_method()
 
 
 def test_one_device_needs_no_process(llm):

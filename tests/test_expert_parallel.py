@@ -17,17 +17,18 @@ import pytest
 import torch
 
 import reference
-from client import MPClient
+from client import EngineDeadError, MPClient
 from config import EngineConfig
 from data_parallel import Lockstep, Meetings, Waves
 from engine import LLM
 from fleet import launch
 from loader import fill_dummy, load_weights
+from memory import MemoryPlan, plan_stage
 from model import Transformer
 from model_config import ModelConfig
-from parallel import ExpertGroup, Group
+from parallel import ExpertGroup, Group, Pipeline
 from plan import EngineCoreRequest, Meet, Met, NewRow, StepPlan, Wave, WaveReport
-from processes import Board
+from processes import DRAINING, READY, STARTING, Board
 from sampling_params import SamplingParams
 from served import eventually
 from test_families import CASES as FAMILY_CASES
@@ -98,20 +99,48 @@ def test_ranks_hold_whole_experts_that_make_up_all(checkpoints: Path, name: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "message"),
+    ("name", "engines", "message"),
     [
-        ("qwen3-moe", 16, "may be no more ranks in all than the model has experts, 8"),
-        ("dense", 2, "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
+        ("qwen3-moe", (16,), "may be no more ranks in all than the model has experts, 8"),
+        ("qwen3-moe", (2, 16), "there may be 16 engines; .* no more ranks in all than the model has experts, 8"),
+        ("dense", (2,), "enable_expert_parallel is True; Qwen3ForCausalLM has no experts, so it must be False"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(checkpoints: Path, tmp_path: Path, name: str, ranks: int, message: str):
+def test_what_cannot_be_shared_is_refused(
+    checkpoints: Path, tmp_path: Path, name: str, engines: tuple[int, ...], message: str
+) -> None:
     folder = checkpoints / name
     if name == "dense":
         folder = tmp_path
         shape = FAMILY_CASES["qwen3"]["shape"] | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         (folder / "config.json").write_text(json.dumps(shape))
     with pytest.raises(ValueError, match=message):
-        build(folder, Group(experts=ExpertGroup(0, 1, 0, ranks)))
+        build(folder, Group(experts=ExpertGroup(0, 1, 0, *engines)))
+
+
+def test_memory_is_planned_for_the_experts_of_the_fewest_engines_and_the_tokens_of_the_most(checkpoints: Path) -> None:
+    def plan(**fields: Any) -> MemoryPlan:
+        config = EngineConfig(str(checkpoints / "qwen3-moe"), **EP, **fields)
+        model_config = ModelConfig.from_folder(config.folder)
+        return plan_stage(config, model_config, reference, torch.float32, 256, Pipeline(), 2**33)[1]
+
+    one, three, growing = plan(), plan(data_parallel_size=3), plan(data_parallel_size_max=3)
+    assert one.weights == growing.weights > three.weights and one.context < growing.context == three.context
+    assert one.activations < growing.activations == three.activations
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"batch_invariant": True}, "batch_invariant is True"),
+        ({"distributed_executor_backend": "uni"}, "distributed_executor_backend is 'uni'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+    ],
+)
+def test_what_several_engines_cannot_do_is_refused_where_there_may_be_several(fields: dict[str, Any], words: str):
+    for size in ({"data_parallel_size": 2}, {"data_parallel_size_max": 2}):
+        with pytest.raises(ValueError, match=f"{words}; with enable_expert_parallel and several engines"):
+            EngineConfig(enable_expert_parallel=True, **fields, **size)
 
 
 def run_rank(rank: int, size: int, folder: Path) -> None:
@@ -217,9 +246,43 @@ def test_engines_meet_as_soon_as_all_wait() -> None:
         used.close()
 
 
+def test_engines_meet_anew_when_there_are_to_be_more_or_fewer() -> None:
+    meetings, (a, b, new) = Meetings(2), [socket.socket() for _ in range(3)]
+    meetings.update(a, Meet(0, 1))
+    assert meetings.update(b, Meet(1, 1))[a].engines == 2
+    assert meetings.resize(3) == {}  # they go on until it is there
+    assert meetings.update(new, Meet(2, 0)) == {}
+    assert meetings.update(new, Meet(2, 1)) == {a: Met(), b: Met()}
+    assert meetings.update(a, Meet(0, 2)) == {b: Met()}
+    assert {met.engines for met in meetings.update(b, Meet(1, 2)).values()} == {3}
+    assert meetings.resize(2) == dict.fromkeys((a, b, new), Met())
+    assert meetings.update(new, Meet(2, 2)) == {a: Met(), b: Met()}  # it does not know yet that it is one too many
+    assert meetings.update(new, None) == {a: Met(), b: Met()}
+    assert meetings.update(b, Meet(1, 3)) == {a: Met()}
+    fewer = meetings.update(a, Meet(0, 3))
+    assert set(fewer) == {a, b} and fewer[a].engines == 2
+    assert meetings.resize(3) == {} and meetings.update(new, Meet(2, 1)) == {a: Met(), b: Met()}
+    assert meetings.update(a, Meet(0, 4)) == {b: Met()} and meetings.update(b, Meet(1, 4))[new].engines == 3
+    assert meetings.update(new, None) == {a: Met(), b: Met()}  # it has not started
+    assert meetings.update(a, Meet(0, 5)) == {b: Met()} and meetings.update(b, Meet(1, 5)) == {}
+    assert set(meetings.resize(2)) == {a, b}  # and is given up: the two wait for nobody else
+    for used in (a, b, new):
+        used.close()
+
+
+def test_a_new_coordinator_breaks_off_a_meeting_with_one_engine_too_many() -> None:
+    before, after, (a, b) = Meetings(3), Meetings(2), [socket.socket() for _ in range(2)]
+    assert before.update(a, Meet(0, 0, 3)) == before.update(b, Meet(1, 0, 3)) == {}
+    assert before.resize(2) == {a: Met(), b: Met()}  # it was told after it had heard of the engines, or else before
+    assert after.update(a, Meet(0, 0, 3)) == {a: Met()} and after.update(b, Meet(1, 0, 3)) == {b: Met()}
+    assert Meetings(3).update(a, Meet(0, 0, 2)) == {}  # they go on until the third one is there
+    for used in (a, b):
+        used.close()
+
+
 def test_steps_of_another_meeting_do_not_count() -> None:
-    waves, engine = Waves(1, "new"), Lockstep(0, "new")
-    assert waves.update(WaveReport(0, 64, True, "old")) is None
+    waves, engine = Waves("new"), Lockstep(0, Met("", "new", 1))
+    assert waves.update(WaveReport(0, 64, True, "old", 1)) is None
     assert waves.update(engine.join()) == Wave(0, "new")
     engine.update(Wave(64, "old"))
     assert not engine.joined and not engine.running
@@ -232,7 +295,8 @@ class Engines:
         options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_num_seqs": 8}
         options |= {"data_parallel_size": 2, "skip_tokenizer_init": True, "max_num_batched_tokens": 32}
         self.children: list[Any] = []
-        fleet = launch(EngineConfig(str(folder), **options | EP | fields), self.children, Board())
+        self.board = Board()
+        self.fleet = fleet = launch(EngineConfig(str(folder), **options | EP | fields), self.children, self.board)
         assert fleet.coordinator
         self.engines, self.coordinator = [*fleet.engines.values()], fleet.coordinator
         self.clients = [MPClient(engine.address) for engine in self.engines]
@@ -276,6 +340,30 @@ def workers(of: int) -> list[int]:
     return [int(pid) for pid in children if "manta: worker" in command(int(pid))]
 
 
+class Asker(threading.Thread):
+    """Asks for the answers to some prompts again and again, as one of a server's threads does."""
+
+    def __init__(self, client: Any, expected: list[tuple[list[int], list[int]]], name: str):
+        super().__init__(name=name, daemon=True)
+        self.client, self.expected, self.failure = client, expected, ""
+        self.done, self.lost, self.stopped = 0, 0, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            while not self.stopped.is_set():
+                prompt, tokens = self.expected[self.done % len(self.expected)]
+                params = SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)
+                request = EngineCoreRequest(f"{self.name}-{self.done}-{self.lost}", prompt, params)
+                try:
+                    assert read(self.client.add_request(request)) == tokens
+                    self.done += 1
+                except EngineDeadError:
+                    self.lost += 1
+        except BaseException as error:
+            self.failure = repr(error)
+
+
 LONG = pytest.mark.long
 
 
@@ -312,3 +400,73 @@ def test_engines_go_on_whoever_is_killed(checkpoints: Path, name: str, ranks: in
         assert read(engines.add(1, prompts[2], 60)) == expected[2]
     finally:
         engines.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ([(2, "coordinator"), (1, "")], {"data_parallel_size": 1}),
+        pytest.param(
+            # Some are added, and one of them dies, or its worker does; then one that was there, or its worker.
+            [(3, "engine 2"), (4, "worker 3"), (4, "engine 0"), (2, ""), (4, "worker 0")], {}, marks=LONG,
+        ),
+        pytest.param([(4, ""), (2, "engine 2"), (4, ""), (2, "engine 3"), (3, ""), (2, "coordinator")], {}, marks=LONG),
+        pytest.param([(3, ""), (2, "")], {"tensor_parallel_size": 2}, marks=LONG),
+    ],
+)  # fmt: skip
+def test_engines_come_and_go(checkpoints: Path, changes: list[tuple[int, str]], fields: dict[str, Any]) -> None:
+    """The experts are divided among as many engines as there are, while requests run, and no answer changes.
+
+    A change names who is killed in its midst. If engines are added then, their number may go back.
+    """
+    folder, prompts = checkpoints / "qwen3-moe", [[(i * i + j) % 97 for i in range(n)] for j, n in enumerate((5, 90))]
+    llm = LLM(str(folder), dtype="float32", device="cpu", block_size=16, skip_tokenizer_init=True, **ONE)
+    greedy = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+    found = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy, use_tqdm=False)]
+    engines = Engines(folder, data_parallel_size_max=max(size for size, _ in changes), **fields)
+    client, states, least = engines.fleet.new_client(), engines.board.engines, len(engines.engines)
+    askers = [Asker(client, [*zip(prompts, found, strict=True)], f"asker {i}") for i in range(4)]
+
+    def ready() -> int:
+        """How many engines there are; 0 as long as one starts or drains."""
+        failures = [asker.failure for asker in askers if asker.failure]
+        assert not failures, failures
+        seen = states.tolist()
+        return 0 if STARTING in seen or DRAINING in seen else seen.count(READY)
+
+    def kill(victim: str) -> None:
+        kind, _, rank = victim.partition(" ")
+        eventually(lambda: not rank or int(rank) in engines.fleet.engines, 30)
+        pid = (engines.fleet.engines[int(rank)] if rank else engines.coordinator).process.pid
+        if kind == "worker":
+            eventually(lambda: workers(pid), 60)
+        os.kill(workers(pid)[0] if kind == "worker" else pid, signal.SIGKILL)
+
+    def weights() -> int:
+        """Bytes on the first rank of the first engine."""
+        facts = client.utility("collective_rpc", "facts", None, [], {}, timeout=60)
+        return int(facts[0][0]["memory"]["weights"])
+
+    try:
+        held = {least: weights()}
+        for size, victim in changes:
+            before, lost = ready(), sum(asker.lost for asker in askers)
+            client.scale_elastic_ep(size)
+            eventually(lambda before=before, size=size: before == size or not ready(), 30)
+            if victim:
+                kill(victim)
+            eventually(lambda: ready() == engines.board.wanted, 200)
+            assert ready() == size or (ready() == before < size and victim)
+            done = [asker.done for asker in askers]
+            eventually(lambda done=done: all(a.done > n + 1 for a, n in zip(askers, done, strict=True)), 60)
+            assert "engine" in victim or sum(asker.lost for asker in askers) == lost
+            assert weights() == held.setdefault(ready(), weights())
+        assert sorted(held.values(), reverse=True) == [held[size] for size in sorted(held)]
+    finally:
+        for asker in askers:
+            asker.stopped.set()
+        for asker in askers:
+            asker.join(120)
+        client.shutdown()
+        engines.close()
+    assert not any(asker.failure for asker in askers)

@@ -47,6 +47,15 @@ def test_dtypes_have_other_names(name, dtype):
     assert read("--dtype", name)[0].dtype == EngineConfig(dtype=name).dtype == dtype
 
 
+def test_torchrun_is_another_name_of_the_external_launcher(tmp_path):
+    file = tmp_path / "options.toml"
+    file.write_text('distributed-executor-backend = "torchrun"')
+    for argv in (["--distributed-executor-backend", "torchrun"], ["--config", str(file)]):
+        config = read(*argv)[0]
+        assert config == EngineConfig(distributed_executor_backend="external_launcher")
+        assert config.distributed_executor_backend == "external_launcher"
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -296,7 +296,7 @@ class Stub:
 def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint, monkeypatch):
     def group(c):
         seq = Stub(constraint=c, num_computed=1, tokens=[5, 6], group=None)
-        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seqs=[seq])
+        seq.group = Stub(request=Stub(num_prompt=1, params=c.params), seqs=[seq], births=[])
         return seq.group
 
     slow, quick, waits = (group(constraint({"regex": ".*"})) for _ in range(3))
@@ -474,3 +474,83 @@ def test_a_grammar_that_takes_too_long_is_refused(make_llm):
         llm.core.compiling["slow"] = llm.core.compiling["slow"][0], 0.0
         (refused,) = llm.core.step()
         assert refused.finished and "took more than 20 s to compile" in refused.error and not llm.core.has_work()
+
+
+# --- answers that cannot go on ----------------------------------------------------------------------------------------
+
+LETTERS_ONLY = {"structured_outputs": {"regex": "[a-z]{6}[0-9]{3}"}, "temperature": 1.0, "max_tokens": 60, "seed": 1}
+
+
+@pytest.fixture(scope="module")
+def stuck(tokenizer):
+    """Parameters of an answer that comes to where only a digit may follow, and no digit is allowed."""
+    letters = [id for id in range(1024) if re.fullmatch("[a-z]+", tokenizer.decode([id]))]
+    return SamplingParams(allowed_token_ids=tuple(letters), **LETTERS_ONLY)
+
+
+def run_to_the_end(core) -> list:
+    news = []
+    while core.has_work():
+        news += core.step()
+    return news
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_an_answer_without_a_next_token_ends_with_an_error_once_and_no_token_of_it_leaves(make_llm, stuck, ahead):
+    fine = SamplingParams(max_tokens=20, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-z ]{400}"))
+    with make_llm(async_scheduling=ahead) as llm:
+        for name, params in (("fine", fine), ("stuck", stuck)):
+            llm.core.add(EngineCoreRequest(name, [5, 6, 7], params), at_once=True)
+        news = run_to_the_end(llm.core)
+    ends = [(output.request_id, output.finish_reason) for output in news if output.finished]
+    assert sorted(ends) == [("fine", "length"), ("stuck", "error")]
+    (why,) = {output.error for output in news if output.error}
+    assert "leave no token" in why
+    assert {*(id for output in news if output.request_id == "stuck" for id in output.token_ids)} <= {
+        *stuck.allowed_token_ids
+    }
+
+
+def test_who_has_left_is_not_told_that_its_answer_cannot_go_on(make_llm, stuck):
+    with make_llm() as llm:
+        core = llm.core
+        core.add(EngineCoreRequest("stuck", [5, 6, 7], stuck), at_once=True)
+        while not core.scheduler.running or len(core.scheduler.running[0].seqs[0].tokens) < 6:
+            assert not any(output.finished for output in core.step())
+        (group,) = core.scheduler.others
+        group.seqs[0].constraint.error = "it cannot go on"
+        core.abort("stuck")
+        assert not core.scheduler.others and not run_to_the_end(core)
+
+
+def test_beams_that_have_ended_are_looked_at_no_more(make_llm):
+    asked = StructuredOutputsParams(choice=["yes", "no"])
+    params = SamplingParams(n=2, use_beam_search=True, temperature=0, max_tokens=8, structured_outputs=asked)
+    with make_llm() as llm:
+        llm.core.add(EngineCoreRequest("beams", [5, 6, 7], params), at_once=True)
+        while llm.core.scheduler.requests:
+            llm.core.step()
+        assert not llm.core.scheduler.others
+
+
+def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):
+    """Who was preempted may be let in while its mask is still being made: `fill` waits, but not for ever."""
+    monkeypatch.setattr("grammar.MASK_TIMEOUT", 0.05)
+    asked = StructuredOutputsParams(regex="[a-z ]{400}")
+    params = SamplingParams(max_tokens=30, seed=1, structured_outputs=asked)
+    free, go_on = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), threading.Event()
+    with make_llm() as llm:
+        core = llm.core
+        core.add(EngineCoreRequest("slow", [5, 6, 7], params), at_once=True)
+        core.add(EngineCoreRequest("free", [5, 6], free))
+        while not core.scheduler.running or len(core.scheduler.running[0].seqs[0].tokens) < 6:
+            core.step()
+        core._start_over(False, None)  # as a preemption by recompute does, for all
+        seq = core.scheduler.requests["slow"].groups[0].seqs[0]
+        seq.constraint.num_read -= 1
+        seq.constraint.advance = lambda output: go_on.wait()
+        news = run_to_the_end(core)
+        go_on.set()
+    ends = {output.request_id: output for output in news if output.finished}
+    assert ends["free"].finish_reason == "length" and "more than 0.05 s" in ends["slow"].error
+    assert not [output for output in news if output.request_id == "slow" and output.token_ids]

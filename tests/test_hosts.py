@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,11 +26,11 @@ from client import Connection, MPClient, to_frame
 from config import DEMO, EngineConfig
 from engine import LLM
 from fleet import Fleet
-from hosts import MAGIC, NONCE, Gate, Node, Refused, admit, differences, prove, read_secret, settings_of
+from hosts import MAGIC, NONCE, Gate, GateProcess, Node, Refused, admit, differences, prove, read_secret, settings_of
 from plan import Attach, Health, Join, Load, Loads
 from processes import Board, FrameServer
 from ring import Codec
-from served import ROOT, alive, eventually
+from served import ROOT, Server, alive, eventually, serving
 from test_pipeline import MIXED, PROMPTS, STARVED
 from test_survival import command
 from test_torchrun import hosts as namespaces  # noqa: F401 (a fixture)
@@ -143,7 +144,11 @@ def test_a_secret_that_is_none_is_refused(environment: dict[str, str], path: str
         ({"data_parallel_rank": 2}, "data_parallel_rank is 2; it must be below 2"),
         ({"data_parallel_size_max": 1}, "data_parallel_size_max is 1; it must be at least"),
         ({"data_parallel_autoscale": 1.0}, "it needs data_parallel_size_max"),
-        ({"data_parallel_size_max": 3, "enable_expert_parallel": True}, "engines that share experts must be on one"),
+        (
+            {"data_parallel_size_max": 3, "data_parallel_size_local": 2},
+            "data_parallel_size_max is 3; with data_paralle",
+        ),
+        ({"data_parallel_external_lb": True, "enable_expert_parallel": True}, "engines that share experts must be on"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], words: str):
@@ -152,6 +157,9 @@ def test_options_that_do_not_go_together_are_refused(fields: dict[str, Any], wor
 
 
 # --- a gate and a host in this process --------------------------------------------------------------------------------
+
+OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
+NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
 
 
 class Pair:
@@ -170,7 +178,7 @@ class Pair:
     def join(self, secret: str = SECRET, config: EngineConfig | None = None) -> Node:
         """A host, whose engine is ready."""
         node = Node(config or self.config, secret)
-        node.engines = {1: SimpleNamespace(address=self.engine[0], facts={"rank": 1})}  # type: ignore[dict-item]
+        node.engines = {1: SimpleNamespace(address=self.engine[0], facts={"rank": 1} | OLD)}  # type: ignore[dict-item]
         node.launched.set()
         with node.lock:
             node.ready.append(1)
@@ -205,7 +213,7 @@ def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pai
     node = pair.join()
     node.wait(10)
     eventually(lambda: pair.gate.complete.is_set() and client.trouble is None, 10)
-    assert pair.gate.facts == {1: {"rank": 1}} and client.connection.far
+    assert pair.gate.facts == {1: {"rank": 1} | OLD} and client.connection.far
     assert [sock.family for sock in pair.servers.clients] == [socket.AF_INET]
     heard: list[Any] = []
     engine = Connection(node.address, heard.append, lambda connection: connection.send(Load(1, 2, 3)))
@@ -247,6 +255,69 @@ def test_a_second_host_with_the_same_engines_waits(pair: Pair):
     pair.join().wait(10)
     with pytest.raises(ConnectionError, match=r"has engine 1, and so has 127.0.0.1, which came first; 0.3 s are over"):
         pair.join().wait(0.3)
+
+
+class UpdatedEngine(SimpleNamespace):
+    """An engine that has been given new weights when its host looks after it."""
+
+    def wait(self) -> None:
+        pass
+
+    def check(self) -> None:
+        self.facts = self.facts | NEW
+
+
+def test_a_host_that_is_started_anew_is_told_the_weights_that_its_engine_had_last(pair: Pair):
+    told: list[dict[str, Any]] = []
+    pair.gate.on_facts = told.append  # which the gate's successor is given
+    node = pair.join()
+    node.wait(10)
+    assert node.weights == {}
+    engine = UpdatedEngine(address=pair.engine[0], facts={"rank": 1} | OLD)
+
+    def run() -> None:
+        with contextlib.suppress(ConnectionError):
+            node.run({1: engine})
+
+    runs = threading.Thread(target=run)
+    runs.start()
+    eventually(lambda: pair.gate.facts.get(1) == {"rank": 1} | NEW, 10)
+    assert told[-1] == {"1": {"rank": 1} | NEW}
+    node.refused = "it ends"
+    runs.join(10)
+    node.link.shutdown(socket.SHUT_RDWR)
+    eventually(lambda: not pair.gate.links, 10)
+    after = pair.join()
+    after.wait(10)
+    assert after.weights == {1: NEW}
+
+
+def test_a_gate_that_replaces_another_knows_the_weights_of_engines(pair: Pair):
+    clients, coordinator = socket.socketpair(), socket.socketpair()
+    port = socket.create_server(("127.0.0.1", 0))
+    config = replace(pair.config, data_parallel_rpc_port=port.getsockname()[1])
+    server = replace(config, headless=False, data_parallel_start_rank=None)
+    gate = GateProcess(server, SECRET, port, {1: clients[1]}, coordinator[0])
+    node = pair.join(config=config)
+    gate.wait()
+    node.engines[1].facts = {"rank": 1} | NEW
+    node._tell(1)
+
+    def looked() -> bool:
+        gate.check()
+        return gate.facts == {"1": {"rank": 1} | NEW}
+
+    eventually(looked, 10)
+    node.refused, link = "it ends", node.link
+    os.kill(first := gate.process.pid, signal.SIGKILL)
+    eventually(lambda: looked() and gate.process.pid != first and not gate.starting, 30)
+    link.close()
+    after = pair.join(config=config)
+    after.wait(30)
+    assert after.weights == {1: NEW}
+    gate.stop()
+    for used in (*clients, *coordinator):
+        used.close()
 
 
 STRANGE = [
@@ -499,6 +570,45 @@ def test_when_the_server_is_killed_its_successor_finds_the_host(two: TwoHosts) -
     assert two.find(1, "engine") == engine  # which was kept, with its weights
 
 
+@LONG
+def test_whoever_is_started_anew_takes_the_weights_of_the_last_update(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+    shared += ["--data-parallel-rpc-port", str(port), "--threads", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", hosts.SECRET: SECRET}
+    run = [sys.executable, "server.py", "--device", "cpu", "--dtype", "float32", "--headless"]
+    run += ["--data-parallel-start-rank", "1", *shared]
+    (tmp_path / "secret").write_text(SECRET)
+    flags = [*shared, "--data-parallel-secret-file", str(tmp_path / "secret"), "--enable-control-routes"]
+
+    def answers(server: Server) -> Counter[str | None]:
+        eventually(
+            lambda: all(f'num_requests_running{{engine="{i}"' in server.get("/metrics")[1] for i in range(2)), 90
+        )
+        bodies = [{"model": "demo", "prompt": f"{i} once", "max_tokens": 4} for i in range(8)]
+        told = [json.loads(server.post("/v1/completions", body)[1]) for body in bodies]
+        assert 'generation_tokens_total{engine="1"} 0' not in server.get("/metrics")[1]
+        return Counter(each.get("system_fingerprint") for each in told)
+
+    nodes = [subprocess.Popen(run, cwd=ROOT, env=environment)]
+    try:
+        with serving(tmp_path, *flags) as server:
+            assert answers(server) == {None: 8}
+            assert server.post("/update_weights", {"model_path": DEMO}) == (200, '{"weights_version":1}')
+            time.sleep(2)  # until the host has told the gate
+            nodes[0].terminate()
+            nodes[0].wait(30)
+            nodes.append(subprocess.Popen(run, cwd=ROOT, env=environment))
+            assert answers(server) == {"weights-1": 8}
+        with serving(tmp_path, *flags) as server:
+            assert answers(server) == {"weights-1": 8}
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait(30)
+
+
 # --- several engines of a script --------------------------------------------------------------------------------------
 
 FEWER = {"num_gpu_blocks_override": 20}  # KV blocks, because each engine has half of the requests
@@ -516,6 +626,8 @@ def test_a_script_has_several_engines(llm: LLM, work, answers) -> None:
         engine = several.llm_engine
         for i in range(4):
             engine.add_request(str(i), work[0][i], work[1][i])
+            with pytest.raises(ValueError, match=f"request id '{i}' is in use by a request in flight"):
+                engine.add_request(str(i), work[0][i], work[1][i])
         done: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
             done |= {each.request_id: each.outputs[0].token_ids for each in engine.step() if each.finished}

@@ -315,7 +315,7 @@ def test_preempted_while_its_swap_in_is_pending():
     engine.step()
     engine.step()
     for i in range(4):
-        engine.add(str(i), prompt(20, i), priority=0, max_tokens=2, ignore_eos=True)
+        engine.add(str(i), prompt(20, 2 + i), priority=0, max_tokens=2, ignore_eos=True)
         while low.status is not Status.SWAPPED:
             engine.step()
         while low.status is Status.SWAPPED:
@@ -339,3 +339,61 @@ def test_a_block_given_up_while_a_step_reads_it_is_free_for_the_next_plan():
     engine.scheduler.update(overlapping, engine.worker.step(overlapping))
     engine.run()
     assert len(engine.outputs["again"]) == 4  # but for the first, which was not asked for here
+
+
+# --- steps that are interrupted before their moves --------------------------------------------------------------------
+
+
+def interrupt(engine, wanted) -> None:
+    """Interrupt the next step that is `wanted`, before its worker has done anything of it."""
+    interrupted = []
+
+    def place(plan):
+        if interrupted or not wanted(plan):
+            return None
+        interrupted.append(plan)
+        return 0, 0
+
+    engine.interrupts = place
+    while not interrupted:
+        engine.step()
+
+
+def test_what_a_step_was_to_bring_back_is_not_found_where_it_never_came():
+    engine = Engine(num_blocks=10, max_model_len=36, num_host_blocks=40)
+    engine.add("first", prompt(20), max_tokens=1)
+    engine.run()
+    for i in range(4):  # these push the first one's blocks out, to host memory
+        engine.add(str(i), prompt(24, 2 + i), max_tokens=1)
+        engine.run()
+    again = engine.add("again", prompt(20), max_tokens=6, ignore_eos=True)
+    interrupt(engine, lambda plan: plan.swap_in)
+    assert again.status is Status.WAITING
+    engine.run()
+    assert engine.outputs["again"] == expected(prompt(20), 6, 36, ignore_eos=True)
+
+
+def test_what_a_step_was_to_keep_in_host_memory_is_not_found_there():
+    engine = Engine(num_blocks=10, max_model_len=36, num_host_blocks=40)
+    engine.add("first", prompt(20), max_tokens=1)
+    engine.run()
+    engine.add("other", prompt(36 - 1, 3), max_tokens=1)
+    interrupt(engine, lambda plan: plan.swap_out)
+    assert not engine.scheduler.space.host.block_of
+    engine.run()
+    engine.add("again", prompt(20), max_tokens=6, ignore_eos=True)
+    engine.run()
+    assert engine.outputs["again"] == expected(prompt(20), 6, 36, ignore_eos=True)
+
+
+def test_who_was_to_be_swapped_out_by_a_step_computes_its_tokens_again():
+    engine = Engine(num_blocks=8, max_model_len=32, num_host_blocks=32, preemption_mode="swap",
+                    scheduling_policy="priority")  # fmt: skip
+    low = engine.add("low", prompt(20), priority=1, max_tokens=8, ignore_eos=True)
+    engine.step()
+    engine.step()
+    engine.add("urgent", prompt(20, 2), priority=0, max_tokens=2, ignore_eos=True)
+    interrupt(engine, lambda plan: low.status is Status.SWAPPED)
+    assert low.status is Status.WAITING and engine.scheduler.space.host.num_free == 32
+    engine.run()
+    assert engine.outputs["low"] == expected(prompt(20), 8, 32, ignore_eos=True)

@@ -161,6 +161,13 @@ def test_metrics_cache_and_calls_of_the_worker(make_llm):
     assert llm.get_tokenizer().encode("To be") == llm.tokenizer.encode("To be")
 
 
+def test_generate_takes_no_id_of_a_request_that_the_caller_has_added(make_llm):
+    llm = make_llm()
+    for name in ("0", "2"):
+        llm.llm_engine.add_request(name, "a", GREEDY)
+    assert [output.request_id for output in llm.generate(["b", "c"], GREEDY, use_tqdm=False)] == ["1", "3"]
+
+
 def test_a_closed_llm_has_let_go_of_its_memory_and_says_that_it_is_closed(make_llm):
     with make_llm(num_gpu_blocks_override=16) as llm:
         assert llm.generate("a", GREEDY, use_tqdm=False)

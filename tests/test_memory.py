@@ -26,7 +26,7 @@ import reference
 import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
-from engine import EngineCore
+from logs import memory_note
 from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
 from model import Transformer
 from model_config import ModelConfig
@@ -376,11 +376,11 @@ def test_blocks_of_a_pool():
 @pytest.mark.parametrize("measured", [0, 105, 106])
 def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
     memory = dict.fromkeys(MemoryPlan.__slots__, 7 * MIB) | {"predicted": 100 * MIB, "measured": measured * MIB}
-    note = EngineCore.memory_note(SimpleNamespace(facts={"memory": memory}))
+    note = memory_note(memory)
     told = f"{measured} MiB" if measured else "nothing"
     assert f"100 MiB predicted for a step, {told} measured" in note
     assert (f"warning   a step took {measured} MiB, and the plan was 100 MiB" in note) == (measured == 106)
-    assert EngineCore.memory_note(SimpleNamespace(facts={"memory": memory | {"context": 0}})) == ""
+    assert memory_note(memory | {"context": 0}) == ""
 
 
 def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:

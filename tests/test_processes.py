@@ -295,6 +295,21 @@ def test_a_child_that_stops_while_it_starts_is_killed(tmp_path: Path, caplog) ->
     made.stop()
 
 
+def test_a_child_is_told_other_options_and_its_successor_starts_with_them(tmp_path: Path) -> None:
+    say = "parent.on_told = lambda: parent.tell({'heard': parent.options['size']})"
+    made = child(tmp_path, f"{say}; parent.ready({{'size': parent.options.get('size')}}); time.sleep(1000)")
+    made.wait()
+    told: list[dict[str, int]] = []
+    vars(made)["on_told"] = told.append
+    for size in (3, 4):
+        made.tell({"size": size})
+    eventually(lambda: made.check() or len(told) == 2)
+    assert told == [{"heard": 3}, {"heard": 4}] and made.facts == {"size": None}
+    made.process.kill()
+    eventually(lambda: made.check() or made.facts == {"size": 4})
+    made.stop()
+
+
 def test_a_child_that_cannot_start_is_tried_less_and_less_often(tmp_path: Path, monkeypatch) -> None:
     """At once first, and then after a second more each time."""
     made = child(tmp_path, "parent.ready({}); time.sleep(0.2); os._exit(1)")

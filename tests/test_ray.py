@@ -282,8 +282,6 @@ def test_plans_reach_all_ranks_and_the_late_one_is_named(door):
     assert error.value.reader == 2
     ring.words[ring.asleep + 1] = 5
     assert (plans.nap(0), plans.nap(1), plans.nap(2)) == (0, 0, 5)
-    with pytest.raises(WorkerError, match="a plan has reached some ranks and not the others"):
-        plans.write(b"another", 5)
     for end in (ring, engine, rank.sock):
         end.close()
 
@@ -453,7 +451,7 @@ def test_two_nodes_give_the_tokens_of_one_rank(ray_llm, answers):
     first, second = core.executor.processes
     assert first.place.node == core.executor.here != second.place.node
     assert isinstance(core.executor.results[0], RingBuffer) and isinstance(core.executor.results[1], EngineLink)
-    assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.start_log()
+    assert "2 Ray actors on 2 nodes, 3 s at most for a step" in core.executor.note()
     assert core.collective_rpc("block_bytes") == [core.facts["kv_bytes"] // core.facts["num_blocks"] // 2] * 2
     with pytest.raises(ValueError, match="with Ray it must be a name"):
         core.collective_rpc(len)

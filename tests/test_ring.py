@@ -10,6 +10,7 @@ import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -160,6 +161,54 @@ class SlowRing(RingBuffer):
     def be_writer(self) -> None:
         super().be_writer()
         self.sides = [(Slow(mine), theirs) for mine, theirs in self.sides]
+
+
+class TinyRing(RingBuffer):
+    """A ring in which little fits a chunk, and little of what does not fits a socket."""
+
+    def __init__(self, num_readers: int):
+        super().__init__(num_readers, 64)
+        for mine, _ in self.sides:
+            mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
+def test_two_that_write_to_each_other_do_not_wait_for_each_other():
+    """One of them takes, while there is no room, what the other has sent, which reads nothing before that."""
+    (there, out), (back, answers) = pair(), pair()
+    plan, result = random.Random(0).randbytes(10**6), random.Random(1).randbytes(10**6)
+    got: list[Any] = []
+    other = threading.Thread(target=lambda: [back.write(result, 10), got.append(out.read(10))])
+    begun = time.monotonic()
+    other.start()
+    early: list[bytes] = []
+    there.write(plan, 10, lambda: early.extend(filter(None, [answers.read(0)])))
+    other.join()
+    assert (early, got) == ([result], [plan]) and time.monotonic() - begun < 0.4  # it does not look once a BEAT alone
+    for ring in (there, out, back, answers):
+        ring.close()
+
+
+def test_ctrl_c_in_the_midst_of_a_large_message_loses_nothing_of_it():
+    writer, reader = pair()
+    message = random.Random(0).randbytes(10**6)
+    writing = threading.Thread(target=lambda: [writer.write(message, 10), writer.write(b"next", 10)])
+    writing.start()
+    side, pieces = reader.sides[0][1], 0
+
+    def recv(size: int) -> bytes:
+        nonlocal pieces
+        pieces += 1
+        if pieces == 3:
+            raise KeyboardInterrupt
+        return side.recv(size)
+
+    reader.sides[0] = reader.sides[0][0], SimpleNamespace(recv=recv, settimeout=side.settimeout, close=side.close)
+    with pytest.raises(KeyboardInterrupt):
+        reader.read(10)
+    assert [reader.read(10), reader.read(10)] == [message, b"next"] and pieces > 3
+    writing.join()
+    writer.close()
+    reader.close()
 
 
 def die(ring: RingBuffer) -> None:

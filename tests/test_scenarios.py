@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
+from fake_worker import NUM_MOVES, Engine, expected, expected_beams, prompt, sample_seed
+from grammar import awaits_token
+from kv_cache import chain
 from kv_layout import most_blocks
+from plan import StepPlan
 from scheduler import Scheduler
-from sequence import Request
+from sequence import Request, Status
 
+MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it
+MOST_LATE = 20  # steps of a scenario in which masks come late
 STATES = (None, None, (0, 0), (1, 2), (2, 0), (3, 6), (8, 6))  # snapshots of states, and rows for them in host memory
 KINDS = ((0,), (0,), (7,), (0, 7), (0, 3), (9, 4), (0, 5, 5))  # windows of the kinds of layers
 
 
 class Scenario:
-    """Arrivals, steps and aborts, over pools of any size, in both orders, policies and modes of preemption.
+    """Arrivals, steps and aborts, over pools of any size, in all orders, policies and modes of preemption.
 
-    Every request gets its own tokens. Within its class, or of its client under `fair`, nobody is let in before who came
-    earlier. And every request ends within a number of steps known when it comes (`cost`), unless work of a better class
-    comes after it; under `fair` that may be any work. One of them may kill the worker in every step that it is in: then
-    it is ended, and nobody else is for it.
+    Masks come late, requests are aborted between a step's plan and its result, and steps are interrupted anywhere. An
+    oracle of its own looks at what comes of it:
+
+        tokens     every request gets its own; the worker checks that a row reads nobody else's keys
+        owners     `check_books` counts who has which block, slot and place in a queue
+        books      what can be found of a prefix is what a pool holds there
+        liveness   every request ends within a number of steps known when it comes (`cost`), unless work of a better
+                   class comes after it; under `fair` that may be any work
+
+    Within its class, or of its client under `fair`, nobody is let in before who came earlier. One request may kill the
+    worker in every step that it is in: then it is ended, and nobody else is for it.
     """
 
-    SAMPLES = ({}, {}, {}, {"n": 2}, {"n": 4}, {"n": 1, "best_of": 3},
-               {"use_beam_search": True, "n": 1, "beam_width": 2},
+    SAMPLES = ({}, {}, MASKED, {"n": 2}, {"n": 4} | MASKED, {"n": 1, "best_of": 3},
+               {"use_beam_search": True, "n": 1, "beam_width": 2} | MASKED,
                {"use_beam_search": True, "n": 3, "early_stopping": True})  # fmt: skip
 
     def __init__(self, blocks, host, size, seqs, tokens, caching, chunked, mode, policy, reserve, windows, ahead, depth,
@@ -51,6 +64,14 @@ class Scenario:
         self.asked: dict[str, tuple[list[int], int, dict]] = {}
         self.due: dict[str, int] = {}  # the step by which it must have ended
         self.last_in: dict[int, int] = {}  # of each class or client, the latest arrival that was let in
+        self.random = random.Random(blocks)
+        self.num_late = 0  # steps in which a mask came late
+        self.num_interrupts = 0  # of steps that move blocks: how many are yet to come
+        self.engine.interrupts = self.interrupt
+        self.num_finished = 0  # requests that `check_books` has seen
+        self.prompts: dict[str, list[int]] = {}
+        # What each hash stands for: tokens, and where the last block of them begins.
+        self.stands_for: dict[bytes, tuple[list[int], int]] = {}
 
     def cost(self, request: Request) -> int:
         """Steps that a request may take once it is the first: a token at least in each; and where samples branch off
@@ -62,7 +83,7 @@ class Scenario:
 
     def add(self, length: int, start: int, max_tokens: int, priority: int, samples: int) -> None:
         name, ids = str(len(self.engine.answers)), prompt(min(length, self.limit - 1), start)
-        params = self.SAMPLES[samples]
+        params, self.prompts[name] = self.SAMPLES[samples], ids
         try:
             group = self.engine.add(name, ids, priority=priority, client=str(priority), max_tokens=max_tokens, **params)
         except ValueError as error:
@@ -88,14 +109,51 @@ class Scenario:
         waiting = [r for r in self.engine.scheduler.requests.values() if r.time_in_queue is None]
         keys = {r.request_id: (r.priority if self.fair else r.groups[0].key[0], r.groups[0].key[1]) for r in waiting}
         deaths = self.engine.deaths
+        self.be_late()
+        self.interrupted = False
         self.engine.step()
+        self.check_books()
         if self.engine.deaths > deaths:
             self.check_loss({self.poison})
+        if self.interrupted:
+            self.check_loss(set())
         for rank, arrival in sorted(keys[r.request_id] for r in waiting if r.time_in_queue is not None):
             assert arrival > self.last_in.get(rank, 0), "a later one of its class was let in before"
             self.last_in[rank] = arrival
         for name in self.engine.scheduler.requests:
             assert self.engine.scheduler.step <= self.due[name], "it waits too long"
+
+    def be_late(self) -> None:
+        """Hold up groups whose next token a step in flight brings, and now and then others whose mask takes longer."""
+        masked = [group for group in self.engine.scheduler.others if group.request.params.constrained]
+        late = {group for group in masked if any(map(awaits_token, group.seqs))}
+        if masked and self.num_late < MOST_LATE and self.random.random() < 0.3:
+            self.num_late += 1
+            late.add(self.random.choice(masked))
+            for name in self.due:
+                self.due[name] += 1
+        self.engine.scheduler.late = late
+
+    def interrupt(self, plan: StepPlan) -> tuple[int, int] | None:
+        """Where a step that moves blocks is interrupted, if it is to be; what is rare is not missed."""
+        swapped = any(how == "swap" for _, how, _ in self.engine.scheduler.admission.preempted)
+        rare, common = plan.swap_in or swapped, plan.swap_out or plan.copies
+        if not self.num_interrupts or not (rare or (common and self.random.random() < 0.1)):
+            return None
+        self.num_interrupts -= 1
+        self.interrupted = True
+        return self.random.randrange(self.engine.depth + 1), self.random.randrange(NUM_MOVES + 1)
+
+    def abort_meanwhile(self, place: int, index: int | None) -> None:
+        """As `abort`, of a step that is planned and has not begun."""
+
+        def planned() -> None:
+            self.engine.planned = lambda: None
+            if self.engine.scheduler.requests:
+                self.abort(place, index)
+
+        self.engine.planned = planned
+        self.step()
 
     def abort(self, place: int, index: int | None) -> None:
         scheduler = self.engine.scheduler
@@ -107,10 +165,12 @@ class Scenario:
         elif index is not None and not self.asked[name][2].get("use_beam_search"):
             self.engine.answers[name].pop(index, None)
 
-    def lose(self, lost: bool, refuse: bool) -> None:
-        """The workers are lost in a step, or only its result; and the latest to come may be to blame for it."""
+    def lose(self, lost: bool, refuse: bool, whole: int = 9, moves: int = NUM_MOVES) -> None:
+        """The workers are lost in a step, or it is interrupted; and the latest to come may be to blame for it."""
         known = set(self.engine.finished)
-        self.engine.lose(lost, "it will not fit" if refuse else None)
+        self.be_late()
+        self.engine.lose(lost, "it will not fit" if refuse else None, whole, moves)
+        self.check_books()
         self.check_loss(set(self.engine.finished) - known)
 
     def check_loss(self, ended: set[str]) -> None:
@@ -120,6 +180,54 @@ class Scenario:
             del self.asked[name]
         for request in self.engine.scheduler.requests.values():
             self.expect(request)
+
+    def check_books(self) -> None:
+        """What the scheduler's books say is so, by counting anew and by what the pools hold."""
+        scheduler, worker, space = self.engine.scheduler, self.engine.worker, self.engine.scheduler.space
+        groups = [group for request in scheduler.requests.values() for group in request.groups]
+        seqs = [seq for group in groups for seq in group.seqs]
+        kept = [request.prompt_tables for request in scheduler.requests.values()]
+        for pool, tables in (
+            (space.device, [*kept, *(seq.tables for seq in seqs)]),
+            (space.host, [seq.host_tables for seq in seqs]),
+        ):
+            owners = Counter(block for kinds in tables for table in kinds for block in table if block >= 0)
+            assert pool.ref_counts == [owners[block] for block in range(pool.num_blocks)]
+            assert pool.idle.keys() == set(range(pool.num_blocks)) - owners.keys()
+        slots = [seq.slot for seq in seqs if seq.slot >= 0] + [slot for group in groups for slot in group.spare_slots]
+        assert len(set(slots)) == len(slots) and not set(slots) & set(scheduler.admission.free_slots)
+        admission, counts = scheduler.admission, Counter(group.status for group in groups)
+        places = (scheduler.running, scheduler.waiting, scheduler.swapped, admission.aside)
+        statuses = (Status.RUNNING, Status.WAITING, Status.SWAPPED, Status.ASIDE)
+        assert [*map(len, places)] == [counts[status] for status in statuses]
+        assert all(group.status is Status.RUNNING for group in scheduler.others)
+        # What steps are to bring that have not run yet, nobody can look at.
+        flying = self.engine.flying
+        coming = {block for plan in flying for _, block in plan.swap_in}
+        leaving = {block for plan in flying for _, block in plan.swap_out}
+        for seq in (*seqs, *(child for group in groups for child, _, _ in group.births)):
+            self.learn(seq.delivered)
+        for name in (*self.engine.finished[self.num_finished :], *scheduler.requests):
+            for tokens in self.engine.answers[name].values():
+                self.learn(self.prompts[name] + tokens)
+        self.num_finished = len(self.engine.finished)
+        for pool, rows, unknown in ((space.device, worker.pool, coming), (space.host, worker.host, leaving)):
+            for key, block in pool.block_of.items():
+                tokens, begin = self.stands_for[key[:16]]
+                kind = key[16] if len(key) > 16 else 0
+                assert block in unknown or rows[block] == [(kind, token) for token in tokens[begin:]]
+        if space.states:
+            taken = {row for plan in flying for _, row in plan.state_copies}
+            for key, row in space.states.snapshots.block_of.items():
+                row += space.states.num_slots
+                assert row in taken or worker.states[row] == self.stands_for[key][0]
+
+    def learn(self, tokens: list[int]) -> None:
+        hashes: list[bytes] = []
+        size = self.engine.config.block_size
+        chain(hashes, tokens, size)
+        for i, digest in enumerate(hashes):
+            self.stands_for[digest] = tokens[: (i + 1) * size], i * size
 
     def finish(self) -> None:
         engine = self.engine
@@ -149,15 +257,20 @@ def run_scenario(seed: int) -> Scheduler:
         rng.choice((0, 0, 3)), rng.choice((1, 2)), rng.choice((None, None, 0, 2, 5)), rng.choice(STATES),
         rng.choice((1, 1, 2, 3)),
     )  # fmt: skip
+    scenario.num_interrupts = rng.choice((0, 2))
     for _ in range(rng.randint(3, 16)):
         action = rng.random()
         if action < 0.5:
             scenario.add(rng.randint(1, 39), rng.randrange(3), rng.randint(1, 30), rng.randrange(3), rng.randrange(8))
         elif scenario.engine.scheduler.has_work():
             if action < 0.6:
-                scenario.abort(rng.randrange(9), rng.choice((None, 0, 1)))
-            elif action < 0.64:
-                scenario.lose(rng.random() < 0.7, rng.random() < 0.2)
+                abort = rng.choice((scenario.abort, scenario.abort_meanwhile))
+                abort(rng.randrange(9), rng.choice((None, 0, 1)))
+            elif action < 0.65:
+                scenario.num_interrupts += 2
+            elif action < 0.72:
+                lost, refuse = rng.random() < 0.3, rng.random() < 0.2
+                scenario.lose(lost, refuse, rng.randrange(4), rng.randrange(NUM_MOVES + 1))
             else:
                 for _ in range(rng.randint(1, 5)):
                     if scenario.engine.scheduler.has_work():
@@ -206,9 +319,18 @@ class Traffic(RuleBasedStateMachine):
         self.scenario.abort(place, index)
 
     @precondition(lambda self: self.scenario.engine.scheduler.has_work())
-    @rule(lost=st.booleans(), refuse=st.booleans())
-    def lose(self, lost, refuse):
-        self.scenario.lose(lost, refuse)
+    @rule(place=st.integers(0, 8), index=st.sampled_from((None, 0, 1)))
+    def abort_meanwhile(self, place, index):
+        self.scenario.abort_meanwhile(place, index)
+
+    @rule(count=st.integers(1, 3))
+    def interrupt(self, count):
+        self.scenario.num_interrupts += count
+
+    @precondition(lambda self: self.scenario.engine.scheduler.has_work())
+    @rule(lost=st.booleans(), refuse=st.booleans(), whole=st.integers(0, 3), moves=st.integers(0, NUM_MOVES))
+    def lose(self, **drawn):
+        self.scenario.lose(**drawn)
 
     @invariant()
     def books_agree(self):

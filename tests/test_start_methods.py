@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import torch
 from client import EngineDeadError, InprocClient
 from config import DEMO
 from engine import LLM, LLMEngine, SamplingParams
+from executor import script_of_caller, start_alone, start_method
 from served import eventually
 
 ROOT = Path(__file__).parent.parent
@@ -39,49 +40,129 @@ def tokens(llm: LLM, prompts: Any = PROMPTS, params: SamplingParams = GREEDY) ->
 # --- workers that were started so -------------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, os, signal, sys
+import json, os, signal, sys, threading, time
 from engine import LLM, SamplingParams
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
-{guard}
-    assert "torch" not in sys.modules
-    llm = LLM(device="cpu", dtype="float32", threads=1, max_model_len=256, **{options})
-    found = [[o.outputs[0].token_ids for o in llm.generate({prompts}, GREEDY, use_tqdm=False)]]
-    processes = llm.core.executor.processes
-    os.kill(processes[-1].pid, signal.SIGKILL)
-    found.append([o.outputs[0].token_ids for o in llm.generate({prompts}, GREEDY, use_tqdm=False)])
-    print(json.dumps([type(processes[0]).__name__, found, [process.pid for process in processes]]), flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+def rank(worker):
+    return worker.group.rank
+
+assert __name__ == "__mp_main__" or "torch" not in sys.modules
+llm = LLM(device="cpu", dtype="float32", threads=1, max_model_len=256, tensor_parallel_size=2)
+found = [[o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]]
+processes = llm.core.executor.processes
+kinds = [type(processes[0]).__name__]
+if BUSY:
+    import torch
+    torch.randn(500, 500) @ torch.randn(500, 500)
+    threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+os.kill(processes[-1].pid, signal.SIGKILL)
+found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+kinds.append(type(processes[0]).__name__)
+try:
+    said = llm.collective_rpc(rank)
+except ValueError as error:
+    said = str(error)
+found.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+print(json.dumps([kinds, found, said, llm.core.num_restarts, [process.pid for process in processes]]), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
 """
+NO_GUARD = "imports your script: put what it does under `if __name__ == '__main__':`"
+NO_FILE = "is a function of a notebook, of `python -c` or of standard input"
 
 
-def run_script(
-    folder: Path, method: str, guard: str = 'if __name__ == "__main__":'
-) -> subprocess.CompletedProcess[str]:
-    options = {"distributed_executor_backend": "mp", "tensor_parallel_size": 2}
-    (folder / "script.py").write_text(SCRIPT.format(guard=guard, options=options, prompts=PROMPTS))
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", METHOD: method}
+def run_script(folder: Path, text: str, how: str = "file", method: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a script as a file, from standard input (`-`) or with `-c`."""
+    (folder / "script.py").write_text(text)
+    arguments = {"file": ["script.py"], "-": ["-"], "-c": ["-c", text]}[how]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment.pop(METHOD, None)
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-    )
+        [sys.executable, *arguments], cwd=folder, env=environment | ({METHOD: method} if method else {}),
+        input=text if how == "-" else None, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
-def test_workers_give_the_same_tokens_are_replaced_and_end_with_their_script(tmp_path, llm, method):
-    done = run_script(tmp_path, method)
+@pytest.mark.parametrize(
+    ("how", "method", "busy", "kinds", "told"),
+    [
+        ("file", "", True, ["Spawn", "Spawn"], NO_GUARD),
+        ("-", "fork", True, ["Fork", "Spawn"], NO_FILE),
+        pytest.param("file", "fork", False, ["Fork", "Fork"], [0, 1], marks=pytest.mark.long),
+        pytest.param("-c", "", True, ["Spawn", "Spawn"], NO_FILE, marks=pytest.mark.long),
+        pytest.param("file", "forkserver", True, ["ForkServer", "ForkServer"], NO_GUARD, marks=pytest.mark.long),
+    ],
+)
+def test_a_script_needs_no_guard_for_its_workers(tmp_path, llm, how, method, busy, kinds, told):
+    """Not for those either that replace a dead one while threads run and torch has computed (where it is busy)."""
+    done = run_script(tmp_path, SCRIPT.replace("PROMPTS", repr(PROMPTS)).replace("BUSY", str(busy)), how, method)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    kind, found, pids = json.loads(done.stdout)
-    assert kind == {"fork": "ForkProcess", "forkserver": "ForkServerProcess"}[method]
-    assert found == [tokens(llm)] * 2 and len(pids) == 2
+    started, found, said, restarts, pids = json.loads(done.stdout)
+    assert started == [f"{kind}Process" for kind in kinds] and restarts == 1
+    assert found == [tokens(llm)] * 3
+    assert said == told if isinstance(told, list) else told in said
+    assert ("workers are spawned" in done.stderr) == (method == "fork" and busy)
     eventually(lambda: not any(map(psutil.pid_exists, pids)), 20)
 
 
-def test_who_needs_a_guard_is_told_so_in_one_sentence(tmp_path):
-    done = run_script(tmp_path, "forkserver", guard="if True:")
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
-    assert done.stderr.splitlines()[-1].endswith(
-        "so LLM starts processes, which import your script: put what it does under `if __name__ == '__main__':`"
-    )
+def test_workers_import_a_script_for_a_function_of_it(tmp_path):
+    text = """
+import json, os
+from engine import LLM
+print("imported", flush=True)
+
+def place(worker, name):
+    return [name, __name__, os.getpid()]
+
+if __name__ == "__main__":
+    llm = LLM(device="cpu", threads=1, max_model_len=64, distributed_executor_backend="mp")
+    said = [llm.collective_rpc(place, args=("a",))[0] for _ in range(2)]
+    print(json.dumps([*said, llm.core.executor.processes[0].pid]))
+"""
+    done = run_script(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    *imported, said = done.stdout.splitlines()
+    first, second, pid = json.loads(said)
+    assert first == second == ["a", "__mp_main__", pid]
+    assert imported == ["imported"] * 2  # once here, and once in the worker, for both calls
+
+
+def test_a_script_that_ends_while_a_worker_imports_it_says_so(tmp_path):
+    (tmp_path / "script.py").write_text("raise SystemExit(3)")
+    ask = f"import executor; executor.import_script({{'init_main_from_path': {str(tmp_path / 'script.py')!r}}})"
+    done = run_script(tmp_path / "..", ask, "-c")
+    assert done.returncode == 1
+    assert done.stderr.endswith("your script, which a worker imports for a function of it, has ended (3)\n")
+
+
+def test_only_the_workers_do_without_the_script():
+    """Processes that the script starts by itself meanwhile, in other threads, import it as ever."""
+
+    class Process:
+        name = "manta-worker-0"
+
+        def start(self):
+            self.told, self.others = spawn.get_preparation_data(self.name), spawn.get_preparation_data("theirs")
+            raise OSError("no more processes")
+
+    before, process = spawn.get_preparation_data, Process()
+    with pytest.raises(OSError, match="no more processes"):
+        start_alone(process)
+    assert spawn.get_preparation_data is before
+    assert script_of_caller() and process.others == process.told | script_of_caller() | {"name": "theirs"}
+    assert not process.told.keys() & script_of_caller().keys()
+
+
+def test_a_process_with_torch_is_not_forked(monkeypatch, caplog):
+    monkeypatch.delenv(METHOD, raising=False)
+    assert start_method() == "spawn" and not caplog.text
+    monkeypatch.setenv(METHOD, "fork")
+    assert start_method() == "spawn" and "has loaded torch, whose threads a fork lacks" in caplog.text
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert start_method() == "spawn" and "initialised CUDA, which a fork cannot use" in caplog.text
+    monkeypatch.setenv(METHOD, "thread")
+    with pytest.raises(ValueError, match=f"{METHOD} is 'thread'; it must be fork or spawn or forkserver"):
+        start_method()
 
 
 # --- an engine in a process of its own --------------------------------------------------------------------------------
@@ -102,7 +183,7 @@ def test_only_1_and_0_are_allowed(monkeypatch, make_llm):
     with pytest.raises(ValueError, match=f"{OWN_PROCESS} is 'yes' in the environment; it must be 0 or 1"):
         make_llm()
     monkeypatch.setenv(OWN_PROCESS, "1")
-    with pytest.raises(ValueError, match="with distributed_executor_backend 'torchrun' they must be 0 and 1"):
+    with pytest.raises(ValueError, match="with distributed_executor_backend 'external_launcher' they must be 0 and 1"):
         make_llm(distributed_executor_backend="torchrun")
 
 

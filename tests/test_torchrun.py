@@ -1,8 +1,9 @@
-"""Ranks that torchrun has started: the tokens of one rank, one end for all of them, and two hosts."""
+"""Ranks that torchrun or Slurm has started: the tokens of one rank, one end for all of them, and two hosts."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -11,9 +12,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
 
+import torchrun
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
 from parallel import Group
@@ -21,18 +26,20 @@ from scripted import CHAT
 from served import Server, eventually, serving
 from test_executor import PROMPTS
 from test_survival import Reader, command, engine_of
+from test_worker import SHAPE
+from torchrun import first_node, launched_as
 
 ROOT = Path(__file__).parent.parent
 # Seconds until torchrun has ended: it gives ranks 30 to end before it kills them, and a busy machine takes longer.
 END = 120
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]
 TORCHRUN = ["-m", "torch.distributed.run"]
-FLAGS = ["--distributed-executor-backend", "torchrun", "--threads", "1"]
+FLAGS = ["--distributed-executor-backend", "external_launcher", "--threads", "1"]
 SCRIPT = f"""
 import json
 from engine import LLM, SamplingParams
 llm = LLM({DEMO!r}, dtype="float32", device="cpu", threads=1, distributed_executor_backend="torchrun",
-          pipeline_parallel_size=STAGES)
+          pipeline_parallel_size=STAGES)  # the other name for it
 params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 outputs = llm.generate({PROMPTS!r}, params, use_tqdm=False)
 prompt = [i % 500 for i in range(1000)]  # of several broadcasts
@@ -142,20 +149,16 @@ def test_a_server_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
     assert not list((tmp_path / "tmp").iterdir())
 
 
-ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # fmt: skip
-
-
-def test_what_torchrun_has_not_started_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ENVIRONMENT.items():
+def test_other_numbers_of_ranks_than_were_started_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in OWN.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3; torchrun has started 2 ranks"):
-        LLM(DEMO, device="cpu", distributed_executor_backend="torchrun", tensor_parallel_size=3)
-    with pytest.raises(ValueError, match=r"is 1 and pipeline_parallel_size 4; torchrun has started 2 ranks"):
+    with pytest.raises(ValueError, match=r"tensor_parallel_size is 3; 2 ranks were started"):
+        LLM(DEMO, device="cpu", distributed_executor_backend="external_launcher", tensor_parallel_size=3)
+    with pytest.raises(ValueError, match=r"is 1 and pipeline_parallel_size 4; 2 ranks were started"):
         LLM(DEMO, device="cpu", distributed_executor_backend="torchrun", pipeline_parallel_size=4)
     for name in ("RANK", "MASTER_PORT"):
         monkeypatch.delenv(name)
-    with pytest.raises(ValueError, match=r"'torchrun', but RANK, MASTER_PORT not set in the environment: start with "):
+    with pytest.raises(ValueError, match=r"is 'external_launcher', but RANK, MASTER_PORT not set in the environment"):
         LLM(DEMO, device="cpu", distributed_executor_backend="torchrun")
 
 
@@ -173,6 +176,149 @@ def test_a_turn_that_is_broken_off_is_the_last() -> None:
         raise KeyboardInterrupt
     with pytest.raises(ConnectionError, match="the ranks are out of step"), channel.turn():
         pass
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+OWN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+       "MASTER_PORT": "1"}  # fmt: skip
+TASK = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SLURM_NTASKS": "7", "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+        "SLURM_STEP_NODELIST": "node[01-03,7]"}  # fmt: skip
+FOUND = {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node01",
+         "MASTER_PORT": "19563"}  # fmt: skip
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # as a user sets them
+HERE = {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
+STEPS = itertools.count()
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (OWN, OWN),
+        (TASK, FOUND),
+        (TASK | OWN, OWN),  # torchrun in a task of Slurm
+        (TASK | MEETING, FOUND | MEETING),
+        (TASK | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
+         FOUND | {"RANK": "6", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
+        (TASK | {"SLURM_STEP_ID": "4"}, FOUND | {"MASTER_PORT": "19564"}),
+        (TASK | {"CUDA_VISIBLE_DEVICES": "0,1"}, FOUND),
+        (TASK | {"CUDA_VISIBLE_DEVICES": "0"}, FOUND | {"LOCAL_RANK": "0"}),  # as --gpus-per-task=1 does
+        (TASK | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, FOUND),
+        (TASK | HERE, OWN | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "19563"}),
+    ],
+)  # fmt: skip
+def test_a_rank_knows_how_it_was_launched(environ: dict[str, str], found: dict[str, str]) -> None:
+    assert launched_as(environ) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"SLURM_PROCID": "7"}, "SLURM_PROCID is '7' in the environment; it must be a whole number from 0 to 6$"),
+        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID is '-1' in .* from 0 to 6$"),
+        ({"SLURM_PROCID": "one"}, "SLURM_PROCID is 'one'"),
+        ({"SLURM_NTASKS": "0"}, "SLURM_NTASKS is '0' in .* from 1 to "),
+        ({"SLURM_NTASKS": ""}, "SLURM_NTASKS is ''"),
+        ({"SLURM_NTASKS": "9"}, r"SLURM_STEP_TASKS_PER_NODE is '2\(x3\),1' in .*, 7 tasks; it must be of all 9 ranks"),
+        ({"SLURM_LOCALID": "2"}, "SLURM_LOCALID is '2' in .* from 0 to 1$"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID is '4' in .* from 0 to 3$"),
+        ({"SLURM_NODEID": None}, "SLURM_NODEID is '' in .* from 0 to 3$"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, r"is '2\(3\)' in .*; it must be counts of tasks, like '2\(x3\),1'$"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3),"}, "it must be counts of tasks"),
+        ({"SLURM_STEP_NODELIST": "[1-3"}, r"SLURM_STEP_NODELIST is '\[1-3' in .*; it must be names of nodes, like"),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
+        ({"RANK": "7"}, "^RANK is '7' in .* from 0 to 6$"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "^LOCAL_WORLD_SIZE is '8' in .* from 1 to 7$"),
+        ({"MASTER_PORT": "65536"}, "^MASTER_PORT is '65536' in .* from 1 to 65535$"),
+        ({"SLURM_LOCALID": None}, r"but LOCAL_RANK not set in the environment \(nor what `srun` sets, SLURM_LOCALID\)"),
+        # A batch script has these variables, too, but no SLURM_STEP_ID. It would wait for the other ranks for ever.
+        ({"SLURM_STEP_ID": None}, "RANK, .*, MASTER_PORT not set .*: start with `torchrun .*`srun --ntasks=N python`$"),
+    ],
+)  # fmt: skip
+def test_what_launched_no_rank_is_refused(change: dict[str, str | None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        launched_as({name: value for name, value in (TASK | change).items() if value is not None})
+
+
+def test_a_task_of_slurm_takes_the_gpu_of_its_local_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torchrun, "end_with_parent", lambda number: None)
+    monkeypatch.setattr(torchrun, "follow", lambda config, model, rank: Group.connect(rank, 7, "env://", "cuda"))
+    with patch.dict(os.environ, TASK):
+        torchrun.lead_or_follow(EngineConfig(), SHAPE)
+    assert taken == [1] and "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [
+        ("node7", "node7"), ("node7,node9", "node7"), ("node[01-03,7]", "node01"), ("node[7],other", "node7"),
+        ("gpu-2.site,gpu-3.site", "gpu-2.site"), ("rack[1-2]n[03,5-6]", "rack1n03"), ("n[1-2]-ib,n4-ib", "n1-ib"),
+    ],
+)  # fmt: skip
+def test_the_first_node_is_read_from_slurms_list(listed: str, first: str) -> None:
+    assert first_node(listed) == first
+
+
+def tasks() -> list[dict[str, str]]:
+    """The environments of two tasks on this machine, in a step of their own."""
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": str(next(STEPS))}
+    shared = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | TASK | HERE | job
+    return [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that does not outlive its test."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_tasks_of_slurm_give_the_tokens_of_one_rank_and_end_together(llm: LLM, tmp_path: Path) -> None:
+    """Nothing ends the other one here, as `srun` without --kill-on-bad-exit does not."""
+    more = "print(flush=True)\ninput()\nllm.generate(PROMPTS, params, use_tqdm=False)\n"
+    script = SCRIPT.replace("STAGES", "1") + more.replace("PROMPTS", repr(PROMPTS))
+    (tmp_path / "script.py").write_text(script)
+    command = [sys.executable, "script.py"]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    lead, follower = (subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes) for environ in tasks())
+    with ended(lead), ended(follower):
+        assert lead.stdout
+        if not (said := lead.stdout.readline()):
+            pytest.fail(lead.communicate()[1])
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        wanted = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+        assert json.loads(said)[0][: len(PROMPTS)] == wanted
+        follower.kill()
+        assert "ConnectionError: rank 0 has lost the other ranks" in lead.communicate("\n", 60)[1]
+        assert lead.returncode == 1
+
+
+def test_a_server_of_two_tasks_ends_as_scancel_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every task gets SIGTERM then; rank 0 answers what has come, and lets the other one go."""
+    first, other = tasks()
+    for name in first.keys() - os.environ.keys():
+        monkeypatch.setenv(name, first[name])
+    command = [sys.executable, "server.py", *FLAGS, "--device", "cpu", "--dtype", "float32"]
+    follower = subprocess.Popen(command, cwd=ROOT, env=other, stderr=subprocess.PIPE, text=True)
+    with ended(follower), serving(tmp_path, *FLAGS) as server:
+        assert "2 ranks of an external launcher" in server.log.read_text()
+        reader = Reader(server, prompt="Once", max_tokens=60)
+        eventually(lambda: bool(reader.text), 20)
+        follower.terminate()
+        server.process.terminate()
+        reader.join(60)
+        assert reader.ended and not reader.error
+        assert server.process.wait(END) == 0 and follower.wait(END) == 0, follower.communicate()[1]
+        server.assert_gone()
+        assert "lost" not in server.log.read_text()
 
 
 # --- two hosts --------------------------------------------------------------------------------------------------------
@@ -230,7 +376,7 @@ def test_two_hosts_serve_one_model(hosts: list[str], tmp_path: Path, stages: int
         command = ["ip", "netns", "exec", hosts[0], sys.executable, "-c", ASK, url, body]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.stdout == "81\n", done.stderr + log.read_text()
-        assert "2 ranks of torchrun" in log.read_text()
+        assert "2 ranks of an external launcher" in log.read_text()
         nodes[0].terminate()  # of which torchrun tells the ranks of its own host alone
         assert nodes[1].wait(END) == 0, log.read_text()
         assert nodes[0].wait(END) == 1 and "lost" not in log.read_text()

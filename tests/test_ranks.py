@@ -1,0 +1,373 @@
+"""What the executor and its ranks say to each other, with threads in place of the ranks' processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import executor as executor_module
+import ring as ring_module
+from config import EngineConfig
+from executor import NEVER, BlamelessError, MpExecutor, WorkerError
+from plan import Call, Reply, StepPlan, StepResult
+from ray_executor import Plans
+from ring import Codec, EngineLink, RankLink, RingBuffer
+from test_ring import TinyRing
+
+LARGE = 200_000  # bytes; with TinyRing far more than a chunk and a socket hold
+Act = Callable[["Rank", Any], None]
+
+
+class Rank(threading.Thread):
+    """A rank, with the methods of its process. It does with each message what `act` says."""
+
+    def __init__(self, rank: int, act: Act):
+        super().__init__(daemon=True)
+        self.rank, self.act, self.codec, self.pid, self.exitcode = rank, act, Codec(), os.getpid(), 0
+        self.ended, self.stopped = threading.Event(), False
+        self.plans: Any = None
+        self.results: Any = None
+
+    def run(self) -> None:
+        with contextlib.suppress(SystemExit, OSError, RuntimeError):  # the other end is closed, or another rank's is
+            self.say(Reply(0, {"step_seconds": 0.0}))
+            while True:
+                self.live()
+                if (data := self.plans.read(0.02)) is not None:
+                    self.act(self, self.codec.decode(data))
+        for way in {self.plans, self.results}:
+            (way.sock if isinstance(way, RankLink) else way).close()
+
+    def live(self) -> None:
+        """Beat, unless this is stopped; end, if it shall."""
+        while not self.ended.is_set():
+            if not self.stopped:
+                return self.results.beat()
+            time.sleep(0.01)
+        raise SystemExit
+
+    def rest(self, until: threading.Event) -> None:
+        """Be in a function that takes long."""
+        while not until.wait(0.01):
+            self.live()
+
+    def say(self, message: Any) -> None:
+        data = self.codec.encode(message)
+        if isinstance(self.results, RankLink):
+            self.results.write(data, NEVER)
+        else:
+            self.results.write(data, NEVER, self.live)
+
+    def kill(self) -> None:
+        self.ended.set()
+        socks = [self.plans.sock] if isinstance(self.plans, RankLink) else [side for _, side in self.plans.sides]
+        for sock in socks:  # it may be in the midst of a message
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+class Ranks(MpExecutor):
+    """An executor whose ranks are threads; those in `far` have connections in place of rings."""
+
+    def __init__(self, act: Act, size: int = 1, far: tuple[int, ...] = (), step_timeout: float = 1.0):
+        self.act, self.far, self.said = act, far, []
+        config = EngineConfig(tensor_parallel_size=size, step_timeout=step_timeout)
+        super().__init__(config, None)  # type: ignore[arg-type]
+        self.on_trouble = self.said.append
+
+    def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
+        near = [rank for rank in range(size) if rank not in self.far]
+        here, there = socket.socketpair()
+        ring, links, self.results = TinyRing(len(near)) if near else None, {}, []
+        for rank in range(size):
+            thread = Rank(rank, self.act)
+            if ring and rank in near:
+                results = TinyRing(1)
+                ring.send(here)
+                results.send(here)
+                thread.plans, thread.results = RingBuffer.receive(there), RingBuffer.receive(there)
+                thread.plans.be_reader(near.index(rank))
+                thread.results.be_writer()
+                results.be_reader(0)
+                self.results.append(results)
+            else:
+                engine, theirs = connected()
+                links[rank] = EngineLink(engine, rank)
+                thread.plans = thread.results = RankLink(theirs)
+                self.results.append(links[rank])
+            self.processes.append(thread)
+        self.plans = Plans(ring, near, links)
+        self.held += [*self.results, here, there]
+        if ring:
+            ring.be_writer()
+            self.held.append(ring)
+        for thread in self.processes:
+            thread.start()
+
+    def _is_stopped(self, process: Any) -> bool:
+        return process.stopped
+
+
+def connected() -> list[socket.socket]:
+    """The two ends of a connection that holds little."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ends = [socket.create_connection(server.getsockname())]
+        ends.append(server.accept()[0])
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+    return ends
+
+
+@pytest.fixture
+def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
+    """Makes a `Ranks`, whose clocks are short."""
+    monkeypatch.setattr(ring_module, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(executor_module, "BEAT", 0.05)
+    monkeypatch.setattr(executor_module, "STALL", 0.3)
+    made: list[Ranks] = []
+
+    def make(act: Act, *args: Any, **fields: Any) -> Ranks:
+        made.append(Ranks(act, *args, **fields))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def plan(step: int, size: int = 0) -> StepPlan:
+    """A plan of so many bytes, about."""
+    made = StepPlan(step)
+    made.released = [10**9] * (size // 5)
+    return made
+
+
+def result(step: int, size: int = 0) -> StepResult:
+    """A result of so many bytes, about."""
+    return StepResult(step, [10**9] * (size // 5))
+
+
+# --- both have much to say --------------------------------------------------------------------------------------------
+
+
+def meeting(size: int, large: set[int]) -> Act:
+    """Ranks that meet at the end of each step, and then read the next plan; those in `large` bring large results."""
+    barrier = threading.Barrier(size)
+
+    def act(rank: Rank, message: Any) -> None:
+        if isinstance(message, Call):
+            return rank.say(Reply(message.call_id, [rank.rank] * (LARGE if rank.rank in large else 1)))
+        rank.say(result(message.step, LARGE if rank.rank in large else 0))
+        barrier.wait(5)
+
+    return act
+
+
+@pytest.mark.parametrize("large", [{0}, {1}, {0, 1, 2}], ids=str)
+@pytest.mark.parametrize("far", [(), (0, 2), (0, 1, 2)], ids=str)
+def test_large_plans_and_large_results_do_not_wait_for_each_other(ranks, far, large):
+    """Whatever rank the engine writes to, and whatever rank that one waits for."""
+    executor = ranks(meeting(3, large), 3, far, step_timeout=3.0)
+    for step in range(1, 4):
+        executor.submit(plan(step, LARGE))
+    assert [executor.result() for _ in range(3)] == [result(step, LARGE * (0 in large)) for step in range(1, 4)]
+    executor.submit(plan(4))
+    sent = executor.collective_rpc("anything", args=[[10**9] * LARGE])  # while results and replies come
+    assert [reply[0] for reply in sent] == [0, 1, 2] and executor.result().step == 4
+
+
+def test_more_small_plans_and_results_than_the_rings_hold(ranks):
+    executor = ranks(meeting(2, set()), 2)
+    for step in range(1, 41):
+        executor.submit(plan(step))
+    assert [executor.result().step for _ in range(40)] == [*range(1, 41)]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_rank_that_fails_while_a_plan_is_written_says_why(ranks, large):
+    def act(rank: Rank, message: Any) -> None:
+        if rank.rank == 1:
+            time.sleep(0.05)
+            rank.say(Reply(0, error="no room" + LARGE * large * "!"))
+            raise SystemExit
+        rank.say(result(message.step))
+
+    executor = ranks(act, 2)
+    with pytest.raises(WorkerError, match="rank 1 has failed in step 1: no room"):
+        for step in range(1, 100):
+            executor.submit(plan(step, LARGE))
+
+
+@pytest.mark.parametrize("how", ["stopped", "stuck", "dead"])
+def test_a_rank_that_takes_no_plan_is_named(ranks, how):
+    """Also one whose heart beats on."""
+
+    def act(rank: Rank, message: Any) -> None:
+        if rank.rank == 1 and how == "dead":
+            raise SystemExit
+        if rank.rank == 1:
+            rank.stopped = how == "stopped"
+            rank.rest(threading.Event())
+        rank.say(result(message.step))
+
+    executor = ranks(act, 2, step_timeout=0.5)
+    says = {"stopped": "is stopped", "stuck": "has made no progress for 0.5 s", "dead": r"has died \(exit code 0\)"}
+    begun = time.monotonic()
+    with pytest.raises(WorkerError, match=f"rank 1 {says[how]} in step 1") as error:
+        for step in range(1, 100):
+            executor.submit(plan(step, LARGE))
+    assert (type(error.value) is BlamelessError) == (how == "stopped") and time.monotonic() - begun < 2
+
+
+def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):
+    """Some ranks would take what comes next for the rest of it."""
+    executor = ranks(meeting(1, {0}))
+    look, executor._look = executor._look, lambda *args: os.kill(os.getpid(), signal.SIGINT)  # Ctrl-C
+    with pytest.raises(KeyboardInterrupt):
+        for step in range(1, 100):
+            executor.submit(plan(step, LARGE))
+    executor._look = look
+    for send in (lambda: executor.submit(plan(100)), lambda: executor.collective_rpc("anything")):
+        with pytest.raises(WorkerError, match="an earlier message was broken off"):
+            send()
+    executor.restart(executor.config)
+    executor.submit(plan(1, LARGE))
+    assert executor.result().step == 1
+
+
+# --- calls that are given up ------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """What a rank does: it answers steps and calls, but is in a call `slow` until `go` is set, on each rank of `on`."""
+
+    def __init__(self, on: tuple[int, ...] = (0,)):
+        self.on, self.go, self.calls = on, threading.Event(), list[tuple[int, str]]()
+
+    def __call__(self, rank: Rank, message: Any) -> None:
+        if isinstance(message, StepPlan):
+            return rank.say(result(message.step))
+        self.calls.append((rank.rank, message.method))
+        if message.method == "slow" and rank.rank in self.on:
+            rank.rest(self.go)
+        failed = message.method == "fails" or (message.method == "slow" and rank.rank not in self.on)
+        rank.say(Reply(message.call_id, message.method + LARGE * "!", error="it fails" if failed else None))
+
+    def later(self, seconds: float) -> None:
+        """Let the call end in so many seconds."""
+        threading.Timer(seconds, self.go.set).start()
+
+
+@pytest.fixture
+def busy(ranks) -> tuple[Ranks, Slow]:
+    """A rank that runs a call which was given up, whose steps and calls may take half a second."""
+    slow = Slow()
+    executor = ranks(slow, step_timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.1 s"):
+        executor.collective_rpc("slow", 0.1)
+    return executor, slow
+
+
+def look_for(executor: Ranks, seconds: float) -> None:
+    """Do what an idle engine does."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        executor.check()
+        time.sleep(0.02)
+
+
+def test_a_rank_may_take_its_time_over_a_call_that_was_given_up(busy):
+    executor, slow = busy
+    look_for(executor, 1.0)
+    slow.go.set()
+    look_for(executor, 0.7)
+    assert not executor.owing and not executor.said and not executor.replies  # what came late is dropped
+    assert executor.collective_rpc("next") == ["next" + LARGE * "!"]
+
+
+def test_a_step_waits_for_a_call_that_was_given_up_and_that_is_said(busy):
+    executor, slow = busy
+    look_for(executor, 0.5)
+    slow.later(1.2)
+    begun = time.monotonic()
+    executor.submit(plan(1, LARGE))
+    assert executor.result() == result(1) and time.monotonic() - begun > 1
+    look_for(executor, 0.2)
+    assert executor.said == ["all requests wait until rank 0 has done a call that was given up", None]
+
+
+def test_a_step_that_was_there_before_the_call_may_end_after_it(ranks):
+    """As on a GPU, where the worker takes the next message before the device is done."""
+    slow, held = Slow(), []
+
+    def act(rank: Rank, message: Any) -> None:
+        if isinstance(message, StepPlan):
+            return held.append(message.step)
+        slow(rank, message)
+        for step in held:
+            rank.say(result(step))
+
+    executor = ranks(act, step_timeout=0.5)
+    executor.submit(plan(1))
+    with pytest.raises(TimeoutError):
+        executor.collective_rpc("slow", 0.1)
+    slow.later(1.2)
+    assert executor.result() == result(1) and [bool(text) for text in executor.said][:1] == [True]
+
+
+def test_calls_wait_for_a_call_that_was_given_up(busy):
+    """One with a timeout only for so long, and then it is not made."""
+    executor, slow = busy
+    with pytest.raises(TimeoutError, match="rank 0 still runs an earlier call, so this one was not sent"):
+        executor.collective_rpc("never", 0.1)
+    slow.later(1.2)
+    assert executor.collective_rpc("without") == ["without" + LARGE * "!"]
+    with pytest.raises(ValueError, match="it fails"):
+        executor.collective_rpc("fails", 5.0)
+    assert slow.calls == [(0, "slow"), (0, "without"), (0, "fails")] and not executor.owing
+
+
+def test_a_call_without_a_timeout_has_that_of_a_step(ranks):
+    slow = Slow()
+    executor = ranks(slow, step_timeout=0.5)
+    with pytest.raises(TimeoutError, match=r"rank 0 has not replied within 0\.5 s"):
+        executor.collective_rpc("slow")
+    slow.later(1.0)
+    look_for(executor, 1.2)
+    assert executor.collective_rpc("next")
+
+
+def test_a_call_that_fails_on_one_rank_may_run_on_on_the_others(ranks):
+    slow = Slow(on=(1,))
+    executor = ranks(slow, 2, step_timeout=0.5)
+    with pytest.raises(ValueError, match="it fails"):
+        executor.collective_rpc("slow")
+    assert executor.owing == {1}
+    look_for(executor, 1.0)
+    slow.later(0.7)
+    executor.submit(plan(1))
+    assert executor.result() == result(1)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("how", ["is stopped", r"has died \(exit code 0\)"])
+def test_a_rank_that_is_lost_in_a_call_that_was_given_up_is_found(busy, how, idle):
+    """Which is the fault of no request that waits."""
+    executor, _ = busy
+    (rank,) = executor.processes
+    rank.stopped = how == "is stopped"
+    if not rank.stopped:
+        rank.kill()
+    with pytest.raises(BlamelessError, match=f"rank 0 {how} in a call that was given up"):
+        if idle:
+            look_for(executor, 5)
+        executor.submit(plan(1))
