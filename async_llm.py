@@ -1,4 +1,4 @@
-"""The engine for asyncio: `AsyncLLM` speaks to an engine in a process of its own.
+"""The engine for asyncio: `AsyncLLM`.
 
     from async_llm import AsyncLLM, EngineArgs, SamplingParams
 
@@ -7,8 +7,9 @@
         print(output.outputs[0].text)
     llm.shutdown()
 
-The reader's thread of an `MPClient` hands each output to the event loop of the task that waits for it. What may block,
-tokenizing and writing to the engine's socket, is done in other threads, so that the loop never waits for the engine.
+Its `AsyncMPClient` has an engine in a process of its own. The reader's thread there hands each output to the event
+loop of the task that waits for it. What may block, tokenizing and writing to the engine's socket, is done in other
+threads, so that the loop never waits for the engine.
 """
 
 from __future__ import annotations
@@ -17,20 +18,29 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import threading
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
-from client import GONE, SILENT, EngineDeadError, MPClient, Stream, source_of
+from client import (
+    GONE,
+    SILENT,
+    BackgroundResources,
+    EngineDeadError,
+    MPClient,
+    Stream,
+    check_accepted,
+    weakly,
+)
 from config import EngineConfig
 from engine_process import EngineProcess
-from hub import find_model
+from hub import find_model, source_of
 from logs import logger, set_up
 from model_config import ModelConfig
-from outputs import Choices, RequestOutput
-from plan import EngineCoreRequest, EngineOutput, Kwargs, Method, reference_to
-from processes import LOOK
+from outputs import RequestOutput
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
+from processes import watch_over
 from prompts import InputProcessor, Prompt
 from ring import STALL
 from sampling_params import SamplingParams
@@ -41,6 +51,39 @@ __all__ = ["AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "Engin
 EngineArgs = AsyncEngineArgs = EngineConfig  # vLLM's names for it
 
 
+class AsyncEngineCoreClient(Protocol):
+    """`EngineCoreClient` for asyncio; each method is the one of that name there."""
+
+    def shutdown(self) -> None:
+        """See `EngineCoreClient.shutdown`. It is no coroutine, because it may be called when no loop runs any more."""
+
+    async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `EngineCoreClient.add_request`."""
+
+    async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """See `EngineCoreClient.get_output`."""
+
+    async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """See `EngineCoreClient.abort`."""
+
+    async def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `EngineCoreClient.utility`."""
+
+    async def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `EngineCoreClient.utility_on_all`."""
+
+    async def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """See `EngineCoreClient.collective_rpc`."""
+
+    async def dp_engines_running(self) -> bool:
+        """See `EngineCoreClient.dp_engines_running`."""
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `EngineCoreClient.scale_elastic_ep`."""
+
+
 class AsyncStream(Stream):
     """A stream that a task of the running event loop reads."""
 
@@ -49,23 +92,115 @@ class AsyncStream(Stream):
         self.loop, self.arrived = asyncio.get_running_loop(), asyncio.Event()
 
     def put(self, item: EngineOutput | Exception) -> None:
-        """Append what `drain` will return, or raise; any thread may call this."""
+        """Append what `get` will return, or raise; any thread may call this."""
         super().put(item)
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits any more
             self.loop.call_soon_threadsafe(self.arrived.set)
 
-    async def drain(self) -> list[EngineOutput]:
-        """Wait for outputs, and take all that are there; perhaps none, because an earlier call has taken them.
 
-        Raises:
-            EngineDeadError: none will come.
-        """
-        await self.arrived.wait()
-        self.arrived.clear()  # first, so that what comes from now on sets it again
-        outputs = []
-        while not self.queue.empty():
-            outputs.append(self.get())
-        return outputs
+class AsyncMPClient:
+    """An `AsyncEngineCoreClient` of an engine process, which it starts and replaces. It waits until that is ready.
+
+    Args:
+        config: the engine's options.
+
+    Raises:
+        EngineDeadError: the engine does not start; it has said why on stderr.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.resources = BackgroundResources(self)
+        with self.resources.all_or_nothing():
+            self.process = EngineProcess(config)
+            self.resources.add(self.process.stop)
+            try:
+                self.process.wait()
+            except SystemExit:
+                raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
+            self.engine = MPClient(self.process.address)
+            self.resources.add(weakly(self.engine.shutdown))  # its streams may lead to this
+            self.engine.connection.up.wait(STALL)
+            self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
+            self.resources.add(partial(self.sender.shutdown, wait=False, cancel_futures=True))
+            self.resources.run(watch_over, self.process, self.resources.ended)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the engine has measured and chosen."""
+        return self.process.facts
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine cannot run requests now; None: it can."""
+        return self.engine.trouble
+
+    def _submit(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Have the thread call it that writes to the engine."""
+        self.resources.check()
+        return self.sender.submit(call, *args)
+
+    def _add(self, request: EngineCoreRequest, stream: Stream) -> None:
+        if not self.engine.connection.up.is_set():  # it would wait for a successor, and all others behind it
+            raise EngineDeadError(GONE)
+        self.engine.add_request(request, stream)
+
+    async def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `AsyncEngineCoreClient`; the stream is an `AsyncStream`."""
+        target = stream or AsyncStream()
+        target.clients.add(self)
+        await asyncio.wrap_future(self._submit(self._add, request, target))
+        return target
+
+    async def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """See `AsyncEngineCoreClient`; the stream is an `AsyncStream`."""
+        assert isinstance(stream, AsyncStream)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                while stream.empty():
+                    stream.arrived.clear()
+                    if stream.empty():  # still, and what comes from now on sets it again
+                        await stream.arrived.wait()
+        return stream.get(0)
+
+    def abort_soon(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Do what `abort` does, for those who cannot wait for it."""
+        with contextlib.suppress(ValueError, RuntimeError):  # this is shut down
+            self._submit(self.engine.abort, request_id, index, reason)
+
+    async def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """See `AsyncEngineCoreClient`."""
+        if not self.resources.ended.is_set():
+            await asyncio.wrap_future(self._submit(self.engine.abort, request_id, index, reason))
+
+    async def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `AsyncEngineCoreClient`."""
+        return await asyncio.to_thread(self.engine.utility, method, *args, timeout=timeout)
+
+    async def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `AsyncEngineCoreClient`."""
+        return await asyncio.to_thread(self.engine.utility_on_all, method, *args, timeout=timeout)
+
+    async def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """See `AsyncEngineCoreClient`."""
+        return await asyncio.to_thread(self.engine.collective_rpc, method, timeout, args, kwargs)
+
+    async def dp_engines_running(self) -> bool:
+        """See `AsyncEngineCoreClient`."""
+        return await asyncio.to_thread(self.engine.dp_engines_running)
+
+    async def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `AsyncEngineCoreClient`; here there is always one engine."""
+        self.engine.scale_elastic_ep(new_data_parallel_size)
+
+    def shutdown(self) -> None:
+        """See `AsyncEngineCoreClient`."""
+        self.resources()
+
+
+if TYPE_CHECKING:
+    _: type[AsyncEngineCoreClient] = AsyncMPClient
 
 
 class AsyncLLM:
@@ -95,34 +230,13 @@ class AsyncLLM:
         self.config, self.tokenizer = config, open_tokenizer(config.folder, config.skip_tokenizer_init)
         self.live: dict[str, tuple[str, AsyncStream]] = {}  # by the caller's name of a request: the engine's, and news
         self.numbers = itertools.count()
-        self.process = EngineProcess(dataclasses.replace(config, runs_functions=True))
-        try:
-            self.process.wait()
-        except BaseException as error:
-            self.process.stop()
-            if isinstance(error, SystemExit):
-                raise EngineDeadError("the engine process has not started; it has said why on stderr") from None
-            raise
-        self.inputs = InputProcessor(self.tokenizer, self.process.facts)
-        self.client = MPClient(self.process.address)
-        self.client.connection.up.wait(STALL)
-        self.closed = threading.Event()
-        self.watcher = threading.Thread(target=self._watch, daemon=True)
-        self.watcher.start()
-        self.sender = ThreadPoolExecutor(1)  # one thread, so that an abort cannot overtake its request
+        self.client = AsyncMPClient(dataclasses.replace(config, runs_functions=True))
+        self.inputs = InputProcessor(self.tokenizer, self.client.facts)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
         """The same as `AsyncLLM(engine_args)`, by vLLM's name."""
         return cls(engine_args)
-
-    def _watch(self) -> None:
-        """Replace the engine process if it has died or stands still, until this is shut down."""
-        try:
-            while not self.closed.wait(LOOK):
-                self.process.check()
-        except ChildProcessError as error:
-            logger.error(str(error))
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -153,44 +267,23 @@ class AsyncLLM:
         try:
             request, choices = await asyncio.to_thread(self.inputs.request, name, prompt, sampling_params, priority)
             choices.request_id = request_id
-            await self._send(self._add, request, stream)
+            await self.client.add_request(request, stream)
             while not finished:
-                if not self._follow(choices, name, await stream.drain()):
-                    continue
+                outputs = [await self.client.get_output(stream)]
+                while not stream.empty():
+                    outputs.append(await self.client.get_output(stream))
+                for output in outputs:
+                    check_accepted(output, begun=choices.metrics.first_token_time is not None)
+                    choices.follow(output, lambda _, index, reason: self.client.abort_soon(name, index, reason))
                 finished = choices.finished
                 yield choices.output()
         finally:
             del self.live[request_id]
             if not finished:
-                self._abort(name)
-
-    def _follow(self, choices: Choices, name: str, outputs: list[EngineOutput]) -> bool:
-        """Take news of a request; returns whether there were any.
-
-        Raises:
-            ValueError: the engine has refused the request.
-        """
-        for output in outputs:
-            if output.error and not output.engine_fault and choices.metrics.first_token_time is None:
-                raise ValueError(output.error)
-            choices.follow(output, lambda _, index, reason: self._abort(name, index, reason))
-        return bool(outputs)
-
-    def _add(self, request: EngineCoreRequest, stream: AsyncStream) -> None:
-        if not self.client.connection.up.is_set():  # `add` would wait for a successor, and all others behind it
-            raise EngineDeadError(GONE)
-        self.client.add(request, stream)
-
-    async def _send(self, call: Any, *args: Any) -> Any:
-        """What `call` returns in the thread that writes to the engine."""
-        return await asyncio.wrap_future(self.sender.submit(call, *args))
-
-    def _abort(self, name: str, index: int | None = None, reason: str = "abort") -> None:
-        if not self.closed.is_set():
-            self.sender.submit(self.client.abort, name, index, reason)
+                self.client.abort_soon(name)
 
     def _check_open(self) -> None:
-        if self.closed.is_set():
+        if self.client.resources.ended.is_set():
             raise ValueError("this AsyncLLM is shut down; it can do nothing more")
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
@@ -199,7 +292,7 @@ class AsyncLLM:
         for id in [request_id] if isinstance(request_id, str) else request_id:
             if id in self.live:
                 name, stream = self.live[id]
-                self._abort(name)
+                self.client.abort_soon(name)
                 stream.put(EngineOutput(name, [], "abort", finished=True))
 
     def get_tokenizer(self) -> Tokenizer:
@@ -216,65 +309,67 @@ class AsyncLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own, by its generation_config.json."""
         self._check_open()
-        return SamplingParams(**self.process.facts["default_sampling"])
+        return SamplingParams(**self.client.facts["default_sampling"])
 
-    async def _call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
+    async def _utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
+        """What a utility returns on the engine."""
         self._check_open()
-        return await asyncio.to_thread(self.client.call, method, *args, timeout=timeout)
+        (value,) = (await self.client.utility(method, *args, timeout=timeout)).values()
+        return value
 
     async def get_metrics(self) -> dict[str, Any]:
         """What the engine counts; see `LLM.get_metrics`."""
-        return await self._call("metrics")
+        return await self._utility("metrics")
 
     async def do_log_stats(self) -> None:
         """Have the engine log what it has done since the last time, at the level info."""
-        await self._call("do_log_stats")
+        await self._utility("do_log_stats")
 
     async def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True."""
-        await self._call("reset_prefix_cache")
+        await self._utility("reset_prefix_cache")
         return True
 
     async def collective_rpc(
         self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
     ) -> list[Any]:
         """See `LLM.collective_rpc`. The engine does nothing else meanwhile."""
-        name = method if isinstance(method, str) else reference_to(method)
-        return await self._call("collective_rpc", name, timeout, [*args], dict(kwargs or {}), timeout=None)
+        self._check_open()
+        return await self.client.collective_rpc(method, timeout, args, kwargs)
 
     async def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; see `EngineCore.sleep`. Requests wait until then."""
-        await self._call("sleep", level, timeout=None)
+        await self._utility("sleep", level, timeout=None)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
-        await self._call("wake_up", tags, timeout=None)
+        await self._utility("wake_up", tags, timeout=None)
 
     async def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep."""
-        return await self._call("is_sleeping")
+        return await self._utility("is_sleeping")
 
     async def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
         """See `LLM.update_weights`. Requests that have come run to their end first, and what comes meanwhile waits."""
         with source_of(folder, tensors) as source:
-            return await self._call("update_weights", *source, timeout=None)
+            return await self._utility("update_weights", *source, timeout=None)
 
     async def get_weights_version(self) -> int:
         """How often weights were updated; 0: they are those of the start."""
-        return await self._call("get_weights_version")
+        return await self._utility("get_weights_version")
 
     async def start_profile(self) -> None:
         """Record what the engine and its workers do; see `EngineCore.start_profile`."""
-        await self._call("start_profile", timeout=None)
+        await self._utility("start_profile", timeout=None)
 
     async def stop_profile(self) -> list[str]:
         """End that; returns the names of the files in `torch_profiler_dir`."""
-        return await self._call("stop_profile", timeout=None)
+        return await self._utility("stop_profile", timeout=None)
 
     @property
     def errored(self) -> bool:
         """Whether requests end with an error now, because the engine is gone, stands still, or is shut down."""
-        return self.closed.is_set() or self.client.trouble in (GONE, SILENT)
+        return self.client.resources.ended.is_set() or self.client.trouble in (GONE, SILENT)
 
     @property
     def is_running(self) -> bool:
@@ -293,13 +388,7 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """End the engine process. Requests that run end with an `EngineDeadError`."""
-        if self.closed.is_set():
-            return
-        self.closed.set()
-        self.watcher.join()
-        self.client.close()
-        self.sender.shutdown(wait=False, cancel_futures=True)
-        self.process.stop()
+        self.client.shutdown()
 
 
 AsyncLLMEngine = AsyncLLM  # its older name in vLLM

@@ -506,7 +506,7 @@ def main(argv: list[str]) -> None:
                 console.info(f"batch: stopped; {batch.summary()}; the same command goes on from here")
                 raise
             finally:
-                client.close()
+                client.shutdown()
         console.info(f"batch: {batch.summary()}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

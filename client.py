@@ -1,10 +1,11 @@
 """How other processes speak to the engine, and to the coordinator: over sockets, in frames of a message each.
 
-    MPClient        a client's end of one engine: what it adds comes back as a `Stream` of outputs
-    InprocClient    has the same methods, for a script whose engine is in its own process
+    EngineCoreClient        what a client of one engine, or of several, can do
+    MPClient        a client's end of one engine in another process
+    InprocClient    a client of an engine in the caller's own process
     Stream          the outputs of one request, or of several, as they come
-    FrameServer     the end that listens: the messages of all its clients come into one inbox
-    Connection      a client's end of a socket, made anew whenever it is lost
+    Connection      a client's end of a socket, made anew whenever it is lost; the other is `processes.FrameServer`
+    BackgroundResources     what a client has started, which ends with it
 
 A frame is four bytes of length and the message as `ring.Codec` writes it. All of this is plain sockets, threads and
 queues, because gevent can patch those and turn the threads into greenlets, which the API processes want.
@@ -24,25 +25,35 @@ import contextlib
 import itertools
 import os
 import queue
+import reprlib
 import socket
 import struct
-import tempfile
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Message, Outputs, Reply
+from plan import (
+    Abort,
+    Call,
+    EngineCoreRequest,
+    EngineOutput,
+    Health,
+    Kwargs,
+    Message,
+    Method,
+    Outputs,
+    Reply,
+    reference_to,
+)
 from ring import BEAT, STALL, Codec, Watchdog
 
 AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
 GONE = "the engine process has ended"
 OUT_OF_REACH = "the engine process has ended, or its host is out of reach"
 SILENT = "the engine process gives no sign of life"
-SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 GRACE = 1.0  # seconds that a request waits for the successor of a process that has ended
-HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 ACCEPTED = b"\0"  # what who accepts a connection sends first
 
 
@@ -50,18 +61,186 @@ class EngineDeadError(RuntimeError):
     """The engine process is gone, and this request with it, or it does not answer."""
 
 
+class EngineCoreClient(Protocol):
+    """What all clients can do, whether there is one engine or several, in this process or in others.
+
+    It is vLLM's `EngineCoreClient`, with its names in brackets where they differ. Once a client is shut down, whatever
+    asks something of an engine raises a ValueError; `shutdown` and `abort` do nothing then.
+    """
+
+    def shutdown(self) -> None:
+        """End all that this client has started, and drop what it still had running."""
+
+    def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """Send a request to an engine. Its outputs go into `stream`, or else into a new one; that is returned.
+
+        Raises:
+            EngineDeadError: there is no engine.
+            ValueError: it can never run, and the engine is in this process. An engine of another process sends an
+                output that says so, with the finish reason "error".
+        """
+
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """Wait for the next output of a stream. (vLLM's has those of all requests, and only one task reads it.)
+
+        Raises:
+            queue.Empty: none came within `timeout` seconds.
+            EngineDeadError: none will come.
+        """
+
+    def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
+        """Give a request up; it yields nothing more. With an index, give up that one of its samples (`abort_requests`).
+
+        The reason is what it counts as: "stop" where its text has come to a stop string. An unknown id has just ended.
+        """
+
+    def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """What one of `core.UTILITIES` returns on each engine that lives, by its rank (`call_utility`).
+
+        Raises:
+            ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
+            TimeoutError: no answer came within `timeout` seconds (None: it may take any time), or it says so itself.
+            EngineDeadError: there is no engine.
+        """
+
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """The same for a utility that changes engines, which do it one after the other. All of them have to.
+
+        Raises:
+            EngineDeadError: some did not answer. The others have done it.
+        """
+
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """What a worker's method, or a function of the worker, returns on each device of all engines.
+
+        Raises:
+            ValueError: it failed, or it cannot be sent.
+            TimeoutError: it took longer than `timeout` seconds.
+            EngineDeadError: see `utility_on_all`.
+        """
+
+    def dp_engines_running(self) -> bool:
+        """Whether an engine has a request to run now, from whichever client; raises what `utility` does."""
+
+    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """Have so many engines; they come and go while others serve.
+
+        Raises:
+            ValueError: their number is fixed, or this one is not allowed.
+        """
+
+
+def on_all_devices(
+    client: EngineCoreClient, method: Method, timeout: float | None, args: Sequence[Any], kwargs: Kwargs
+) -> list[Any]:
+    """What `collective_rpc` returns where engines are in other processes."""
+    name = method if isinstance(method, str) else reference_to(method)
+    found = client.utility_on_all("collective_rpc", name, timeout, [*args], dict(kwargs or {}))
+    return [one for each in found.values() for one in each]
+
+
+def fixed_size(asked: Any, size: int) -> ValueError:
+    """The error of a client whose number of engines, `size`, cannot be changed."""
+    return ValueError(
+        f"data_parallel_size is {reprlib.repr(asked)}; it must be {size}, because engines come and go only in a server "
+        "with --data-parallel-size-max"
+    )
+
+
+def check_accepted(output: EngineOutput, begun: bool) -> None:
+    """Raises ValueError: this output is an engine's refusal of a request, which had not `begun`."""
+    if output.error and not output.engine_fault and not begun:
+        raise ValueError(output.error)
+
+
+class BackgroundResources:
+    """What a client has started. A call ends all of it, once: first what was started last.
+
+    The client's `shutdown` calls it. So does `weakref.finalize`, when the last reference to the client goes, and when
+    the interpreter exits. Therefore neither this nor a thread may refer to the client, other than weakly.
+
+    Args:
+        client: whose they are.
+
+    Attributes:
+        ended: is set before anything ends.
+    """
+
+    def __init__(self, client: object):
+        self.ended, self.stack = threading.Event(), contextlib.ExitStack()
+        self.threads: list[threading.Thread] = []
+        self.pid = os.getpid()
+        weakref.finalize(client, self)
+
+    def add(self, end: Callable[..., object], *args: Any) -> None:
+        """Have `end` called with these arguments."""
+        self.stack.callback(end, *args)
+
+    def run(self, task: Callable[..., None], *args: Any) -> None:
+        """Start a thread, which has to return soon after `ended` is set."""
+        thread = threading.Thread(target=task, args=args, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+        self.add(thread.join)
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """For the body of a constructor: if that fails, what it has started ends."""
+        try:
+            yield
+        except BaseException:
+            self()
+            raise
+
+    def check(self) -> None:
+        """Raises ValueError: all of it has ended."""
+        if self.ended.is_set():
+            raise ValueError("this client is shut down; it can do nothing more")
+
+    def __call__(self) -> None:
+        if os.getpid() != self.pid:  # this process is a fork, and what it has copies of goes on in the other one
+            return
+        if threading.current_thread() in self.threads:  # garbage is collected in any thread; none can join itself
+            threading.Thread(target=self).start()
+            return
+        self.ended.set()
+        self.stack.pop_all().close()
+
+
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a bound method for as long as its object lives, and does not keep that alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if living := reference():
+            living(*args)
+
+    return call
+
+
 class Stream:
-    """The outputs of one request as they come, or of several requests that were added with the same stream."""
+    """The outputs of one request as they come, or of several requests that were added with the same stream.
+
+    Attributes:
+        clients: those to whom the requests were added. They live for as long as somebody may read what comes.
+    """
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[EngineOutput | Exception] = queue.SimpleQueue()
+        self.clients: set[object] = set()
 
     def put(self, item: EngineOutput | Exception) -> None:
         """Append what `get` will return, or raise."""
         self.queue.put(item)
 
+    def empty(self) -> bool:
+        """Whether `get` would wait."""
+        return self.queue.empty()
+
     def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output.
+        """The next of what was put here; see `EngineCoreClient.get_output`, by which others than clients read.
 
         Raises:
             queue.Empty: none came within `timeout` seconds.
@@ -74,11 +253,11 @@ class Stream:
 
 
 class MPClient:
-    """A connection to an engine process, and to its successor if that one ends.
+    """An `EngineCoreClient` of an engine process, and of its successor if that one ends.
 
     Args:
         address: of the engine.
-        rank: of the engine, for `call_all`.
+        rank: of the engine.
     """
 
     def __init__(self, address: socket.socket, rank: int = 0):
@@ -87,7 +266,9 @@ class MPClient:
         self.calls: dict[int, queue.SimpleQueue[Reply | None]] = {}
         self.call_ids = itertools.count()
         self.said: str | None = GONE  # the engine's own word on its health
-        self.connection = Connection(address, self._receive, lost=self._lost)
+        self.resources = BackgroundResources(self)
+        self.connection = Connection(address, weakly(self._receive), lost=weakly(self._lost))
+        self.resources.add(self.connection.close)
 
     @property
     def trouble(self) -> str | None:
@@ -117,6 +298,7 @@ class MPClient:
             waiter.put(None)
 
     def _send(self, message: Message, register: Callable[[], None] = lambda: None) -> None:
+        self.resources.check()
         # It would wait, nobody knows for how long. But what goes to another host arrives when the network is back, or
         # the connection is lost soon.
         if self.connection.silent and not self.connection.far:
@@ -125,35 +307,25 @@ class MPClient:
         if not self.connection.send(message, register):
             raise EngineDeadError(self.said or GONE)
 
-    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Send a request; a refusal comes as an output with `finish_reason` "error".
-
-        Its outputs go into `stream`, or else into a new one; that is returned.
-
-        Raises:
-            EngineDeadError: there is no engine.
-        """
+    def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `EngineCoreClient`."""
         target = stream or Stream()
+        target.clients.add(self)
         self._send(request, lambda: self.streams.update({request.request_id: target}))
         return target
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples.
-
-        The reason is what it counts as: "stop" where its text has come to a stop string.
-        """
+        """See `EngineCoreClient`."""
         if self.streams.get(request_id) if index is not None else self.streams.pop(request_id, None):
-            with contextlib.suppress(EngineDeadError):
+            with contextlib.suppress(EngineDeadError, ValueError):  # no engine has it, or this is shut down
                 self._send(Abort(request_id, index, reason))
 
-    def call(self, method: str, *args: Any, timeout: float | None = 10.0) -> Any:
-        """Run a utility of the engine and return its value; without a timeout, wait for as long as it takes.
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """See `EngineCoreClient`."""
+        return stream.get(timeout)
 
-        Raises:
-            ValueError: the engine does not have it, it failed, or its arguments cannot be sent.
-            TimeoutError: no answer came within `timeout` seconds, or it says so of itself.
-            EngineDeadError: there is no engine.
-        """
+    def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `EngineCoreClient`."""
         call_id, waiter = next(self.call_ids), queue.SimpleQueue[Reply | None]()
         self.calls[call_id] = waiter
         try:
@@ -169,45 +341,78 @@ class MPClient:
             raise EngineDeadError(self.said or GONE)
         if reply.error:
             raise (TimeoutError if reply.late else ValueError)(reply.error)
-        return reply.value
+        return {self.rank: reply.value}
 
-    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """What `call` returns on each engine, by its rank; here there is one."""
-        return {self.rank: self.call(method, *args, timeout=timeout)}
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `EngineCoreClient`; here there is one engine."""
+        return self.utility(method, *args, timeout=timeout)
 
-    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """The same for a utility that changes the engine, and so may take its time."""
-        return self.call_all(method, *args, timeout=timeout)
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """See `EngineCoreClient`."""
+        return on_all_devices(self, method, timeout, args, kwargs)
 
-    def close(self) -> None:
+    def dp_engines_running(self) -> bool:
+        """See `EngineCoreClient`."""
+        return any(self.utility("has_work").values())
+
+    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `EngineCoreClient`; here there is always one engine."""
+        raise fixed_size(new_data_parallel_size, 1)
+
+    def shutdown(self) -> None:
         """Hang up; the engine drops what this client still had running."""
-        self.connection.close()
+        self.resources()
 
 
 class InprocClient:
-    """The engine in the caller's own process, with the methods of `MPClient`.
+    """An `EngineCoreClient` of an engine in the caller's own process.
 
-    The engine runs only while somebody waits: `get` of a stream steps it until the stream has an output.
+    The engine runs only while somebody waits: `get_output` steps it until a stream has an output. It ends with its own
+    last reference, which may be another one than this client's; its executor sees to that.
 
     Args:
         core: an `EngineCore`.
     """
 
     def __init__(self, core: Any):
-        self.core = core
+        self._core: Any = core
         self.streams: dict[str, Stream] = {}
 
-    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Queue a request, whose outputs go into `stream`, or else into a new one; that is returned.
+    @property
+    def core(self) -> Any:
+        """The engine.
 
         Raises:
-            ValueError: it can never run.
+            ValueError: this is shut down.
         """
+        if self._core is None:
+            raise ValueError("this client is shut down; it can do nothing more")
+        return self._core
+
+    def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `EngineCoreClient`."""
         self.core.add(request, at_once=True)
-        return self.streams.setdefault(request.request_id, stream or InprocStream(self))
+        return self.streams.setdefault(request.request_id, stream or Stream())
+
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """See `EngineCoreClient`. The engine runs until there is one; `queue.Empty` also means that it has none to run.
+
+        It runs one step at least, and a step is not cut short by the timeout.
+
+        Raises:
+            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while stream.empty() and self.step() and (deadline is None or time.monotonic() < deadline):
+            pass
+        return stream.get(0)
 
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up; it yields nothing more. With an index, give up that one of its samples."""
+        """See `EngineCoreClient`."""
+        if self._core is None:
+            return
         self.core.abort(request_id, index, reason)
         if index is None:
             self.streams.pop(request_id, None)
@@ -229,89 +434,40 @@ class InprocClient:
         """What the engine has measured and chosen."""
         return self.core.facts
 
-    def stream(self) -> Stream:
-        """A stream that runs the engine while it is read."""
-        return InprocStream(self)
-
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> Any:
-        """What a utility of the engine returns, however long it takes; raises what `EngineCore.utility` does."""
+    def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `EngineCoreClient`. It takes as long as it takes, and raises what `EngineCore.utility` does."""
         while method in AFTER_ALL and self.core.busy():
             self.step()
-        return self.core.utility(method, *args)
+        return {0: self.core.utility(method, *args)}
 
-    def call_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """What `call` returns on each engine, by its rank; here there is one."""
-        return {0: self.call(method, *args)}
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `EngineCoreClient`; here there is one engine."""
+        return self.utility(method, *args)
 
-    call_each = call_all
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """See `EngineCoreClient`; here a function may be any."""
+        return self.core.collective_rpc(method, timeout, args, kwargs)
 
-    def close(self) -> None:
+    def dp_engines_running(self) -> bool:
+        """See `EngineCoreClient`."""
+        return self.core.has_work()
+
+    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `EngineCoreClient`; here there is always one engine."""
+        raise fixed_size(new_data_parallel_size, 1)
+
+    def shutdown(self) -> None:
         """Drop what runs, and end the engine."""
+        if self._core is None:
+            return
         for request_id in list(self.streams):
             self.abort(request_id)
         while self.step():
             pass
-        self.core.close()
-
-
-class InprocStream(Stream):
-    """A stream of an `InprocClient`."""
-
-    def __init__(self, client: InprocClient):
-        super().__init__()
-        self.client = client
-
-    def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output. The engine runs until there is one; a step is not cut short by the timeout.
-
-        Raises:
-            queue.Empty: none came within `timeout` seconds, or none is to come.
-            ValueError, WorkerError, ConnectionError: see `EngineCore.step`.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while self.queue.empty() and (deadline is None or time.monotonic() < deadline):
-            if not self.client.step():
-                break
-        return super().get(0)
-
-
-# --- new weights ------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator[tuple[str, bool]]:
-    """What `EngineCore.update_weights` is called with for a folder, or else for tensors.
-
-    Tensors go through a safetensors file in memory, which this user's processes can open by its path, and which no kill
-    leaves behind. Where the system has no such files, it is a temporary one.
-
-    Raises:
-        ValueError: not one of the two is given; or the tensors are none, or of a kind that safetensors has not.
-    """
-    if (folder is None) == (tensors is None):
-        raise ValueError("update_weights takes either a folder or tensors")
-    if folder is not None:
-        yield os.path.abspath(folder), True
-        return
-    if not isinstance(tensors, Mapping) or not tensors:
-        raise ValueError(f"tensors is {tensors!r:.80}; it must be a dict of tensors by their names in a checkpoint")
-    from safetensors import SafetensorError  # here, because it loads torch, which whoever has tensors has loaded
-    from safetensors.torch import save
-
-    try:  # of copies, because two names of one tensor would be refused
-        data = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
-    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ValueError(f"tensors cannot be sent: {error}") from None
-    with contextlib.ExitStack() as stack:
-        if hasattr(os, "memfd_create"):
-            file = stack.enter_context(open(os.memfd_create("manta-weights"), "wb"))
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        else:
-            path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="manta-")), "model.safetensors")
-            file = stack.enter_context(open(path, "wb"))
-        file.write(data)
-        file.flush()
-        yield path, False
+        core, self._core = self._core, None
+        core.close()
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------
@@ -361,90 +517,6 @@ def limit_sends(sock: socket.socket, seconds: float) -> None:
     )
 
 
-class FrameServer:
-    """The end that accepts connections. Each client hears of its health at once, and then in every heartbeat.
-
-    No client can hold up the others. What one does not take at once waits in a thread of its own.
-
-    Args:
-        listener: the pair of the clients' address.
-    """
-
-    def __init__(self, listener: socket.socket):
-        self.codec, self.lock = Codec(), threading.Lock()
-        self.health = Health(None)
-        self.clients: set[socket.socket] = set()
-        self.late: dict[socket.socket, deque[bytes]] = {}  # frames for clients that have not taken an earlier one yet
-        self.inbox: queue.SimpleQueue[tuple[socket.socket | None, Message | None]] = (
-            queue.SimpleQueue()
-        )  # from client None: a word from within; message None: the client has left
-        for task in (self._accept, self._beat):
-            threading.Thread(target=task, args=(listener,), daemon=True).start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while client := accept(listener):
-                limit_sends(client, SEND_TIMEOUT)
-                with contextlib.suppress(OSError):  # it has left already, and its reader sees that
-                    client.send(ACCEPTED)
-                self.clients.add(client)
-                self.send(client, self.health)
-                threading.Thread(target=self._read, args=(client,), daemon=True).start()
-
-    def _beat(self, listener: socket.socket) -> None:
-        while True:
-            time.sleep(HEARTBEAT)
-            self.publish(self.health)
-
-    def _read(self, client: socket.socket) -> None:
-        for message in read_frames(client):
-            self.inbox.put((client, message))
-        self.inbox.put((client, None))
-
-    def send(self, client: socket.socket, message: Message) -> None:
-        """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
-        self.publish(message, [client])
-
-    def publish(self, message: Message, clients: Iterable[socket.socket] | None = None) -> None:
-        """Write to all clients, or to these; see `send`."""
-        with self.lock:
-            frame = to_frame(self.codec, message)
-            for client in list(self.clients if clients is None else clients):
-                self._write(client, frame)
-
-    def _write(self, client: socket.socket, frame: bytes) -> None:
-        if client in self.late:
-            self.late[client].append(frame)
-            return
-        try:
-            sent = client.send(frame, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # its reader sees that, too
-            return
-        if sent < len(frame):
-            self.late[client] = deque([frame[sent:]])
-            threading.Thread(target=self._catch_up, args=(client,), daemon=True).start()
-
-    def _catch_up(self, client: socket.socket) -> None:
-        while True:
-            with self.lock:
-                if not self.late[client]:
-                    del self.late[client]
-                    return
-                frame = self.late[client].popleft()
-            try:
-                client.sendall(frame)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    client.shutdown(socket.SHUT_RDWR)
-
-    def drop(self, client: socket.socket) -> None:
-        """Forget a client that has left."""
-        self.clients.discard(client)
-        client.close()
-
-
 class Connection:
     """A client's end of a socket. When it is lost, another waits in line until a process accepts it.
 
@@ -473,13 +545,17 @@ class Connection:
     ):
         self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
         self.send_timeout = send_timeout
-        self.codec, self.lock, self.closed = Codec(), threading.Lock(), False
+        self.codec, self.lock, self.closed = Codec(), threading.Lock(), threading.Event()
         self.up = threading.Event()
         self.heard, self.silent, self.far = 0, False, False
         self.socket = connect(address)
-        for task in (self._run, self._watch):
-            threading.Thread(target=task, daemon=True).start()
-        self.up.wait(GRACE)
+        try:
+            for task in (self._run, self._watch):
+                threading.Thread(target=task, daemon=True).start()
+            self.up.wait(GRACE)
+        except BaseException:  # Ctrl-C, or there are too many threads
+            self.close()
+            raise
 
     def _reach(self) -> None:
         """Wait until somebody accepts the connection, and another socket perhaps takes its place."""
@@ -487,14 +563,14 @@ class Connection:
             if other := accept(self.socket):
                 self.socket.close()
                 self.socket, self.far = other, True
-                if self.closed:
+                if self.closed.is_set():
                     self._hang_up()
                 other.recv(len(ACCEPTED))  # the process there accepts it, too
             if self.send_timeout:
                 limit_sends(self.socket, self.send_timeout)
 
     def _run(self) -> None:
-        while not self.closed:
+        while not self.closed.is_set():
             self._reach()
             for message in read_frames(self.socket):
                 self.heard += 1
@@ -505,17 +581,17 @@ class Connection:
             with self.lock:
                 self.up.clear()
                 self.socket.close()
-                if not self.closed:
+                if not self.closed.is_set():
                     try:
                         self.socket = connect(self.address)
                     except OSError:  # the server ends, and no process is left that could accept
-                        self.closed = True
+                        self.closed.set()
             self.lost(self)
+        self.socket.close()
 
     def _watch(self) -> None:
         dog = Watchdog()
-        while not self.closed:
-            time.sleep(BEAT)
+        while not self.closed.wait(BEAT):
             self.silent = dog.look(self.heard) >= STALL and self.up.is_set()
 
     def send(self, message: Message, first: Callable[[], None] = lambda: None) -> bool:
@@ -536,5 +612,5 @@ class Connection:
 
     def close(self) -> None:
         """Hang up, for good."""
-        self.closed = True
+        self.closed.set()
         self._hang_up()

@@ -342,9 +342,14 @@ class EngineConfig:
         return max(self.data_parallel_size, self.data_parallel_size_max or 1)
 
     @property
-    def min_engines(self) -> int:
-        """How few there can be. One that shares experts has memory for the part of them that it starts with."""
-        return self.data_parallel_size if self.enable_expert_parallel else 1
+    def data_parallel_sizes(self) -> range | None:
+        """How many engines there may be; None: their number is fixed.
+
+        One that shares experts has memory for the part of them that it starts with, so there cannot be fewer.
+        """
+        if self.data_parallel_size_max is None:
+            return None
+        return range(self.data_parallel_size if self.enable_expert_parallel else 1, self.max_engines + 1)
 
     @property
     def local_engines(self) -> int:

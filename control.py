@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
-from client import MPClient
+from client import EngineCoreClient
 from config import ServerConfig
-from data_parallel import DPClient
 from processes import DRAINING, READY, STARTING, Board
 from protocol import ApiError, without_folders
 
@@ -30,13 +29,13 @@ class Control:
         board: has the engines' states.
     """
 
-    def __init__(self, client: MPClient | DPClient, facts: dict[str, Any], config: ServerConfig, board: Board):
+    def __init__(self, client: EngineCoreClient, facts: dict[str, Any], config: ServerConfig, board: Board):
         self.client, self.facts, self.config, self.board = client, facts, config, board
 
     def _ask(self, utility: str, *args: Any) -> list[Any]:
         """What a utility returns on each engine."""
         try:
-            return [*self.client.call_each(utility, *args, timeout=self.config.request_timeout).values()]
+            return [*self.client.utility_on_all(utility, *args, timeout=self.config.request_timeout).values()]
         except ValueError as error:
             raise ApiError(400, without_folders(str(error))) from None
 
@@ -52,16 +51,14 @@ class Control:
         Raises:
             ApiError: it says something else, or their number cannot be changed.
         """
-        name, least, most = "data_parallel_size", *(self.facts[f"data_parallel_size_{end}"] for end in ("min", "max"))
-        if most is None:
-            message = "the number of engines cannot be changed: the server was started without --data-parallel-size-max"
-            raise ApiError(400, message, name)
+        name = "data_parallel_size"
         check_fields(body, name)
         if name not in body:
             raise ApiError(400, f"{name} is missing", name, "missing_required_parameter")
-        if type(size := body[name]) is not int or not least <= size <= most:
-            raise ApiError(400, f"{name} is {reprlib.repr(size)}; it must be from {least} to {most}", name)
-        self.board.wanted = size
+        try:
+            self.client.scale_elastic_ep(body[name])
+        except ValueError as error:
+            raise ApiError(400, str(error), name) from None
         return self.scaling()
 
     def is_sleeping(self) -> dict[str, Any]:

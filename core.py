@@ -42,7 +42,7 @@ from tracing import Trace
 UTILITIES = (
     "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",
     "do_log_stats", "sleep", "wake_up", "is_sleeping", "check_update", "update_weights", "get_weights_version",
-    "start_profile", "stop_profile",
+    "start_profile", "stop_profile", "has_work",
 )  # fmt: skip
 STEPS = ".steps.json"  # how the names of files of steps end
 TENSORS = "tensors"  # in the place of a folder: weights came as tensors, and cannot be loaded again
@@ -97,8 +97,6 @@ class EngineCore:
             "scheduling_policy": config.scheduling_policy,
             "max_logprobs": config.max_logprobs,
             "data_parallel_size": config.data_parallel_size,
-            "data_parallel_size_min": config.min_engines,
-            "data_parallel_size_max": config.data_parallel_size_max,
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }

@@ -1,7 +1,7 @@
 """Several engines behind one server: which of them gets a request, and the coordinator between them.
 
     Router          decides which engine a request goes to
-    DPClient        sends it there; it has the methods of an `MPClient`
+    DPClient        sends it there
     Autoscaler      decides how many engines there should be
     Coordinator     sends the clients each engine's load, and the engines in lockstep how far to step
     Lockstep        an engine's part in that
@@ -28,18 +28,45 @@ import math
 import os
 import queue
 import random
+import reprlib
 import socket
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from client import GONE, Connection, EngineDeadError, FrameServer, MPClient, Stream
+from client import (
+    GONE,
+    BackgroundResources,
+    Connection,
+    EngineDeadError,
+    MPClient,
+    Stream,
+    fixed_size,
+    on_all_devices,
+    weakly,
+)
 from executor import name_process
 from kv_cache import chain
-from plan import EngineCoreRequest, Health, Load, Loads, Meet, Message, Met, Resize, Routed, Subscribe, Wave, WaveReport
-from processes import READY, Board, Child, ParentPipe
+from plan import (
+    EngineCoreRequest,
+    EngineOutput,
+    Health,
+    Kwargs,
+    Load,
+    Loads,
+    Meet,
+    Message,
+    Met,
+    Method,
+    Resize,
+    Routed,
+    Subscribe,
+    Wave,
+    WaveReport,
+)
+from processes import READY, Board, Child, FrameServer, ParentPipe
 from ring import meeting_place
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
@@ -153,7 +180,7 @@ class Autoscaler:
 
 
 class DPClient:
-    """An API process's end of several engines, whose number may change.
+    """An `EngineCoreClient` of several engines, whose number may change.
 
     An engine gets requests as long as it is READY. One that is DRAINING is hung up on when the last of its requests
     from here has ended; it ends itself when all have hung up, so that no request can be on its way to it.
@@ -163,7 +190,8 @@ class DPClient:
         coordinator: its address; None: the loads of engines are not known, because there is one engine.
         router: of this process.
         board: has the state of each engine, and takes the queue time.
-        changing: whether these states may change.
+        sizes: the numbers of engines that there may be; None: it does not change.
+        resources: what a subclass has started for this client; None: nothing.
     """
 
     def __init__(
@@ -172,18 +200,23 @@ class DPClient:
         coordinator: socket.socket | None,
         router: Router,
         board: Board,
-        changing: bool = False,
+        sizes: range | None = None,
+        resources: BackgroundResources | None = None,
     ):
-        self.addresses, self.router, self.board = addresses, router, board
+        self.addresses, self.router, self.board, self.sizes = addresses, router, board, sizes
         self.clients: dict[int, MPClient] = {}
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
-        self.lock, self.looking, self.closed = threading.Lock(), threading.Lock(), False
-        self._look()
+        self.lock, self.looking = threading.Lock(), threading.Lock()
+        self.resources = resources or BackgroundResources(self)
         self.coordinator: Connection | None = None
-        if coordinator:
-            self.coordinator = Connection(coordinator, self._receive, lambda connection: connection.send(Subscribe()))
-        if changing:
-            threading.Thread(target=self._watch, daemon=True).start()
+        with self.resources.all_or_nothing():
+            self.resources.add(weakly(self._hang_up))  # if this lives no more, its clients do not either
+            self._look()
+            if coordinator:
+                self.coordinator = Connection(coordinator, weakly(self._receive), subscribe)
+                self.resources.add(self.coordinator.close)
+            if sizes:
+                self.resources.run(repeat, weakly(self._look), self.resources.ended)
 
     def _receive(self, message: Loads | Health) -> None:
         if isinstance(message, Loads):  # without the coordinator, what was sent since then is all that is known
@@ -192,11 +225,6 @@ class DPClient:
                 for digest, rank in message.routed:
                     self.router.learn(digest, rank)
             self.board.queue_time = max(waited for _, _, waited in message.loads) / 10
-
-    def _watch(self) -> None:
-        while not self.closed:
-            time.sleep(INTERVAL)
-            self._look()
 
     def _look(self) -> None:
         """Connect to engines that have become ready, and hang up on those that drain."""
@@ -210,7 +238,7 @@ class DPClient:
                         if self.adding[rank] or client.streams or client.calls:
                             continue
                         del self.clients[rank]
-                    client.close()
+                    client.shutdown()
 
     def _ready(self) -> dict[int, MPClient]:
         return {rank: client for rank, client in self.clients.items() if self.board.engines[rank] == READY}
@@ -221,12 +249,9 @@ class DPClient:
         troubles = {rank: client.trouble for rank, client in self._ready().items()}
         return None if None in troubles.values() else "; ".join(f"engine {i}: {said}" for i, said in troubles.items())
 
-    def add(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
-        """Send a request to one of the engines; see `MPClient.add`.
-
-        Raises:
-            EngineDeadError: there is no engine.
-        """
+    def add_request(self, request: EngineCoreRequest, stream: Stream | None = None) -> Stream:
+        """See `EngineCoreClient`."""
+        self.resources.check()
         prompt, width = request.prompt_token_ids, request.params.num_sequences
         tried: set[int] = set()
         while True:
@@ -240,7 +265,9 @@ class DPClient:
             if digest and self.coordinator and self.router.routers > 1:
                 self.coordinator.send(Routed(digest, rank))
             try:
-                return client.add(request, stream)
+                stream = client.add_request(request, stream)
+                stream.clients.add(self)
+                return stream
             except EngineDeadError:
                 tried.add(rank)
             finally:
@@ -248,39 +275,40 @@ class DPClient:
                     self.adding[rank] -= 1
         raise EngineDeadError(self.trouble or GONE)
 
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        """See `EngineCoreClient`."""
+        return stream.get(timeout)
+
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
-        """Give a request up, or one of its samples; those engines that do not have it do nothing."""
+        """See `EngineCoreClient`. Those engines that do not have it do nothing."""
         for client in list(self.clients.values()):
             client.abort(request_id, index, reason)
 
-    def call_all(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
-        """What a utility returns on each engine that lives, by its rank; see `MPClient.call`."""
-        if not (found := self._call(self.clients, method, args, timeout)):
+    def utility(self, method: str, *args: Any, timeout: float | None = 10.0) -> dict[int, Any]:
+        """See `EngineCoreClient`."""
+        self.resources.check()
+        if not (found := self._ask(self.clients, method, args, timeout)):
             raise EngineDeadError(self.trouble or GONE)
         return found
 
-    def _call(
+    def _ask(
         self, clients: dict[int, MPClient], method: str, args: Sequence[Any], timeout: float | None
     ) -> dict[int, Any]:
-        found = {}
-        for rank, client in sorted(clients.items()):
+        found: dict[int, Any] = {}
+        for _, client in sorted(clients.items()):
             if not client.connection.silent:
                 with contextlib.suppress(EngineDeadError):
-                    found[rank] = client.call(method, *args, timeout=timeout)
+                    found |= client.utility(method, *args, timeout=timeout)
         return found
 
-    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
-        """The same for a utility that changes the engines, which do it one after the other. All of them have to, those
-        that become ready meanwhile as well; see `Fleet._admit`.
-
-        Raises:
-            EngineDeadError: some did not answer. The others have done it.
-        """
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+        """See `EngineCoreClient`. Those that become ready meanwhile are among all; see `Fleet._admit`."""
+        self.resources.check()
         found: dict[int, Any] = {}
         called: set[int] = set()
         while clients := {rank: client for rank, client in self.clients.items() if rank not in called}:
             called |= clients.keys()
-            found |= self._call(clients, method, args, timeout)
+            found |= self._ask(clients, method, args, timeout)
             self._look()
         if not found:
             raise EngineDeadError(self.trouble or GONE)
@@ -288,13 +316,46 @@ class DPClient:
             raise EngineDeadError(f"{method} was not done by engines that do not answer: {missing}; ask again")
         return found
 
-    def close(self) -> None:
-        """Hang up."""
-        self.closed = True
-        if self.coordinator:
-            self.coordinator.close()
+    def collective_rpc(
+        self, method: Method, timeout: float | None = None, args: Sequence[Any] = (), kwargs: Kwargs = None
+    ) -> list[Any]:
+        """See `EngineCoreClient`."""
+        return on_all_devices(self, method, timeout, args, kwargs)
+
+    def dp_engines_running(self) -> bool:
+        """See `EngineCoreClient`."""
+        return any(self.utility("has_work").values())
+
+    def scale_elastic_ep(self, new_data_parallel_size: int) -> None:
+        """See `EngineCoreClient`. The main process sees what is wanted, and starts and ends engines; see `Fleet`."""
+        self.resources.check()
+        if not self.sizes:
+            raise fixed_size(new_data_parallel_size, len(self.addresses))
+        if type(new_data_parallel_size) is not int or new_data_parallel_size not in self.sizes:
+            raise ValueError(
+                f"data_parallel_size is {reprlib.repr(new_data_parallel_size)}; it must be from {self.sizes[0]} to "
+                f"{self.sizes[-1]}"
+            )
+        self.board.wanted = new_data_parallel_size
+
+    def shutdown(self) -> None:
+        """See `EngineCoreClient`."""
+        self.resources()
+
+    def _hang_up(self) -> None:
         for client in list(self.clients.values()):
-            client.close()
+            client.shutdown()
+
+
+def subscribe(coordinator: Connection) -> None:
+    """Ask a coordinator for loads."""
+    coordinator.send(Subscribe())
+
+
+def repeat(look: Callable[[], None], ended: threading.Event) -> None:
+    """Look every INTERVAL until the end."""
+    while not ended.wait(INTERVAL):
+        look()
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------

@@ -8,11 +8,13 @@ For the server the core has a process of its own: `engine_process.py`.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import math
 import os
+import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,10 +22,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
-from client import EngineDeadError, InprocClient, Stream, source_of
+from client import EngineCoreClient, EngineDeadError, InprocClient, Stream, check_accepted
 from config import EngineConfig
 from core import EngineCore
-from hub import find_model
+from hub import find_model, source_of
 from logs import logger, set_up
 from messages import chat_messages, template_variables
 from outputs import (
@@ -44,7 +46,7 @@ from outputs import (
     cosine,
     numbers,
 )
-from plan import EngineCoreRequest, Kwargs, Method, reference_to
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from prompts import InputProcessor, Prompt, listed, read_prompt
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
@@ -60,6 +62,7 @@ __all__ = [  # for scripts
 
 
 EngineArgs = EngineConfig  # vLLM's name for it
+PATIENCE = 1.0  # seconds that a step waits for news of engines in other processes
 OWN_PROCESS = "MANTA_ENABLE_V1_MULTIPROCESSING"  # vLLM's, by our name
 Options = ParamSpec("Options")
 
@@ -118,7 +121,7 @@ class LLMEngine:
         self._client: InprocClient | FleetClient | None = new_client(config)
         self.inputs = InputProcessor(self.tokenizer, self.client.facts)
         self.live: dict[str, Choices] = {}
-        self.stream = self.client.stream()
+        self.stream = Stream()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> LLMEngine:
@@ -162,7 +165,7 @@ class LLMEngine:
         request, choices = self.inputs.request(request_id, prompt, params, priority)
         if request_id in self.live:  # of several engines another one would take it
             raise ValueError(f"request id {request_id!r} is in use by a request in flight")
-        self.client.add(request, self.stream)
+        self.client.add_request(request, self.stream)
         self.live[request_id] = choices
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
@@ -180,14 +183,16 @@ class LLMEngine:
         Raises:
             EngineDeadError: an engine had a process of its own, which has died. All requests are given up.
         """
-        self.client.step()
-        grown, outputs = dict[str, Choices](), []
+        grown, outputs = dict[str, Choices](), list[EngineOutput]()
+        patience = 0 if isinstance(self.client, InprocClient) or not self.live else PATIENCE
         try:
-            while not self.stream.queue.empty():
-                outputs.append(Stream.get(self.stream))  # its own `get` may raise what is wrong with one request
+            with contextlib.suppress(queue.Empty):
+                outputs.append(self.client.get_output(self.stream, patience))
+                while not self.stream.empty():
+                    outputs.append(self.client.get_output(self.stream))
         except EngineDeadError:
             self.abort_request(list(self.live))
-            self.stream = self.client.stream()
+            self.stream = Stream()
             raise
         for output in outputs:
             if choices := self.live.get(output.request_id):
@@ -207,12 +212,12 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Log what the engine has done since the last time, at the level info."""
-        self.client.call_all("do_log_stats")
+        self.client.utility("do_log_stats")
 
     def close(self) -> None:
         """End the engine, with all that runs, and free its memory. A request or a step is a ValueError from then on."""
         if self._client:
-            self._client.close()
+            self._client.shutdown()
             self._client = None
             self.live.clear()
 
@@ -295,12 +300,12 @@ class LLM:
         A histogram is a dict of its buckets' `bounds`, the `counts` of each bucket alone, and the `sum` of all values.
         Of several engines, it is what each counts, by its rank.
         """
-        found = self.client.call_all("metrics")
+        found = self.client.utility("metrics")
         return found[0] if self.config.data_parallel_size == 1 else found
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; returns True, because nothing runs here that could keep them."""
-        self.client.call_all("reset_prefix_cache")
+        self.client.utility("reset_prefix_cache")
         return True
 
     def collective_rpc(
@@ -323,25 +328,19 @@ class LLM:
             ValueError: there is no such method, it failed, or it cannot be sent.
             TimeoutError: it took longer.
         """
-        if not isinstance(method, str) and not isinstance(self.client, InprocClient):
-            method = reference_to(method)
-        return self._on_workers("collective_rpc", method, timeout, [*args], dict(kwargs or {}))
-
-    def _on_workers(self, method: str, *args: Any) -> list[Any]:
-        """What a utility of the engine returns for each device, of all engines."""
-        return [one for found in self.client.call_each(method, *args).values() for one in found]
+        return self.client.collective_rpc(method, timeout, args, kwargs)
 
     def sleep(self, level: int = 1) -> None:
         """Give memory back until `wake_up`; see `EngineCore.sleep`. Until then `generate` raises a ValueError."""
-        self.client.call_each("sleep", level)
+        self.client.utility_on_all("sleep", level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory of "weights", "kv_cache" or (None) both again; see `EngineCore.wake_up`."""
-        self.client.call_each("wake_up", tags)
+        self.client.utility_on_all("wake_up", tags)
 
     def is_sleeping(self) -> bool:
         """Whether weights or KV cache sleep."""
-        return any(self.client.call_all("is_sleeping").values())
+        return any(self.client.utility("is_sleeping").values())
 
     def update_weights(self, folder: str | None = None, tensors: Mapping[str, Any] | None = None) -> int:
         """Replace all weights without a restart; returns their version, see `weights_version`.
@@ -351,26 +350,26 @@ class LLM:
             tensors: all of the checkpoint's tensors by their names, instead of a folder.
 
         Raises:
-            ValueError: see `EngineCore.update_weights` and `client.source_of`.
+            ValueError: see `EngineCore.update_weights` and `hub.source_of`.
         """
         if tensors is not None and self.config.local_engines < self.config.data_parallel_size:
             raise ValueError("tensors is given; for engines on other hosts it must be a folder that they can read")
         with source_of(folder, tensors) as source:
-            self.client.call_each("check_update", *source)
-            return max(self.client.call_each("update_weights", *source).values())
+            self.client.utility_on_all("check_update", *source)
+            return max(self.client.utility_on_all("update_weights", *source).values())
 
     @property
     def weights_version(self) -> int:
         """How often weights were updated; 0: they are those of the start."""
-        return max(self.client.call_all("get_weights_version").values())
+        return max(self.client.utility("get_weights_version").values())
 
     def start_profile(self) -> None:
         """Record what the engine and its workers do; see `EngineCore.start_profile`."""
-        self.client.call_each("start_profile")
+        self.client.utility_on_all("start_profile")
 
     def stop_profile(self) -> list[str]:
         """End that; returns the names of the files in `torch_profiler_dir`."""
-        return self._on_workers("stop_profile")
+        return list(itertools.chain(*self.client.utility_on_all("stop_profile").values()))
 
     def _check_awake(self) -> None:
         if self.is_sleeping():
@@ -407,17 +406,14 @@ class LLM:
         if len(ranks) != len(items):
             raise ValueError(f"priority has {len(ranks)} entries for {len(items)} prompts")
         made = [self.inputs.request(next(self.ids), *each) for each in zip(items, params, ranks, strict=True)]
-        live, stream = {}, client.stream()
+        live, stream = {}, Stream()
         try:
             for request, choices in made:
-                client.add(request, stream)
+                client.add_request(request, stream)
                 live[request.request_id] = choices
             self._run(live, stream, use_tqdm)
         finally:  # after a bad prompt or Ctrl-C nothing may be left for the next call
-            for request_id in live:
-                client.abort(request_id)
-            while client.step():  # a step may have begun before a stop string was found
-                pass
+            drop(client, live)
         return [choices.output() for _, choices in made]
 
     def chat(
@@ -590,26 +586,24 @@ class LLM:
             raise ValueError(f"pooling_params has {len(each)} entries for {len(prompt_ids)} prompts")
         self._check_awake()
         found: dict[str, PoolingRequestOutput[PoolingOutput]] = {}
-        live, stream = set(), self.client.stream()
+        live, stream, client = set(), Stream(), self.client
         try:
             for ids, param in zip(prompt_ids, each, strict=True):
                 request = EngineCoreRequest(next(self.ids), ids, SamplingParams(), pooling=param)
-                self.client.add(request, stream)
+                client.add_request(request, stream)
                 live.add(request.request_id)
                 found[request.request_id] = PoolingRequestOutput(request.request_id, PoolingOutput([]), ids, False)
             with tqdm(total=len(live), desc="Pooling", unit="request", disable=not use_tqdm) as bar:
                 while live:
-                    output = stream.get()
+                    output = client.get_output(stream)
+                    check_accepted(output, begun=False)
                     live.remove(output.request_id)
                     done = found[output.request_id]
                     done.error, done.finished = output.error, output.error is None
                     done.outputs.data = numbers(output.pooled or b"")
                     bar.update()
         finally:  # as in `generate`
-            for request_id in live:
-                self.client.abort(request_id)
-            while self.client.step():
-                pass
+            drop(client, live)
         return list(found.values())
 
     def beam_search(
@@ -647,8 +641,9 @@ class LLM:
         begun, prefilled, decoded = time.monotonic(), 0, 0
         with tqdm(total=len(live), desc="Generating", unit="request", disable=not use_tqdm) as bar:
             while live:
-                output = stream.get()
+                output = self.client.get_output(stream)
                 request = live[output.request_id]
+                check_accepted(output, begun=request.metrics.first_token_time is not None)
                 if output.finish_reason == "error":
                     request.fail(output.error)
                     del live[output.request_id]
@@ -663,6 +658,14 @@ class LLM:
                     rates = f"prefill {prefilled / seconds:,.0f} tok/s, decode {decoded / seconds:,.0f} tok/s"
                     bar.set_postfix_str(rates, refresh=False)
                     bar.update()
+
+
+def drop(client: EngineCoreClient, request_ids: Iterable[str]) -> None:
+    """Give requests up, and finish a step that has begun before, if the engine is in this process."""
+    for request_id in request_ids:
+        client.abort(request_id)
+    while isinstance(client, InprocClient) and client.step():
+        pass
 
 
 def scored(

@@ -176,7 +176,11 @@ class MpExecutor:
         self.on_trouble: Callable[[str | None], None] = lambda trouble: None
         self.step_timeout = config.step_timeout or MIN_STEP_TIMEOUT  # until warm-up has told more
         self.close = weakref.finalize(self, end, self.processes, self.held)
-        self.start(config)
+        try:
+            self.start(config)
+        except BaseException:
+            self.close()
+            raise
 
     def start(self, config: EngineConfig) -> None:
         """Start the workers and wait until they are ready."""

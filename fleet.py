@@ -1,7 +1,7 @@
 """The engines of a server or a script: on this host and on others, always as many or a changing number.
 
     Fleet           starts engine processes and what they need, and looks after them
-    FleetClient     the same for a script
+    FleetClient     the same for a script, which is also their client
     follow_server   this host's engines, for a server on another one
 
 The process of one engine is in `engine_process.py`.
@@ -14,11 +14,10 @@ import itertools
 import os
 import socket
 import sys
-import threading
 import time
 from typing import Any
 
-from client import MPClient, Stream
+from client import BackgroundResources, MPClient
 from config import PROG, EngineConfig, stamp_of, weights_in
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
@@ -26,8 +25,7 @@ from executor import visible_gpus
 from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from logs import console, logger
 from model_config import ModelConfig
-from plan import EngineOutput
-from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen
+from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
 from ray_hosts import Launcher
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
@@ -165,7 +163,8 @@ class Fleet:
             (rank,) = self.ranks
             return MPClient(self.ends[rank][0], rank)
         addresses = [self.ends[rank][0] for rank in self.ranks]
-        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, self.changing)
+        sizes = self.config.data_parallel_sizes
+        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, sizes)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
@@ -202,8 +201,8 @@ class Fleet:
         """Make an engine READY, and have it drain if its weights are out of date by then.
 
         No update is missed. An engine tells the parent of new weights before it replies. After all replies
-        `DPClient.call_each` looks for engines that have become ready meanwhile. If it finds this one, it updates it,
-        too. If not, READY is set later than that, and the check that follows here knows of the new weights.
+        `DPClient.utility_on_all` looks for engines that have become ready meanwhile. If it finds this one, it updates
+        it, too. If not, READY is set later than that, and the check that follows here knows of the new weights.
         """
         self.board.engines[rank] = READY
         if not self._has_newest_weights(rank):
@@ -285,33 +284,8 @@ def launch(config: EngineConfig, children: list[Kept], board: Board, secret: str
     return fleet
 
 
-class FleetStream(Stream):
-    """A stream of a `FleetClient`, which says that something has come."""
-
-    def __init__(self, arrived: threading.Event):
-        super().__init__()
-        self.arrived, self.begun = arrived, set[str]()
-
-    def put(self, item: EngineOutput | Exception) -> None:
-        """Append what `get` will return, or raise."""
-        super().put(item)
-        self.arrived.set()
-
-    def get(self, timeout: float | None = None) -> EngineOutput:
-        """The next output; see `Stream.get`.
-
-        Raises:
-            ValueError: the engine has refused a request.
-        """
-        output = super().get(timeout)
-        if output.error and not output.engine_fault and output.request_id not in self.begun:
-            raise ValueError(output.error)
-        self.begun.add(output.request_id)
-        return output
-
-
 class FleetClient(DPClient):
-    """A script's engines, with the methods of an `InprocClient`. It starts them and looks after them.
+    """An `EngineCoreClient` of a script's engines. It starts them, looks after them and ends them.
 
     They are programs of their own, and do not import the script. So it needs no guard of its `__main__` for them.
 
@@ -326,48 +300,23 @@ class FleetClient(DPClient):
         check_engines(config)
         secret, self.children, board = read_secret(config, os.environ), list[Kept](), Board()
         ModelConfig.from_folder(config.folder)  # here, because a message of the engine process would only be printed
-        try:
-            fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
-        except BaseException as error:
-            self._stop()
-            if isinstance(error, SystemExit):
+        resources = BackgroundResources(self)
+        with resources.all_or_nothing():
+            resources.add(stop, self.children)
+            try:
+                fleet = launch(dataclasses.replace(config, runs_functions=True), self.children, board, secret)
+            except SystemExit:
                 raise ValueError("the engine processes have not started; they have said why on stderr") from None
-            raise
-        self.facts, self.arrived, self.ended = fleet.facts, threading.Event(), threading.Event()
-        addresses = [fleet.ends[rank][0] for rank in fleet.ranks]
-        coordinator = fleet.coordinator.address if fleet.coordinator else None
-        super().__init__(addresses, coordinator, fleet.new_router(), board)
-        self.watcher = threading.Thread(target=self._watch_over, args=(fleet,), daemon=True)
-        self.watcher.start()
+            self.facts, addresses = fleet.facts, [fleet.ends[rank][0] for rank in fleet.ranks]
+            coordinator = fleet.coordinator.address if fleet.coordinator else None
+            super().__init__(addresses, coordinator, fleet.new_router(), board, resources=resources)
+            resources.run(watch_over, fleet, resources.ended)
 
-    def _watch_over(self, fleet: Fleet) -> None:
-        try:
-            while not self.ended.wait(LOOK):
-                fleet.check()
-        except ChildProcessError as error:
-            logger.error(str(error))
 
-    def stream(self) -> Stream:
-        """A stream for `add`."""
-        return FleetStream(self.arrived)
-
-    def step(self) -> bool:
-        """Wait until an output comes, if any is to come; returns False, because the engines run by themselves."""
-        if any(client.streams for client in self.clients.values()):
-            self.arrived.wait(LOOK)
-            self.arrived.clear()
-        return False
-
-    def _stop(self) -> None:
-        for child in self.children:
-            child.stop()
-
-    def close(self) -> None:
-        """End the engines, with all that runs."""
-        self.ended.set()
-        self.watcher.join()
-        super().close()
-        self._stop()
+def stop(children: list[Kept]) -> None:
+    """End processes."""
+    for child in children:
+        child.stop()
 
 
 def follow_server(config: EngineConfig, secret: str) -> None:

@@ -18,9 +18,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from config import MODEL_TAKES, EngineConfig, read_json
 from logs import console, set_up
@@ -337,6 +339,45 @@ def explain(error: Exception, config: EngineConfig) -> str:
 def first_line(error: Exception) -> str:
     """What an error of the library says, without its further lines; the error's name if it says nothing."""
     return next((line.strip(" .") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+# --- new weights, instead of a model's own ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def source_of(folder: str | None, tensors: Mapping[str, Any] | None) -> Iterator[tuple[str, bool]]:
+    """What `EngineCore.update_weights` is called with for a folder, or else for tensors.
+
+    Tensors go through a safetensors file in memory, which this user's processes can open by its path, and which no kill
+    leaves behind. Where the system has no such files, it is a temporary one.
+
+    Raises:
+        ValueError: not one of the two is given; or the tensors are none, or of a kind that safetensors has not.
+    """
+    if (folder is None) == (tensors is None):
+        raise ValueError("update_weights takes either a folder or tensors")
+    if folder is not None:
+        yield os.path.abspath(folder), True
+        return
+    if not isinstance(tensors, Mapping) or not tensors:
+        raise ValueError(f"tensors is {tensors!r:.80}; it must be a dict of tensors by their names in a checkpoint")
+    from safetensors import SafetensorError  # here, because it loads torch, which whoever has tensors has loaded
+    from safetensors.torch import save
+
+    try:  # of copies, because two names of one tensor would be refused
+        data = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()})
+    except (AttributeError, TypeError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ValueError(f"tensors cannot be sent: {error}") from None
+    with contextlib.ExitStack() as stack:
+        if hasattr(os, "memfd_create"):
+            file = stack.enter_context(open(os.memfd_create("manta-weights"), "wb"))
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        else:
+            path = os.path.join(stack.enter_context(tempfile.TemporaryDirectory(prefix="manta-")), "model.safetensors")
+            file = stack.enter_context(open(path, "wb"))
+        file.write(data)
+        file.flush()
+        yield path, False
 
 
 if __name__ == "__main__":

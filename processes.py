@@ -2,6 +2,7 @@
 
     Child             the parent's handle on an engine or the coordinator, which it replaces when it has died or stopped
     ParentPipe        such a process's own end of the pipe to its parent
+    FrameServer       its end of its clients' connections; the others are in `client.py`
     Board             what the API processes and their parent all see
     Gunicorn          the API processes: gevent workers with the Flask app in them, and the loop of their parent
 
@@ -21,6 +22,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import queue
 import select
 import signal
 import socket
@@ -28,7 +30,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -37,10 +40,12 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
 
+from client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from config import ServerConfig
 from executor import end_with_parent, is_stopped, name_process
 from logs import console, logger
-from ring import STALL, Watchdog
+from plan import Health, Message
+from ring import STALL, Codec, Watchdog
 
 if TYPE_CHECKING:
     from flask import Flask
@@ -52,6 +57,8 @@ LOOK = 1.0  # seconds between two looks at a child, and between two of its heart
 # Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
 SAME_SIGNAL = 0.5
 API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
+SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
+HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 BUSY, IDLE = b".", b"-"  # a heartbeat
 KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
@@ -259,6 +266,15 @@ class Kept(Protocol):
         """See `Child.stop`."""
 
 
+def watch_over(child: Kept, ended: threading.Event) -> None:
+    """Do what the server's main loop does for a child, in a thread of a script, until the end."""
+    try:
+        while not ended.wait(LOOK):
+            child.check()
+    except ChildProcessError as error:
+        logger.error(str(error))
+
+
 class ParentPipe:
     """A `Child`'s own end of the pipe to its parent: from now on the process ends when the parent does.
 
@@ -320,6 +336,93 @@ class ParentPipe:
         for worker in multiprocessing.active_children():
             worker.kill()
         os._exit(code)
+
+
+# --- the children's clients -------------------------------------------------------------------------------------------
+
+
+class FrameServer:
+    """The end that accepts connections. Each client hears of its health at once, and then in every heartbeat.
+
+    No client can hold up the others. What one does not take at once waits in a thread of its own.
+
+    Args:
+        listener: the pair of the clients' address.
+    """
+
+    def __init__(self, listener: socket.socket):
+        self.codec, self.lock = Codec(), threading.Lock()
+        self.health = Health(None)
+        self.clients: set[socket.socket] = set()
+        self.late: dict[socket.socket, deque[bytes]] = {}  # frames for clients that have not taken an earlier one yet
+        self.inbox: queue.SimpleQueue[tuple[socket.socket | None, Message | None]] = (
+            queue.SimpleQueue()
+        )  # from client None: a word from within; message None: the client has left
+        for task in (self._accept, self._beat):
+            threading.Thread(target=task, args=(listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while client := accept(listener):
+                limit_sends(client, SEND_TIMEOUT)
+                with contextlib.suppress(OSError):  # it has left already, and its reader sees that
+                    client.send(ACCEPTED)
+                self.clients.add(client)
+                self.send(client, self.health)
+                threading.Thread(target=self._read, args=(client,), daemon=True).start()
+
+    def _beat(self, listener: socket.socket) -> None:
+        while True:
+            time.sleep(HEARTBEAT)
+            self.publish(self.health)
+
+    def _read(self, client: socket.socket) -> None:
+        for message in read_frames(client):
+            self.inbox.put((client, message))
+        self.inbox.put((client, None))
+
+    def send(self, client: socket.socket, message: Message) -> None:
+        """Write to a client; if it is gone, or has been stuck for SEND_TIMEOUT, the inbox gets None."""
+        self.publish(message, [client])
+
+    def publish(self, message: Message, clients: Iterable[socket.socket] | None = None) -> None:
+        """Write to all clients, or to these; see `send`."""
+        with self.lock:
+            frame = to_frame(self.codec, message)
+            for client in list(self.clients if clients is None else clients):
+                self._write(client, frame)
+
+    def _write(self, client: socket.socket, frame: bytes) -> None:
+        if client in self.late:
+            self.late[client].append(frame)
+            return
+        try:
+            sent = client.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # its reader sees that, too
+            return
+        if sent < len(frame):
+            self.late[client] = deque([frame[sent:]])
+            threading.Thread(target=self._catch_up, args=(client,), daemon=True).start()
+
+    def _catch_up(self, client: socket.socket) -> None:
+        while True:
+            with self.lock:
+                if not self.late[client]:
+                    del self.late[client]
+                    return
+                frame = self.late[client].popleft()
+            try:
+                client.sendall(frame)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    client.shutdown(socket.SHUT_RDWR)
+
+    def drop(self, client: socket.socket) -> None:
+        """Forget a client that has left."""
+        self.clients.discard(client)
+        client.close()
 
 
 # --- the API processes and their parent -----------------------------------------------------------------------------

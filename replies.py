@@ -346,11 +346,11 @@ def run_requests(
     try:
         for i, asked in enumerate(requests):
             ids, params, pooling = asked.prompt_token_ids, asked.params, asked.pooling
-            client.add(EngineCoreRequest(asked.request_id, ids, params, salt, priority, owner, pooling), stream)
+            client.add_request(EngineCoreRequest(asked.request_id, ids, params, salt, priority, owner, pooling), stream)
             live[asked.request_id] = i
         while live:
             try:
-                output = stream.get(max(0, deadline - time.monotonic()))
+                output = client.get_output(stream, max(0, deadline - time.monotonic()))
             except queue.Empty:
                 raise ApiError(400, f"the request took more than {timeout} s (request_timeout)") from None
             if output.request_id not in live:  # ended by stop strings, which the engine knows nothing of

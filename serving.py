@@ -328,7 +328,7 @@ class Api:
 
     def metrics(self) -> bytes:
         """What the engines count, as Prometheus reads it."""
-        return exposition(self.client.call_all("metrics"), self.config.metrics_prefix, self.names[0])
+        return exposition(self.client.utility("metrics"), self.config.metrics_prefix, self.names[0])
 
     def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A stored response of this client's; an `ApiError` if there is none."""
@@ -356,7 +356,7 @@ class Api:
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.call_all("explain_prompts", id, self.config.max_prompts, self._owner(client))
+        found = self.client.utility("explain_prompts", id, self.config.max_prompts, self._owner(client))
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
         )

@@ -175,7 +175,7 @@ class LocalModel:
 
     def __init__(self, config: EngineConfig, sampling: dict[str, Any]):
         self.llm, self.runner = AsyncLLM(config), asyncio.Runner()
-        facts = self.llm.process.facts
+        facts = self.llm.client.facts
         self.max_model_len = facts["max_model_len"]
         self.params = SamplingParams(**{"max_tokens": None} | facts["default_sampling"] | sampling)
 

@@ -117,7 +117,7 @@ class Viewers:
         """Ask the engines and send everybody an event; returns how long an engine was kept from its steps."""
         event: dict[str, Any] = {"time": time.monotonic(), "engines": []}
         try:
-            engines = list(self.client.call_all("live", self.totals).values())
+            engines = list(self.client.utility("live", self.totals).values())
         except (EngineDeadError, TimeoutError, ValueError) as error:
             engines, event["trouble"] = [], without_folders(str(error))
         self.totals = {engine["rank"]: engine.pop("totals") for engine in engines}

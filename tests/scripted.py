@@ -24,7 +24,6 @@ from tokenizer import Tokenizer
 
 FACTS = {
     "max_model_len": 64, "vocab_size": 1024, "scheduling_policy": "fcfs", "data_parallel_size": 1,
-    "data_parallel_size_min": 1, "data_parallel_size_max": 4,
     "max_logprobs": 20,
     "default_sampling": {}, "task": "generate",
 }  # fmt: skip
@@ -55,7 +54,7 @@ class ScriptedClient:
         self.script: list[EngineOutput | Exception] | None = None
         self.says: str | None = None
 
-    def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
+    def add_request(self, request: EngineCoreRequest, stream: Stream) -> Stream:
         if self.trouble:
             raise EngineDeadError(self.trouble)
         id, params = request.request_id, request.params
@@ -112,12 +111,15 @@ class ScriptedClient:
         news[-1].finished = True
         return list(news)
 
+    def get_output(self, stream: Stream, timeout: float | None = None) -> EngineOutput:
+        return stream.get(timeout)
+
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         if index is None:
             self.open.discard(request_id)
         self.aborted.append((request_id, index, reason))
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def utility(self, method: str, *args: Any) -> dict[int, Any]:
         if method == "explain_prompts":
             name, most, client = args
             assert client is None or client in self.clients

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError, SamplingParams
 from config import DEMO
 from processes import STOP_TIMEOUT
-from served import alive
+from served import alive, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LONG = replace(GREEDY, max_tokens=900)
@@ -105,7 +108,7 @@ def test_samples_and_stop_strings(llm_async, llm):
 def test_a_bad_request_is_refused_by_name(llm_async, args, more, message):
     with pytest.raises(ValueError, match=message):
         asyncio.run(collect(llm_async, *args, **more))
-    assert not llm_async.live and not llm_async.client.streams
+    assert not llm_async.live and not llm_async.client.engine.streams
 
 
 def test_a_request_id_is_taken_as_long_as_its_request_runs(llm_async):
@@ -148,7 +151,7 @@ def test_a_cancelled_task_takes_its_request_along(llm_async):
         await idle(llm_async)
 
     asyncio.run(asyncio.wait_for(main(), 60))
-    assert not llm_async.live and not llm_async.client.streams
+    assert not llm_async.live and not llm_async.client.engine.streams
 
 
 def test_a_loop_that_ends_takes_its_requests_along(llm_async):
@@ -195,7 +198,7 @@ def test_the_loop_sleeps_while_the_engine_computes(llm_async):
     """With an engine that stands still it wakes only for what the test itself does."""
 
     async def main():
-        loop, pid = asyncio.get_running_loop(), llm_async.process.process.pid
+        loop, pid = asyncio.get_running_loop(), llm_async.client.process.process.pid
         task, _ = await begun(llm_async, "r")
         select, woken = loop._selector.select, []
         os.kill(pid, signal.SIGSTOP)
@@ -217,7 +220,7 @@ def test_the_loop_sleeps_while_the_engine_computes(llm_async):
 def test_a_dead_engine_ends_all_generators_and_is_replaced(llm_async):
     async def main():
         tasks = [(await begun(llm_async, f"r{i}"))[0] for i in range(2)]
-        os.kill(llm_async.process.process.pid, signal.SIGKILL)
+        os.kill(llm_async.client.process.process.pid, signal.SIGKILL)
         for task in tasks:
             with pytest.raises(EngineDeadError, match="the engine process has ended"):
                 await task
@@ -240,7 +243,7 @@ def test_shutdown_ends_all(llm_async):  # the last of those that share the engin
         with pytest.raises(EngineDeadError):
             await task
 
-    pid = llm_async.process.process.pid
+    pid = llm_async.client.process.process.pid
     asyncio.run(asyncio.wait_for(main(), 2 * STOP_TIMEOUT))
     assert not alive(pid) and llm_async.errored and not llm_async.live
     llm_async.shutdown()
@@ -254,6 +257,29 @@ def test_shutdown_ends_all(llm_async):  # the last of those that share the engin
             call()
     with pytest.raises(EngineDeadError):
         asyncio.run(llm_async.check_health())
+
+
+def test_what_is_forgotten_ends_once_nobody_reads_from_it():
+    threads, loop = set(threading.enumerate()), asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    forgotten = AsyncLLM(EngineArgs(DEMO, dtype="float32", device="cpu", block_size=16, threads=1))
+    engine = forgotten.client.process.process.pid
+    pids = [engine, *(child.pid for child in psutil.Process(engine).children(recursive=True))]
+    assert len(pids) >= 2  # its worker
+    outputs = forgotten.generate(SEED, GREEDY, "r")
+    del forgotten
+    gc.collect()
+
+    async def read(outputs) -> list:
+        return [output async for output in outputs]
+
+    assert len(loop.run_until_complete(read(outputs))[-1].outputs[0].token_ids) == 8
+    del outputs
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gc.collect()
+    assert not alive(engine)
+    eventually(lambda: not any(map(alive, pids)) and set(threading.enumerate()) <= threads)
 
 
 def test_an_engine_that_cannot_be_is_an_error(tmp_path):

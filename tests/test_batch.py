@@ -77,13 +77,13 @@ class Mortal(ScriptedClient):
         super().__init__()
         self.word, self.deaths, self.beside = word, deaths, []
 
-    def add(self, request: EngineCoreRequest, stream: Stream) -> Stream:
+    def add_request(self, request: EngineCoreRequest, stream: Stream) -> Stream:
         if self.word in TOKENIZER.decode(request.prompt_token_ids) and self.deaths:
             self.deaths -= 1
             self.beside.append(len(self.open))
             stream.put(EngineDeadError("the engine process has ended"))
             return stream
-        return super().add(request, stream)
+        return super().add_request(request, stream)
 
 
 def test_an_answer_has_openais_form(files, engine):

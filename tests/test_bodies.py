@@ -177,8 +177,8 @@ def test_a_body_counts_until_it_is_a_request(
     monkeypatch.setattr(
         serving_routes, "read_fields", lambda *args: seen.append(board.body_bytes) or read_fields(*args)
     )
-    add = engine.add
-    monkeypatch.setattr(engine, "add", lambda *args: seen.append(board.body_bytes) or add(*args))
+    add = engine.add_request
+    monkeypatch.setattr(engine, "add_request", lambda *args: seen.append(board.body_bytes) or add(*args))
     post(with_board(engine, board), COMPLETIONS, stream=stream).close()
     body = len(json.dumps(BODIES[COMPLETIONS] | {"stream": stream}))
     assert body - 5 <= seen[0] <= body and seen[1:] == [0]

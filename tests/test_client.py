@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import inspect
 import json
+import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from client import GRACE, SEND_TIMEOUT, EngineDeadError, FrameServer, MPClient, connect, read_frames, to_frame
+import client as clients
+from async_llm import AsyncEngineCoreClient, AsyncMPClient
+from client import (
+    GRACE,
+    BackgroundResources,
+    EngineCoreClient,
+    EngineDeadError,
+    InprocClient,
+    MPClient,
+    connect,
+    read_frames,
+    to_frame,
+)
+from data_parallel import DPClient, Router
 from engine import SamplingParams
 from engine_process import EngineServer
+from fleet import FleetClient
 from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
+from processes import READY, SEND_TIMEOUT, Board, FrameServer
 from ring import STALL, Codec
 from served import ROOT, eventually
 
@@ -46,13 +67,14 @@ def collect(stream) -> list[int]:
 def test_clients_get_their_own_outputs(served, work, answers):
     clients = [MPClient(served[1]) for _ in range(2)]
     streams = [
-        clients[i % 2].add(EngineCoreRequest(str(i), *request)) for i, request in enumerate(zip(*work, strict=True))
+        clients[i % 2].add_request(EngineCoreRequest(str(i), *request))
+        for i, request in enumerate(zip(*work, strict=True))
     ]
     assert [collect(stream) for stream in streams] == answers
-    assert clients[0].call("metrics")["num_requests_running"] == 0
-    clients[1].call("check_integrity")
+    assert clients[0].utility("metrics")[0]["num_requests_running"] == 0
+    clients[1].utility("check_integrity")[0]
     for client in clients:
-        client.close()
+        client.shutdown()
 
 
 def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(make_llm):
@@ -60,66 +82,71 @@ def test_a_request_that_comes_while_the_engine_is_replaced_finds_the_new_one(mak
     core, (address, listener) = make_llm(num_gpu_blocks_override=64, block_size=16).core, socket.socketpair()
     client = MPClient(address)
     with pytest.raises(EngineDeadError, match="the engine process has ended"):
-        client.call("metrics")
+        client.utility("metrics")
     late = threading.Timer(GRACE / 3, lambda: EngineServer(core, listener).run())
     late.daemon = True
     late.start()
-    assert collect(client.add(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
-    client.close()
+    assert collect(client.add_request(EngineCoreRequest("a", [5, 6, 7], GREEDY)))
+    client.shutdown()
     address.close()
 
 
 def test_a_refusal_reaches_the_client(served):
     client = MPClient(served[1])
-    output = client.add(EngineCoreRequest("a", [], GREEDY)).get(timeout=30)
+    output = client.add_request(EngineCoreRequest("a", [], GREEDY)).get(timeout=30)
     assert (output.finish_reason, output.error) == ("error", "the prompt is empty; it must have at least 1 token")
     assert output.finished and not client.streams
     with pytest.raises(ValueError, match="no utility 'eval'"):
-        client.call("eval")
-    client.close()
+        client.utility("eval")
+    client.shutdown()
 
 
 def test_a_client_that_leaves_takes_its_requests_along(served):
     _, address = served
     client, other = MPClient(address), MPClient(address)
-    stream = client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
+    stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
     stream.get(timeout=30)
-    assert other.call("metrics")["num_requests_running"] == 1
-    client.close()
+    assert other.utility("metrics")[0]["num_requests_running"] == 1
+    client.shutdown()
     for _ in range(1000):
-        if other.call("metrics")["num_requests_running"] == 0:
+        if other.utility("metrics")[0]["num_requests_running"] == 0:
             break
     else:
         pytest.fail("the request is still there")
     with pytest.raises(EngineDeadError):
         while True:
             stream.get(timeout=30)
-    with pytest.raises(EngineDeadError):
-        client.add(EngineCoreRequest("b", [5], GREEDY))
-    other.close()
+    for call in (lambda: client.add_request(EngineCoreRequest("b", [5], GREEDY)), lambda: client.utility("metrics")[0]):
+        with pytest.raises(ValueError, match="this client is shut down"):
+            call()
+    client.abort("a")
+    client.shutdown()
+    other.shutdown()
 
 
 def test_abort_ends_a_request(served):
     client = MPClient(served[1])
-    client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(timeout=30)
+    client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(
+        timeout=30
+    )
     client.abort("a")
-    assert client.call("metrics")["num_requests_running"] == 0
-    client.close()
+    assert client.utility("metrics")[0]["num_requests_running"] == 0
+    client.shutdown()
 
 
 def test_many_requests_of_one_client_and_one_that_is_given_up(served):
     core, address = served
     client, prompt = MPClient(address), [5, 6, 7]
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    streams = [client.add(EngineCoreRequest(str(i), prompt, params)) for i in range(3)]
-    given_up = client.add(EngineCoreRequest("x", prompt, SamplingParams(max_tokens=900, ignore_eos=True)))
+    streams = [client.add_request(EngineCoreRequest(str(i), prompt, params)) for i in range(3)]
+    given_up = client.add_request(EngineCoreRequest("x", prompt, SamplingParams(max_tokens=900, ignore_eos=True)))
     given_up.get(timeout=30)
     client.abort("x")
     answers = [collect(stream) for stream in streams]
     assert answers[0] == answers[1] == answers[2] and len(answers[0]) == 60
-    assert client.call("metrics")["num_requests_running"] == 0
+    assert client.utility("metrics")[0]["num_requests_running"] == 0
     assert not core.scheduler.has_work() and not client.streams
-    client.close()
+    client.shutdown()
 
 
 def test_a_client_follows_all_samples_of_a_request(served, llm):
@@ -128,40 +155,42 @@ def test_a_client_follows_all_samples_of_a_request(served, llm):
     wanted = [completion.token_ids for completion in output.outputs]
     assert len({len(answer) for answer in wanted}) > 1  # the end of one is not that of the request
     client, got = MPClient(served[1]), [[] for _ in range(8)]
-    stream = client.add(EngineCoreRequest("a", llm.tokenizer.encode(OPENING), params))
+    stream = client.add_request(EngineCoreRequest("a", llm.tokenizer.encode(OPENING), params))
     while True:
         output = stream.get(timeout=30)
         got[output.index] += output.token_ids
         if output.finished:
             break
     assert got == wanted and not client.streams
-    client.add(EngineCoreRequest("b", [5] * 10, replace(SAMPLED, max_tokens=200, ignore_eos=True)), stream)
+    client.add_request(EngineCoreRequest("b", [5] * 10, replace(SAMPLED, max_tokens=200, ignore_eos=True)), stream)
     heard = set()
     while heard != {0, 1, 2, 3}:
         heard.add(stream.get(timeout=30).index)
     for index in (0, 1, 3):
         client.abort("b", index)
-    assert client.call("metrics")["num_requests_running"] == 1
-    assert client.call("explain", "b") is not None and "b" in client.streams
+    assert client.utility("metrics")[0]["num_requests_running"] == 1
+    assert client.utility("explain", "b")[0] is not None and "b" in client.streams
     client.abort("b")
     client.abort("b")
-    assert client.call("metrics")["num_requests_running"] == 0 and not client.streams
-    client.close()
+    assert client.utility("metrics")[0]["num_requests_running"] == 0 and not client.streams
+    client.shutdown()
 
 
 def test_a_client_can_ask_where_the_time_went(served):
     client = MPClient(served[1])
-    client.add(EngineCoreRequest("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(timeout=30)
-    collect(client.add(EngineCoreRequest("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True))))
-    stories = [client.call("explain", f"x-{i}") for i in range(3)]
+    client.add_request(EngineCoreRequest("x-0", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True))).get(
+        timeout=30
+    )
+    collect(client.add_request(EngineCoreRequest("x-1", [5] * 10, SamplingParams(max_tokens=4, ignore_eos=True))))
+    stories = [client.utility("explain", f"x-{i}")[0] for i in range(3)]
     assert [isinstance(story, dict) for story in stories] == [True, True, False] and stories[2] is None
     assert json.loads(json.dumps(stories[1])) == stories[1]
-    asked = client.call("explain_prompts", "x", 9)
+    asked = client.utility("explain_prompts", "x", 9)[0]
     assert len(asked) == 2 and asked[1] | {"client": ""} == stories[1] and "client" not in asked[1]
-    assert len(client.call("explain_prompts", "x", 1)) == 1 and client.call("explain_prompts", "y", 9) == []
+    assert len(client.utility("explain_prompts", "x", 1)[0]) == 1 and client.utility("explain_prompts", "y", 9)[0] == []
     with pytest.raises(ValueError, match="explain"):
-        client.call("explain")
-    client.close()
+        client.utility("explain")
+    client.shutdown()
 
 
 def test_messages_carry_sampling_params_whole():
@@ -200,7 +229,7 @@ def test_a_client_that_does_not_read_holds_up_nobody():
     while got.count(frame) < 50:
         got += stuck.recv(1 << 20)
     with stuck:
-        other.close()
+        other.shutdown()
     eventually(lambda: not server.late)
     address.close()
 
@@ -211,7 +240,7 @@ def test_a_client_hears_of_trouble_that_was_there_before_it_came():
     server.health = Health("rank 0 has died")
     client = MPClient(address)
     assert client.trouble == "rank 0 has died"
-    client.close()
+    client.shutdown()
     address.close()
 
 
@@ -226,9 +255,9 @@ def test_a_client_notices_an_engine_that_says_nothing_and_takes_it_back(monkeypa
         assert time.monotonic() - begun >= STALL - 1
         assert "no sign of life" in client.trouble
         with pytest.raises(EngineDeadError, match="no sign of life"):
-            client.call("metrics")
+            client.utility("metrics")
     eventually(lambda: client.trouble is None)
-    client.close()
+    client.shutdown()
     address.close()
 
 
@@ -237,9 +266,9 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
     code = """if True:
         from gevent import monkey
         monkey.patch_all()
-        import socket, time, client
+        import socket, time, client, processes
         address, listener = socket.socketpair()
-        server, lost = client.FrameServer(listener), []
+        server, lost = processes.FrameServer(listener), []
         connection = client.Connection(address, print, lost=lost.append)
         assert connection.up.is_set()
         connection._hang_up()
@@ -252,6 +281,207 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
     """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+# --- what ends with a client ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
+    """Check that afterwards, once the servers have dropped who has left, no more threads run and files are open."""
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+
+    def is_over() -> bool:
+        for server in servers:
+            while not server.inbox.empty():
+                client, message = server.inbox.get()
+                if message is None:
+                    server.drop(client)
+        return set(threading.enumerate()) <= threads and len(os.listdir("/proc/self/fd")) == files
+
+    eventually(is_over)
+
+
+@pytest.fixture
+def engines():
+    """The addresses of two engines and a coordinator that only accept clients, and the ends that do."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    servers = [FrameServer(listener) for _, listener in pairs]
+    yield [address for address, _ in pairs], servers
+    for address, _ in pairs:
+        address.close()
+
+
+def wait_until_ready(client: MPClient | DPClient) -> None:
+    eventually(lambda: client.trouble is None)
+
+
+def dp_client(addresses: list[socket.socket]) -> DPClient:
+    board = Board()
+    board.engines[0] = board.engines[1] = READY
+    return DPClient(addresses[:2], addresses[2], Router(2, 16), board, range(1, 3))
+
+
+@pytest.mark.parametrize("how", ["forgotten", "forgotten in a circle", "closed"])
+@pytest.mark.parametrize("new", [lambda addresses: MPClient(addresses[0]), dp_client], ids=["MPClient", "DPClient"])
+def test_a_client_hangs_up_and_its_threads_end(engines, new, how):
+    addresses, servers = engines
+    with nothing_left(servers):
+        client = new(addresses)
+        wait_until_ready(client)
+        stream = client.add_request(EngineCoreRequest("a", [5], GREEDY))  # which nobody will answer, and nobody reads
+        if how == "closed":
+            client.shutdown()
+            with pytest.raises(EngineDeadError):
+                stream.get(timeout=30)
+            client.shutdown()
+        elif how == "forgotten in a circle":
+            client.itself = client
+        del client, stream
+
+
+def test_a_stream_that_may_still_be_read_keeps_its_client(served, engines):
+    stream = MPClient(served[1]).add_request(EngineCoreRequest("a", [5, 6, 7], GREEDY))
+    gc.collect()
+    assert collect(stream)
+    (client,) = stream.clients
+    alive = weakref.ref(client)
+    del client, stream
+    assert alive() is None
+    addresses, _ = engines
+    stream = clients.Stream()
+    reference = weakref.ref(client := dp_client(addresses))
+    client.add_request(EngineCoreRequest("a", [5], GREEDY), stream)
+    del client
+    gc.collect()
+    assert reference() is not None
+    del stream
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("after", [1, 3, 5])
+def test_a_client_that_is_not_made_whole_leaves_nothing(engines, monkeypatch, after):
+    """As if Ctrl-C had come while it waits for an engine, another one, or the coordinator."""
+    addresses, servers = engines
+    start, left = threading.Thread.start, iter(range(after))
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name.endswith(("(_run)", "(_watch)")) and next(left, None) is None:  # of a connection
+            raise KeyboardInterrupt
+        start(thread)
+
+    with nothing_left(servers), monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(KeyboardInterrupt):
+            dp_client(addresses)
+
+
+def test_what_a_client_has_started_ends_once_and_in_reverse():
+    class Client:
+        pass
+
+    said: list[str] = []
+    client, entered = Client(), threading.Event()
+    resources = BackgroundResources(client)
+    resources.add(said.append, "first")
+    resources.run(lambda: said.append(str(resources.ended.wait(30))))
+    resources.add(said.append, "last")
+    if not (pid := os.fork()):  # the copy of a fork ends nothing
+        resources()
+        os._exit(len(said))
+    assert os.waitpid(pid, 0)[1] == 0
+    del client
+    assert said == ["last", "True", "first"]
+    resources()
+    assert len(said) == 3
+    client, said[:] = Client(), []
+    resources = BackgroundResources(client)
+    resources.add(said.append, "first")
+
+    def forget(held: list[Client]) -> None:  # the last reference goes in one of its own threads, which can't be joined
+        held.clear()
+        entered.set()
+
+    held = [client]
+    del client
+    resources.run(forget, held)
+    assert entered.wait(30)
+    eventually(lambda: said == ["first"])
+
+
+# --- what clients have in common --------------------------------------------------------------------------------------
+
+
+def methods(cls: type) -> dict[str, inspect.Signature]:
+    """The signature of each public method, with its annotations, by its name."""
+    found = inspect.getmembers(cls, inspect.isfunction)
+    return {name: inspect.signature(function) for name, function in found if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(
+    ("face", "implementations"),
+    [(EngineCoreClient, [MPClient, InprocClient, DPClient, FleetClient]), (AsyncEngineCoreClient, [AsyncMPClient])],
+    ids=["blocking", "async"],
+)
+def test_all_clients_have_one_face(face, implementations):
+    wanted = methods(face)
+    assert wanted.keys() == {
+        "shutdown", "add_request", "get_output", "abort", "utility", "utility_on_all", "collective_rpc",
+        "dp_engines_running", "scale_elastic_ep",
+    }  # fmt: skip
+    for cls in implementations:
+        assert {name: each for name, each in methods(cls).items() if name in wanted} == wanted, cls
+        for name in wanted:
+            is_coroutine = face is AsyncEngineCoreClient and name != "shutdown"
+            assert inspect.iscoroutinefunction(getattr(cls, name)) == is_coroutine, (cls, name)
+    assert methods(AsyncEngineCoreClient) == methods(EngineCoreClient)
+
+
+def test_whether_an_engine_runs(served, llm):
+    """By its own word, whoever has asked it for something."""
+    asked, other = MPClient(served[1]), MPClient(served[1])
+    assert not other.dp_engines_running()
+    asked.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=900, ignore_eos=True)))
+    assert asked.dp_engines_running()  # it has been told of the request before it is asked
+    eventually(other.dp_engines_running)
+    asked.abort("a")
+    asked.utility("metrics")
+    eventually(lambda: not other.dp_engines_running())
+    client = llm.client
+    assert not client.dp_engines_running()
+    stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=3, ignore_eos=True)))
+    assert client.dp_engines_running()
+    while not client.get_output(stream).finished:
+        assert client.dp_engines_running()
+    while client.step():
+        pass
+    assert not client.dp_engines_running()
+    assert client.collective_rpc("block_bytes") == llm.collective_rpc("block_bytes")
+    for each in (asked, other):
+        assert each.collective_rpc("block_bytes") == served[0].collective_rpc("block_bytes")
+        each.shutdown()
+
+
+def test_a_number_of_engines_that_is_fixed_is_named(served, llm, engines):
+    client, several = MPClient(served[1]), dp_client(engines[0])
+    several.sizes = None
+    for each, size in ((client, 1), (llm.client, 1), (several, 2)):
+        with pytest.raises(ValueError, match=f"data_parallel_size is 3; it must be {size}, because"):
+            each.scale_elastic_ep(3)
+    several.sizes = range(1, 3)
+    several.scale_elastic_ep(2)
+    assert several.board.wanted == 2
+    for wrong in (0, 3, True, "2"):
+        with pytest.raises(ValueError, match=f"data_parallel_size is {wrong!r}; it must be from 1 to 2"):
+            several.scale_elastic_ep(wrong)
+    assert several.board.wanted == 2
+    for each in (client, several):
+        each.shutdown()
+    with pytest.raises(ValueError, match="shut down"):
+        several.scale_elastic_ep(1)
 
 
 def test_an_engine_outlives_news_of_a_request_that_nobody_has(caplog):

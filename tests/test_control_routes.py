@@ -34,7 +34,7 @@ class Engines(ScriptedClient):
         self.error: Exception | None = None
         self.asleep = False
 
-    def call_each(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
+    def utility_on_all(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, Any]:
         assert timeout and timeout > 1000
         self.asked.append((method, *args))
         if self.error:

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client import Connection, EngineDeadError, MPClient
+from client import Connection, EngineDeadError, MPClient, Stream
 from config import EngineConfig
 from data_parallel import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
@@ -260,7 +260,7 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
         streams = []
         for rank in range(1 + number % 2):  # in one wave both have work, and another begins as soon as one is over
             request = EngineCoreRequest(f"{number}", [5] * 20, replace(GREEDY, max_tokens=60 - 25 * rank))
-            streams.append(clients[rank].add(request))
+            streams.append(clients[rank].add_request(request))
         for stream in streams:
             while not stream.get(timeout=60).finished:
                 pass
@@ -270,8 +270,10 @@ def test_engines_in_lockstep_step_together(make_llm, coordinator, monkeypatch):
     time.sleep(0.3)
     assert steps == {llm.core.scheduler.step for llm in llms} and len(steps) == 1  # the wave is over
     assert 180 <= min(steps) <= 180 + 3 * 2 * WAVE_STEPS and not exchange.broken
-    for used in (*clients, *addresses):
-        used.close()
+    for client in clients:
+        client.shutdown()
+    for address in addresses:
+        address.close()
 
 
 def wait_for_others(llm: LLM, exchange: threading.Barrier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,10 +295,10 @@ def test_a_client_of_engines_of_which_none_lives():
     client = DPClient(addresses[:2], addresses[2], Router(2, 16), board)
     assert "engine 0: the engine process has ended; engine 1:" in str(client.trouble)
     with pytest.raises(EngineDeadError):
-        client.add(EngineCoreRequest("x", [1], GREEDY))
+        client.add_request(EngineCoreRequest("x", [1], GREEDY))
     with pytest.raises(EngineDeadError):
-        client.call_all("metrics")
-    client.close()
+        client.utility("metrics")
+    client.shutdown()
     for used in itertools.chain(*pairs):
         used.close()
 
@@ -309,16 +311,17 @@ class ClientStandIn:
         self.connection, self.trouble = SimpleNamespace(silent=False), None
         self.streams, self.calls = dict[str, Any](), dict[int, Any]()
 
-    def call(self, method: str, *args: Any, timeout: float | None = None) -> str:
+    def utility(self, method: str, *args: Any, timeout: float | None = None) -> dict[int, str]:
         self.called.append(self.rank)
         self.on_call(self.rank)
-        return method
+        return {self.rank: method}
 
-    def add(self, request: EngineCoreRequest, stream: Any = None) -> None:
+    def add_request(self, request: EngineCoreRequest, stream: Any = None) -> Stream:
         if self.rank == 0:
             raise EngineDeadError("gone")
+        return Stream()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         pass
 
 
@@ -338,9 +341,9 @@ def test_engines_that_become_ready_during_a_call_are_called_too(monkeypatch):
 
     called = stand_ins(monkeypatch, on_call)
     client = DPClient([None] * 4, None, Router(4, 16), board)
-    assert client.call_each("update_weights") == dict.fromkeys(range(3), "update_weights") and called == [0, 1, 2]
+    assert client.utility_on_all("update_weights") == dict.fromkeys(range(3), "update_weights") and called == [0, 1, 2]
     called.clear()
-    assert client.call_all("metrics").keys() == {0, 1, 2} and called == [0, 1, 2]
+    assert client.utility("metrics").keys() == {0, 1, 2} and called == [0, 1, 2]
 
 
 def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeypatch):
@@ -356,7 +359,7 @@ def test_what_counts_requests_about_to_be_sent_is_changed_under_the_lock(monkeyp
     stand_ins(monkeypatch)
     client = DPClient([None] * 2, None, Router(2, 16), board)
     client.adding = Guarded()
-    client.add(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
+    client.add_request(EngineCoreRequest("x", [1], GREEDY))  # engine 0 is gone, engine 1 takes it
     assert client.adding == {0: 0, 1: 0}
 
 

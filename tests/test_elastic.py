@@ -15,16 +15,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from flask.testing import FlaskClient
 
-from config import DEMO, EngineConfig, stamp_of
-from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler
+from config import DEMO, EngineConfig, ServerConfig, stamp_of
+from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
 from engine_process import EngineProcess
 from fleet import Fleet
 from logs import logger
 from processes import DRAINING, READY, STARTING, Board
 from ring import Watchdog
-from scripted import FACTS, client_of, refusal
+from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
+from server import create_app
+from serving import Api
 from test_data_parallel import counts
 from test_survival import Reader, command
 
@@ -78,6 +81,22 @@ def test_who_has_shrunk_too_soon_waits_longer_the_next_time():
 # --- the route --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def elastic():
+    """Makes an HTTP client of an app whose `DPClient` may have one to four engines, and has none yet."""
+    made: list[DPClient] = []
+
+    def make(sizes: range | None = range(1, 5), **config: Any) -> FlaskClient:
+        board, addresses = Board(), [None] * 4
+        made.append(DPClient(addresses, None, Router(4, 16), board, sizes))
+        api = Api(made[-1], TOKENIZER, FACTS, ServerConfig(**config), ["manta"], board)
+        return create_app(api).test_client()
+
+    yield make
+    for client in made:
+        client.shutdown()
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -87,30 +106,33 @@ def test_who_has_shrunk_too_soon_waits_longer_the_next_time():
         ({"data_parallel_size": 2, "x": 1}, "there is no field 'x'"),
     ],
 )  # fmt: skip
-def test_a_number_of_engines_that_cannot_be_is_refused(engine, body: dict[str, Any], words: str):
-    client = client_of(engine)
+def test_a_number_of_engines_that_cannot_be_is_refused(elastic, body: dict[str, Any], words: str):
+    client = elastic()
     assert words in refusal(client.post("/scale", json=body))["message"]
     assert client.get("/scale").json["data_parallel_size"] == 0
 
 
-def test_engines_that_share_experts_are_no_fewer_than_there_is_memory_for(engine):
-    assert EngineConfig(data_parallel_size=2, data_parallel_size_max=4).min_engines == 1
-    sharing = EngineConfig(data_parallel_size=2, data_parallel_size_max=4, enable_expert_parallel=True)
-    client = client_of(engine, FACTS | {"data_parallel_size_min": sharing.min_engines})
+def test_engines_that_share_experts_are_no_fewer_than_there_is_memory_for(elastic):
+    fields = {"data_parallel_size": 2, "data_parallel_size_max": 4}
+    assert EngineConfig(**fields).data_parallel_sizes == range(1, 5)
+    assert EngineConfig(data_parallel_size=2).data_parallel_sizes is None
+    client = elastic(EngineConfig(**fields, enable_expert_parallel=True).data_parallel_sizes)
     assert "it must be from 2 to 4" in refusal(client.post("/scale", json={"data_parallel_size": 1}))["message"]
     assert client.post("/scale", json={"data_parallel_size": 2}).json["data_parallel_size"] == 2
 
 
-def test_a_number_that_can_be_is_wanted_and_a_fixed_one_stays(engine):
-    client = client_of(engine)
+def test_a_number_that_can_be_is_wanted_and_a_fixed_one_stays(elastic):
+    client = elastic()
     assert client.post("/scale", json={"data_parallel_size": 3}).json["data_parallel_size"] == 3
     assert client.get("/scale").json == {"data_parallel_size": 3, "ready": 0, "starting": 0, "draining": 0}
-    fixed = client_of(engine, FACTS | {"data_parallel_size_max": None})
-    assert "--data-parallel-size-max" in refusal(fixed.post("/scale", json={"data_parallel_size": 1}))["message"]
+    fixed = elastic(sizes=None)
+    said = refusal(fixed.post("/scale", json={"data_parallel_size": 3}))["message"]
+    assert "data_parallel_size is 3; it must be 4" in said and "--data-parallel-size-max" in said
+    assert fixed.get("/scale").json["data_parallel_size"] == 0
 
 
-def test_scaling_needs_the_key(engine):
-    client, body = client_of(engine, api_key=("secret",)), {"data_parallel_size": 3}
+def test_scaling_needs_the_key(elastic):
+    client, body = elastic(api_key=("secret",)), {"data_parallel_size": 3}
     assert client.post("/scale", json=body).status_code == client.get("/scale").status_code == 401
     assert client.post("/scale", json=body, headers={"Authorization": "Bearer secret"}).status_code == 200
 

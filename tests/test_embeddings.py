@@ -201,10 +201,10 @@ def test_bad_values_are_400_and_name_the_field(engine: ScriptedClient) -> None:
 def test_an_engine_that_refuses_or_fails(
     engine: ScriptedClient, monkeypatch: pytest.MonkeyPatch, fault: bool, status: int
 ) -> None:
-    def add(request: Any, stream: Any) -> None:
+    def add_request(request: Any, stream: Any) -> None:
         stream.put(EngineOutput(request.request_id, [], "error", error="no", finished=True, engine_fault=fault))
 
-    monkeypatch.setattr(engine, "add", add)
+    monkeypatch.setattr(engine, "add_request", add_request)
     assert refusal(post(serving(engine), EMBEDDINGS, input="a"), status)["message"] == "no"
 
 

@@ -478,24 +478,24 @@ def test_what_choices_tell_the_engine(llm):
 
 def test_the_client_in_process_has_the_methods_of_the_one_across_processes(llm):
     client, params = llm.client, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    streams = [client.add(EngineCoreRequest(f"client-{i}", [5 + i, 80, 300], params)) for i in range(3)]
+    streams = [client.add_request(EngineCoreRequest(f"client-{i}", [5 + i, 80, 300], params)) for i in range(3)]
     client.abort("client-1")
     told = []
     for stream in (streams[2], streams[0]):  # whoever waits runs the engine for all
         tokens, finished = [], False
         while not finished:
-            output = stream.get()
+            output = client.get_output(stream)
             tokens, finished = tokens + output.token_ids, output.finished
         told.append(tokens)
     prompts = [[7, 80, 300], [5, 80, 300]]
     assert told == [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
     with pytest.raises(queue.Empty):
-        streams[1].get()
-    assert client.call("metrics")["num_requests_running"] == 0 and client.call_all("check_integrity") == {0: None}
+        client.get_output(streams[1])
+    assert client.utility("metrics")[0]["num_requests_running"] == 0 and client.utility("check_integrity") == {0: None}
     with pytest.raises(ValueError, match="no utility 'close'"):
-        client.call("close")
+        client.utility("close")
     with pytest.raises(ValueError, match="prompt"):
-        client.add(EngineCoreRequest("client-3", [], params))
+        client.add_request(EngineCoreRequest("client-3", [], params))
     assert not client.streams
 
 

@@ -312,13 +312,13 @@ class Engines:
 
     def add(self, rank: int, prompt: list[int], count: int) -> Any:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-        return self.clients[rank].add(EngineCoreRequest(f"{next(self.numbers)}", prompt, params))
+        return self.clients[rank].add_request(EngineCoreRequest(f"{next(self.numbers)}", prompt, params))
 
     def close(self) -> None:
         self.ended.set()
         self.watch.join()
         for client in self.clients:
-            client.close()
+            client.shutdown()
         for child in reversed(self.children):
             child.stop()
 
@@ -356,7 +356,7 @@ class Asker(threading.Thread):
                 params = SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True)
                 request = EngineCoreRequest(f"{self.name}-{self.done}-{self.lost}", prompt, params)
                 try:
-                    assert read(self.client.add(request)) == tokens
+                    assert read(self.client.add_request(request)) == tokens
                     self.done += 1
                 except EngineDeadError:
                     self.lost += 1
@@ -444,14 +444,14 @@ def test_engines_come_and_go(checkpoints: Path, changes: list[tuple[int, str]], 
 
     def weights() -> int:
         """Bytes on the first rank of the first engine."""
-        facts = client.call_all("collective_rpc", "facts", None, [], {}, timeout=60)
+        facts = client.utility("collective_rpc", "facts", None, [], {}, timeout=60)
         return int(facts[0][0]["memory"]["weights"])
 
     try:
         held = {least: weights()}
         for size, victim in changes:
             before, lost = ready(), sum(asker.lost for asker in askers)
-            engines.board.wanted = size
+            client.scale_elastic_ep(size)
             eventually(lambda before=before, size=size: before == size or not ready(), 30)
             if victim:
                 kill(victim)
@@ -467,6 +467,6 @@ def test_engines_come_and_go(checkpoints: Path, changes: list[tuple[int, str]], 
             asker.stopped.set()
         for asker in askers:
             asker.join(120)
-        client.close()
+        client.shutdown()
         engines.close()
     assert not any(asker.failure for asker in askers)

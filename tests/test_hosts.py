@@ -22,13 +22,13 @@ from typing import Any
 import pytest
 
 import hosts
-from client import Connection, FrameServer, MPClient, to_frame
+from client import Connection, MPClient, to_frame
 from config import DEMO, EngineConfig
 from engine import LLM
 from fleet import Fleet
 from hosts import MAGIC, NONCE, Gate, GateProcess, Node, Refused, admit, differences, prove, read_secret, settings_of
 from plan import Attach, Health, Join, Load, Loads
-from processes import Board
+from processes import Board, FrameServer
 from ring import Codec
 from served import ROOT, Server, alive, eventually, serving
 from test_pipeline import MIXED, PROMPTS, STARVED
@@ -220,8 +220,8 @@ def test_a_client_reaches_an_engine_of_another_host_and_this_the_coordinator(pai
     assert pair.frames.inbox.get(timeout=10)[1] == Load(1, 2, 3)
     pair.frames.publish(Loads([(0, 0, 0)]))
     eventually(lambda: Loads([(0, 0, 0)]) in heard, 10)
-    for used in (engine, client):
-        used.close()
+    engine.close()
+    client.shutdown()
 
 
 def test_a_link_that_is_lost_is_made_again_and_streams_go_on(pair: Pair):
@@ -236,7 +236,7 @@ def test_a_link_that_is_lost_is_made_again_and_streams_go_on(pair: Pair):
     first.shutdown(socket.SHUT_RDWR)
     eventually(lambda: client.connection.socket is not first and client.trouble is None, 10)
     assert not node.refused
-    client.close()
+    client.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -337,7 +337,7 @@ def test_strangers_disturb_nobody_and_cost_a_line_each(pair: Pair, caplog):
                     pass
     lines = [record.message for record in caplog.records if "refused a connection from 127.0.0.1" in record.message]
     assert len(lines) == len(STRANGE) and client.trouble is None and not node.refused
-    client.close()
+    client.shutdown()
 
 
 def test_who_knows_the_secret_but_sends_no_message_is_refused(pair: Pair, caplog):

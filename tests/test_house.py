@@ -29,7 +29,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "checks", "config", "messages", "outputs", "processes", "protocol", "reading",
         "replies", "responses", "sampling_params", "structure", "tokenizer", "viewers"},
     "viewers": {"checks", "client", "config", "metrics", "processes", "protocol", "replies"},
-    "control": {"client", "config", "data_parallel", "processes", "protocol"},
+    "control": {"client", "config", "processes", "protocol"},
     "bodies": {"config", "protocol"},
     "protocol": {"checks", "config", "messages", "sampling_params", "structure"},
     "checks": {"config", "messages", "sampling_params"},
@@ -74,7 +74,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
     "ray_hosts": {"config", "engine_process", "executor", "hosts", "logs", "processes", "ray_executor", "ray_hosts"},
     "client": {"plan", "ring"},
-    "processes": {"config", "executor", "logs", "ring"},
+    "processes": {"client", "config", "executor", "logs", "plan", "ring"},
     "data_parallel": {"client", "executor", "kv_cache", "plan", "processes", "ring"},
     # deciding
     "config": {"logs"},

@@ -233,7 +233,7 @@ class Asked(ScriptedClient):
         super().__init__()
         self.engines, self.ticks, self.asked = engines, threading.Semaphore(0), 0
 
-    def call_all(self, method: str, *args: Any) -> dict[int, Any]:
+    def utility(self, method: str, *args: Any) -> dict[int, Any]:
         assert method == "live"
         self.ticks.acquire()
         self.asked += 1

@@ -276,7 +276,7 @@ def test_an_engine_tells_its_throughput_while_it_works(
     threading.Thread(target=EngineServer(core, listener).run, daemon=True).start()
     with address:
         client = MPClient(address)
-        stream = client.add(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=200, ignore_eos=True)))
+        stream = client.add_request(EngineCoreRequest("a", [5] * 10, SamplingParams(max_tokens=200, ignore_eos=True)))
         while not stream.get(timeout=30).finished:
             pass
         lines: list[str] = []
@@ -286,12 +286,12 @@ def test_an_engine_tells_its_throughput_while_it_works(
             return bool(lines) and "; 0 requests running" in lines[-1]
 
         if silent:
-            client.call("do_log_stats")  # who asks is told
+            client.utility("do_log_stats")  # who asks is told
             assert ended() and len(lines) == 1
         else:
             eventually(ended)
             assert sum("; 1 requests running" in line for line in lines) > 1
-        client.close()
+        client.shutdown()
 
 
 def test_a_script_asks_for_the_throughput(make_llm: Any, said: Any) -> None:

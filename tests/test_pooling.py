@@ -463,16 +463,16 @@ def test_an_engine_across_a_socket_gives_the_same(checkpoints):
     with address:
         client = MPClient(address)
         streams = [
-            client.add(EngineCoreRequest(str(i), ids, SamplingParams(), pooling=PoolingParams()))
+            client.add_request(EngineCoreRequest(str(i), ids, SamplingParams(), pooling=PoolingParams()))
             for i, ids in enumerate(prompts)
         ]
         for stream, vector in zip(streams, want, strict=True):
             output = stream.get(timeout=30)
             assert output.finished and output.finish_reason == "stop"
             assert np.abs(np.frombuffer(output.pooled, dtype=np.float32) - vector).max() <= 1e-6
-        refused = client.add(EngineCoreRequest("x", [1, 2], SamplingParams())).get(timeout=30)
+        refused = client.add_request(EngineCoreRequest("x", [1, 2], SamplingParams())).get(timeout=30)
         assert "asks for generated text" in refused.error and refused.finished
-        client.close()
+        client.shutdown()
 
 
 # --- the start --------------------------------------------------------------------------------------------------------

@@ -391,7 +391,7 @@ def test_our_own_bugs_are_500_and_logged(
     def fail(*args: Any) -> None:
         raise RuntimeError("/secret/path")
 
-    monkeypatch.setattr(engine, "add", fail)
+    monkeypatch.setattr(engine, "add_request", fail)
     assert "secret" not in refusal(post(http_client, COMPLETIONS), 500)["message"]
     assert "/secret/path" in caplog.text
 

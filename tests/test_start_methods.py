@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from multiprocessing import spawn
+import weakref
+from multiprocessing import resource_tracker, spawn
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +282,68 @@ def test_what_does_not_start_says_so(monkeypatch, make_llm, capfd):
     with pytest.raises(ValueError, match="have said why on stderr"):
         make_llm(max_model_len=10**6)
     assert "error: max_model_len is 1000000" in capfd.readouterr().err
+
+
+# --- what ends with an LLM --------------------------------------------------------------------------------------------
+
+
+def descendants() -> set[int]:
+    """The processes that this one and its children have started, but for those of multiprocessing itself."""
+    found = psutil.Process().children(recursive=True)
+    return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+def things() -> set[Any]:
+    """The threads that run here, but for the one of all bars, and the sockets, pipes and shared memory."""
+    threads, files = {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}, set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            files.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return threads | files
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [({}, 0), ({"distributed_executor_backend": "mp"}, 1), ({"data_parallel_size": 2}, 5)],
+    ids=["uni", "mp", "engines"],
+)
+def test_an_llm_that_is_forgotten_frees_what_it_has(make_llm, fields, count):
+    """Engines, the coordinator, workers; their connections, memory and threads."""
+    resource_tracker.ensure_running()  # which multiprocessing never ends
+    before, here = descendants(), things()
+    made = make_llm(threads=1, max_model_len=128, trace=None, **fields)
+    assert tokens(made, ["To be"]) and len(descendants() - before) == count
+    model = weakref.ref(made.core.executor.worker.model) if not fields else lambda: None
+    del made
+    gc.collect()
+    assert model() is None and descendants() == before
+    eventually(lambda: things() <= here)
+
+
+FORGETFUL = """
+import asyncio, json, os, sys, psutil
+from async_llm import AsyncLLM, EngineArgs
+from engine import LLM, SamplingParams
+fields = dict(device="cpu", threads=1, max_model_len=128, log_level="error")
+llm, other = LLM(data_parallel_size=2, **fields), AsyncLLM(EngineArgs(**fields))
+pids = [child.pid for child in psutil.Process().children()]
+sockets = lambda: [client.connection.socket for client in (*llm.client.clients.values(), other.client.engine)]
+held = sockets()
+if not os.fork():
+    sys.exit(0)  # which ends nothing of what its parent has started
+os.wait()
+llm.generate("To be", SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+asyncio.run(other.get_metrics())
+assert sockets() == held and all(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+print(json.dumps(pids))
+"""
+
+
+def test_a_script_that_ends_has_ended_its_engines(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    pids = json.loads(done.stdout)
+    assert len(pids) == 4 and not any(map(psutil.pid_exists, pids))

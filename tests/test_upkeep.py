@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError
-from client import source_of
 from config import DEMO
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
+from hub import source_of
 from upkeep import KeptWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -162,9 +162,9 @@ def test_requests_that_ran_go_on_after_the_sleep(llm, wanted):
         for output in engine.step():
             found[output.request_id] = output.outputs[0].token_ids
         if i in (0, 2, 5):
-            engine.client.call("sleep", 1 + i % 2)
+            engine.client.utility_on_all("sleep", 1 + i % 2)
             assert engine.step() == [] and engine.has_unfinished_requests()
-            engine.client.call("wake_up")
+            engine.client.utility_on_all("wake_up")
         engine.client.core.check_integrity()
     assert [found[str(i)] for i in range(len(PROMPTS))] == wanted
     engine.close()
@@ -457,13 +457,14 @@ def test_an_engine_process_that_is_replaced_has_the_weights_that_were_set_last(l
 
     async def main() -> None:
         await llm_async.update_weights(other)
-        os.kill(llm_async.process.process.pid, signal.SIGKILL)
+        os.kill(llm_async.client.process.process.pid, signal.SIGKILL)
         assert await again() == others[0] and await llm_async.get_weights_version() == 1
         assert await llm_async.update_weights(tensors=load_file(f"{DEMO}/model.safetensors")) == 2
         assert await again() == wanted[0]
-        os.kill(llm_async.process.process.pid, signal.SIGKILL)
-        await asyncio.to_thread(llm_async.watcher.join, 30)
-        assert not llm_async.watcher.is_alive()  # it has given up, and nothing brings the old weights back
+        os.kill(llm_async.client.process.process.pid, signal.SIGKILL)
+        (watcher,) = llm_async.client.resources.threads
+        await asyncio.to_thread(watcher.join, 30)
+        assert not watcher.is_alive()  # it has given up, and nothing brings the old weights back
         with pytest.raises(EngineDeadError):
             await last(llm_async, PROMPTS[0], GREEDY, "never")
 
