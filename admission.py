@@ -183,7 +183,7 @@ class Admission:
             self.wait(group, now)
 
     def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
-        """Nobody knows which of these plans' moves were made: what they were to bring somewhere may not be there."""
+        """Nobody knows which of these plans' moves were made, so nothing that they were to move is trusted."""
         self.space.forget_moves(plans)
         if any(plan.swap_out or plan.state_out for plan in plans):
             self.drop_swapped(now)
@@ -293,7 +293,7 @@ class Admission:
         if not self.waiting or not running or self.config.pools:
             return []
         group, victims, slots = self.waiting.first(), list[SequenceGroup](), len(self.free_slots)
-        holders = [request for request in self.prompt_holders if self._yields(request.groups[0], group)]
+        holders = [r for r in self.prompt_holders if self._yields(min(r.groups, key=lambda each: each.key), group)]
         if group is not self.first() or not (holders or self._yields(running[-1], group)):
             return []
         entry, births = self._entry(group, plan)

@@ -47,7 +47,7 @@ from plan import (
     Reply,
     reference_to,
 )
-from ring import BEAT, STALL, Codec, Watchdog
+from ring import BEAT, STALL, Codec, Watchdog, undisturbed
 
 AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
 GONE = "the engine process has ended"
@@ -421,12 +421,14 @@ class InprocClient:
         """Run a step and hand out its outputs; returns whether there was anything to run."""
         if not self.core.has_work():
             return False
-        for output in self.core.step():
-            stream = self.streams.get(output.request_id)
-            if output.finished:
-                self.streams.pop(output.request_id, None)
-            if stream:  # else it was given up after this had come
-                stream.put(output)
+        self.core.advance()
+        with undisturbed():
+            for output in self.core.tell():
+                stream = self.streams.get(output.request_id)
+                if output.finished:
+                    self.streams.pop(output.request_id, None)
+                if stream:  # else it was given up after this had come
+                    stream.put(output)
         return True
 
     @property

@@ -14,8 +14,6 @@ import contextlib
 import dataclasses
 import os
 import pkgutil
-import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +31,7 @@ from model_config import ModelConfig
 from plan import TAGS, WEIGHTS, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
+from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request
@@ -49,22 +48,6 @@ TENSORS = "tensors"  # in the place of a folder: weights came as tensors, and ca
 GLANCE = 0.01  # seconds between two looks at grammars that are being compiled, where nothing else is to do
 LARGE_VOCABULARY = 2**15  # tokens; llguidance takes seconds to read so many
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds before workers that did not come up are started again; it doubles
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the end of this, so that it never leaves the books half written."""
-    handler, held = signal.getsignal(signal.SIGINT), list[Any]()
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield  # no signal is handled in this thread, or none by Python
-        return
-    signal.signal(signal.SIGINT, lambda *caught: held.append(caught))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
 
 
 class EngineCore:
@@ -126,7 +109,7 @@ class EngineCore:
         self.level = 0  # and how deeply
         self.lost = ""  # why the workers' weights are no whole ones any more
         self.profile = ""  # the name of what is being recorded
-        self.news = Outputs()  # what the caller of `step` or `admit` has yet to be told
+        self.news = Outputs()  # see `tell`
         self.on_weights: Callable[[dict[str, Any]], None] = lambda options: None  # called with a successor's options
 
     def add(self, request: EngineCoreRequest, at_once: bool = False) -> None:
@@ -167,13 +150,9 @@ class EngineCore:
         if self.journal:
             self.journal.add(request)
 
-    def admit(self) -> Outputs:
-        """Queue requests that have waited for grammars or weights; returns the news, also of those that are refused."""
-        self._let_come()
-        return self._tell()
-
     @undisturbed()
-    def _let_come(self) -> None:
+    def admit(self) -> None:
+        """Queue requests that have waited for grammars or weights; `tell` has the news of those that are refused."""
         for request_id in [] if self.holding else list(self.held):
             try:
                 self.add(self.held.pop(request_id))
@@ -198,10 +177,10 @@ class EngineCore:
         news = EngineOutput(request_id, [], "error", error=error, finished=True, engine_fault=engine_fault)
         self.news.outputs.append(news)
 
-    def _tell(self) -> Outputs:
+    def tell(self) -> Outputs:
         """All that the caller has yet to be told."""
         news, self.news = self.news, Outputs()
-        if self.config.weights_version:  # those of all its tokens, because weights do not change within an answer
+        if self.config.weights_version:  # one version holds for a whole answer: weights never change within one
             for output in news.outputs:
                 output.weights_version = self.config.weights_version
         return news
@@ -225,10 +204,15 @@ class EngineCore:
         return not self.asleep and self.scheduler.has_work()
 
     def step(self, start: bool | None = None) -> Outputs:
-        """Take the result of the oldest step that runs, and start the next; returns what the result brought.
+        """`advance`, and return what that has brought."""
+        self.advance(start)
+        return self.tell()
+
+    def advance(self, start: bool | None = None) -> None:
+        """Take the result of the oldest step that runs, and start the next; `tell` has what the result brought.
 
         So whatever the caller does with that happens while the workers run, if they are processes; with asynchronous
-        scheduling the planning does too, because another step has been handed to them by then. The outputs are empty
+        scheduling the planning does too, because another step has been handed to them by then. There is no news
         where a second step must be started first, or the workers had to be started anew.
 
         Args:
@@ -242,7 +226,7 @@ class EngineCore:
         self._check_whole()
         if self.journal:
             self.journal.tick()
-        self._let_come()
+        self.admit()
         more, restarts = self._may_run() if start is None else start, self.num_restarts
         if len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead())):
             self._land()
@@ -260,7 +244,6 @@ class EngineCore:
             except KeyboardInterrupt:
                 self._start_over(False, None)
                 raise
-        return self._tell()
 
     @undisturbed()
     def _plan(self) -> None:
@@ -299,8 +282,8 @@ class EngineCore:
 
     def _land(self) -> None:
         """Wait for the result of the oldest step that runs."""
-        plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
         try:
+            plan = self.plans.popleft()  # first, because after an error nobody may wait for it again
             with self.span("wait", plan):
                 result = self.executor.result()
             with undisturbed():

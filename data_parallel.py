@@ -18,7 +18,8 @@ start their workers anew and compute the tokens of their requests again. The coo
 the others. As soon as all engines wait, it names a place where the new workers meet, and a new count of steps begins.
 
 Their number changes in the same way. One that is added comes to the meeting, and one that is taken away is gone. The
-server tells the coordinator how many there are to be, and whoever meets hears it there and divides the experts so.
+server tells the coordinator how many there are to be. Each engine is told the number when they meet, and divides the
+experts by it.
 """
 
 from __future__ import annotations
@@ -511,6 +512,8 @@ class Meetings:
         if message is None:
             rank, _ = self.turns.pop(client)
             if any(rank == other for other, _ in self.turns.values()):  # it has come back already
+                return {}
+            if rank not in self.waiting and rank >= self.met:  # the others have never met it
                 return {}
             self.waiting.discard(rank)
             return self._break_off()

@@ -48,6 +48,7 @@ from outputs import (
 )
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from prompts import InputProcessor, Prompt, listed, read_prompt
+from ring import undisturbed
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
@@ -121,6 +122,7 @@ class LLMEngine:
         self._client: InprocClient | FleetClient | None = new_client(config)
         self.inputs = InputProcessor(self.tokenizer, self.client.facts)
         self.live: dict[str, Choices] = {}
+        self.grown: dict[str, Choices] = {}  # of which there is more to tell
         self.stream = Stream()
 
     @classmethod
@@ -183,28 +185,31 @@ class LLMEngine:
         Raises:
             EngineDeadError: an engine had a process of its own, which has died. All requests are given up.
         """
-        grown, outputs = dict[str, Choices](), list[EngineOutput]()
         patience = 0 if isinstance(self.client, InprocClient) or not self.live else PATIENCE
         try:
             with contextlib.suppress(queue.Empty):
-                outputs.append(self.client.get_output(self.stream, patience))
+                self._follow(self.client.get_output(self.stream, patience))
                 while not self.stream.empty():
-                    outputs.append(self.client.get_output(self.stream))
+                    self._follow(self.client.get_output(self.stream))
         except EngineDeadError:
             self.abort_request(list(self.live))
             self.stream = Stream()
             raise
-        for output in outputs:
-            if choices := self.live.get(output.request_id):
-                choices.follow(output, self.client.abort)
-                grown[output.request_id] = choices
-                if choices.finished:  # perhaps by a stop string, of which the engine hears now
-                    del self.live[output.request_id]
+        grown, self.grown = self.grown, {}
         return [choices.output() for choices in grown.values()]
+
+    @undisturbed()
+    def _follow(self, output: EngineOutput) -> None:
+        """Take the news of a request, which the next return of `step` tells."""
+        if choices := self.live.get(output.request_id):
+            choices.follow(output, self.client.abort)
+            self.grown[output.request_id] = choices
+            if choices.finished:  # perhaps by a stop string, of which the engine hears now
+                del self.live[output.request_id]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self.live)
+        return bool(self.live or self.grown)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests there are."""

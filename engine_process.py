@@ -111,7 +111,8 @@ class EngineServer:
                 except queue.Empty:
                     pass
                 self._call_deferred()
-                self._hand_out(core.admit())
+                core.admit()
+                self._hand_out(core.tell())
                 if time.monotonic() > checked + BEAT:
                     core.check_workers()
                     self._log_stats()
@@ -266,8 +267,8 @@ class EngineProcess(Child):
             gpus = visible_gpus()
             mine = range(first, first + count) if gpus is None else gpus[first : first + count]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, mine))
-        launched = config.distributed_executor_backend == "external_launcher"
-        self.irreplaceable = "all ranks" if launched else ""  # went with it
+        self.launched = "all ranks" if config.distributed_executor_backend == "external_launcher" else ""
+        self.irreplaceable = self.launched  # what goes with it
         name = f"engine process {rank}" if config.max_engines > 1 else "the engine process"
         options = dataclasses.asdict(config) | {"beside_server": True}
         beside = [coordinator] if coordinator else []
@@ -290,7 +291,7 @@ class EngineProcess(Child):
         """The engine has other weights; its successor loads the same, if it can."""
         self.options |= options
         self.facts |= options
-        self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else ""
+        self.irreplaceable = "weights that came as tensors" if options["weights"] == TENSORS else self.launched
 
     def on_ready(self) -> None:
         """Have a successor keep these sizes: clients know them, and if it measured again it might come to less."""

@@ -196,11 +196,12 @@ class MpExecutor:
         self.owing: set[int] = set()  # ranks that have not answered a call that was given up
         self.watchdogs, self.held_up = [Watchdog() for _ in range(size)], Watchdog()
         self.next_look, self.trouble, self.ready = 0.0, "", False
-        self.whole = True  # whether all ranks have all of each message
+        self.whole = False  # whether all ranks have all of each message
         with contextlib.ExitStack() as until_ready:
             self._launch(config, size, until_ready)
             self.all_facts = self._replies(time.monotonic(), config.startup_timeout)
-        self.step_timeout, self.ready = max(step_timeout(config, facts) for facts in self.all_facts), True
+        self.step_timeout = max(step_timeout(config, facts) for facts in self.all_facts)
+        self.ready = self.whole = True
 
     def _launch(self, config: EngineConfig, size: int, until_ready: contextlib.ExitStack) -> None:
         """Make the processes, the rings to and from them, and the place where they meet until they are ready."""
@@ -228,7 +229,6 @@ class MpExecutor:
 
         Raises:
             WorkerError: as for `result`; or a worker has not taken the plan within `step_timeout` seconds.
-            BrokenOffError: see `_heed_peers`.
         """
         self._heed_peers()
         self.waiting.append(plan.step)
@@ -276,12 +276,17 @@ class MpExecutor:
             WorkerError: as for `result`.
         """
         deadline = time.monotonic() + timeout
+        if not self.whole:
+            raise BlamelessError("a start of the workers, or a message to them, was broken off")
+        naps = {rank: self.plans.nap(rank) for rank in self.owing}
         while self.owing:
             rank = min(self.owing)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} still runs an earlier call, so this one was not sent")
             self._take(rank, TURN)
             self._attend()
+            # Who waits for a message has replied. Ctrl-C may have come before the reply was kept.
+            self.owing -= {rank for rank in self.owing if self.plans.nap(rank) not in (0, naps[rank])}
 
     def check(self) -> None:
         """See whether all workers live, and whether those that have nothing to do would notice if they had.
@@ -308,8 +313,6 @@ class MpExecutor:
 
     def _send(self, message: StepPlan | Call) -> None:
         data = self.codec.encode(message)
-        if not self.whole:
-            raise BlamelessError("an earlier message was broken off, which some ranks may have and others not")
         self.whole = False
         try:
             self.plans.write(data, self.step_timeout, self._attend)
@@ -348,7 +351,6 @@ class MpExecutor:
 
         Raises:
             WorkerError: one has stood still for `step_timeout` seconds.
-            BrokenOffError: see `_heed_peers`.
         """
         self._heed_peers()
         if time.monotonic() < self.next_look:

@@ -145,12 +145,13 @@ class Grammars:
         self.words = -(-vocab_size // 32)
         self.open_tokenizer, self.opening = open_tokenizer, threading.Lock()
         self.tokenizer: Any = None
-        self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="grammar")
+        count = min(THREADS, os.cpu_count() or 1)  # of each: masks never wait behind grammars, which may take long
+        self.threads, self.compilers = (ThreadPoolExecutor(count, thread_name_prefix="grammar") for _ in range(2))
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, so that the first grammar need not wait for it."""
-        self.threads.submit(self._tokenizer)
+        self.compilers.submit(self._tokenizer)
 
     def _tokenizer(self) -> Any:
         with self.opening:
@@ -169,7 +170,7 @@ class Grammars:
         if wanted in self.cache:
             self.cache.move_to_end(wanted)
         else:
-            self.cache[wanted] = self.threads.submit(self._compile, wanted)
+            self.cache[wanted] = self.compilers.submit(self._compile, wanted)
             while sum(key.size for key in self.cache) > MAX_CACHED:
                 self.cache.popitem(last=False)
         return self.cache[wanted]
@@ -255,11 +256,12 @@ class Grammars:
             rows: (sequence, tokens, tokens computed with these) of its rows, but for those of the batch of decodes.
 
         Returns:
-            why requests cannot go on at all. Their rows may draw any token, which the caller must drop.
+            why requests cannot go on at all. Their rows get a mask that allows every token. The caller must abort
+            these requests, so that the token is dropped.
         """
         seqs = [seq for seq, _, computed in rows if samples(seq, computed)]
         if behind := [work for seq in seqs if (work := self._work(seq))]:
-            wait(behind, MASK_TIMEOUT + PATIENCE)  # whoever has none after that has `trouble`
+            wait(behind, MASK_TIMEOUT + PATIENCE)  # a sequence without a mask by now has `trouble`
         failed = self._failed(seqs)
         for seq in seqs:
             mask = self._of(seq).mask
@@ -270,7 +272,8 @@ class Grammars:
 
     def close(self) -> None:
         """Let the threads end."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self.threads, self.compilers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def samples(seq: Sequence, computed: int) -> bool:

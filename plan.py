@@ -271,8 +271,8 @@ class Reply:
     call_id: int
     value: Any = None
     error: str | None = None
-    late: bool = False  # whether that is a TimeoutError,
-    blameless: bool = False  # or a PeersGone
+    late: bool = False  # the error is a TimeoutError
+    blameless: bool = False  # the error is a PeersGone
 
 
 @dataclass(slots=True)

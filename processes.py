@@ -112,7 +112,7 @@ class Child:
         """Called with what the process has told of itself later on; see `ParentPipe.tell`."""
 
     def on_end(self) -> None:
-        """Called when the process has ended, and all that it told is known.
+        """Called once the process has ended and everything it told has been read.
 
         Raises:
             ChildProcessError: it cannot be replaced.

@@ -11,7 +11,7 @@ from heapq import heapify, heappop, heappush
 from sequence import Key, Request, SequenceGroup, Status
 
 UNPLACED = 2**62  # class of a group that stands behind another one of its client, under the policy `fair`
-MOST_STALE = 16  # entries that may stay in a heap of fewer groups without meaning anything
+MOST_STALE = 16  # stale entries that a heap may keep before they are removed
 OUTPUT_WEIGHT = 2  # what a token of output counts, where one of the prompt counts 1 (as in the paper of `FairQueue`)
 
 

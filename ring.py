@@ -27,6 +27,7 @@ import contextlib
 import mmap
 import os
 import select
+import signal
 import socket
 import struct
 import tempfile
@@ -80,6 +81,22 @@ class Codec:
         """
         name, body = self.envelope.decode(data)
         return self.bodies[name].decode(body)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C waits until the end of this, so that it never leaves the books half written."""
+    handler, held = signal.getsignal(signal.SIGINT), list[Any]()
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield  # no signal is handled in this thread, or none by Python
+        return
+    signal.signal(signal.SIGINT, lambda *caught: held.append(caught))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
 
 
 class RingTimeout(RuntimeError):

@@ -23,7 +23,7 @@ from model_config import ModelConfig
 from plan import Call, Kwargs, Method, StepPlan, StepResult
 from ring import Codec
 
-# The variables that torchrun sets for each process, and of those that `srun` sets the ones which say as much.
+# The variables that torchrun sets for each process, and the variable of `srun` that says the same.
 VARIABLES = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",
@@ -206,8 +206,8 @@ def first_node(listed: str) -> str:
 
 
 def port_of_step(environ: Mapping[str, str]) -> int:
-    """A port that all ranks of a step of Slurm choose, and steps that run at the same time on a node do not."""
-    return FIRST_PORT + (10 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
+    """A port that all ranks of a step of Slurm choose; two steps on one node hardly ever choose the same."""
+    return FIRST_PORT + (101 * whole(environ, "SLURM_JOB_ID") + whole(environ, "SLURM_STEP_ID")) % NUM_PORTS
 
 
 def lead_or_follow(config: EngineConfig, model_config: ModelConfig) -> EngineConfig:

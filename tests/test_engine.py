@@ -579,4 +579,4 @@ def test_whoever_is_ended_while_idle_workers_are_replaced_is_told(make_llm, monk
         monkeypatch.setattr(core, "_restart_workers", lambda error: None)
         monkeypatch.setattr(core.scheduler, "start_over", lambda lost, cause: [ended])
         core.check_workers()
-        assert core.has_work() and [*core.admit()] == [ended] and not core.has_work()
+        assert core.has_work() and [*core.tell()] == [ended] and not core.has_work()

@@ -56,14 +56,14 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "outputs": {"plan", "sampling_params", "tokenizer"},
     # engine
     "engine": {
-        "client", "config", "core", "fleet", "hub", "logs", "messages", "outputs", "plan", "prompts",
+        "client", "config", "core", "fleet", "hub", "logs", "messages", "outputs", "plan", "prompts", "ring",
         "sampling_params", "tokenizer"},
     "async_llm": {
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
         "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
-        "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
+        "ring", "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
     "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
     "engine_process": {

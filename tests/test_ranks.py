@@ -237,14 +237,40 @@ def test_after_a_message_that_was_broken_off_nothing_is_sent(ranks):
             executor.submit(plan(step, LARGE))
     executor._look = look
     for send in (lambda: executor.submit(plan(100)), lambda: executor.collective_rpc("anything")):
-        with pytest.raises(WorkerError, match="an earlier message was broken off"):
+        with pytest.raises(WorkerError, match="a message to them, was broken off"):
             send()
     executor.restart(executor.config)
     executor.submit(plan(1, LARGE))
     assert executor.result().step == 1
 
 
+def test_after_a_start_that_was_broken_off_all_start_again(ranks, monkeypatch):
+    executor = ranks(meeting(1, {0}))
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(executor, "_launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.restart(executor.config)
+    for use in (lambda: executor.submit(plan(1)), lambda: executor.collective_rpc("anything")):
+        with pytest.raises(BlamelessError, match="a start of the workers, or a message to them, was broken off"):
+            use()
+    executor.restart(executor.config)
+    executor.submit(plan(1))
+    assert executor.result().step == 1
+
+
 # --- calls that are given up ------------------------------------------------------------------------------------------
+
+
+def test_a_reply_that_ctrl_c_has_lost_is_not_waited_for(ranks):
+    """Its rank waits for the next message, and so has replied."""
+    executor, begun = ranks(meeting(1, {0})), time.monotonic()
+    executor.owing = {0}
+    executor.submit(plan(1))
+    assert executor.result().step == 1 and time.monotonic() - begun < 10
 
 
 class Slow:
