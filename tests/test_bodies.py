@@ -23,7 +23,7 @@ import serving as serving_routes
 from bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
 from config import EngineConfig, ServerConfig
 from engine_process import INBOX_TIME, EngineServer
-from plan import Abort
+from plan import Abort, Outputs
 from processes import Board
 from protocol import ApiError, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
@@ -205,7 +205,7 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         executor=None,
         has_work=lambda: True,
         compiling={},
-        admit=list,
+        admit=Outputs,
         step=step,
         check_workers=lambda: None,
     )
