@@ -205,7 +205,8 @@ def test_many_long_prompts_do_not_hold_up_the_engines_steps() -> None:
         executor=None,
         has_work=lambda: True,
         compiling={},
-        admit=Outputs,
+        admit=lambda: None,
+        tell=Outputs,
         step=step,
         check_workers=lambda: None,
     )

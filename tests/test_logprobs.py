@@ -331,7 +331,7 @@ def test_they_are_equal_to_the_bit_however_they_are_computed(make_llm, work):
 
     def run(batches: list[slice], deaths: int = 0, **fields) -> tuple[list[Any], dict[str, float]]:
         llm = make_llm(batch_invariant=True, block_size=4, max_model_len=40, **fields)
-        step, steps = llm.core.step, iter(range(10**6))
+        step, steps = llm.core.advance, iter(range(10**6))
 
         def step_and_die(*args: Any) -> Any:
             news = step(*args)
@@ -339,7 +339,7 @@ def test_they_are_equal_to_the_bit_however_they_are_computed(make_llm, work):
                 assert not llm.core._start_over(True, None)
             return news
 
-        llm.core.step = step_and_die
+        llm.core.advance = step_and_die
         outputs = [o for batch in batches for o in llm.generate(prompts[batch], params[batch], use_tqdm=False)]
         return [scored(output) for output in outputs[-6:]], llm.core.metrics()
 
