@@ -303,10 +303,11 @@ class RingBuffer:
         length = self.words[at + 1]
         inside = length <= self.chunk_bytes
         message = bytes(self.payloads[begin : begin + length]) if inside else self._receive(length)
-        self.count += 1
-        assert self.words[at] == self.count, "the writer overtook a reader"
-        self._order()  # the payload was read before the chunk is given back
-        self.words[at + 2 + self.reader] = self.count
+        with undisturbed():
+            self.count += 1
+            assert self.words[at] == self.count, "the writer overtook a reader"
+            self._order()  # the payload was read before the chunk is given back
+            self.words[at + 2 + self.reader] = self.count
         return message
 
     def _wait(self, at: int, timeout: float) -> bool:
