@@ -14,6 +14,7 @@ import time
 import weakref
 from multiprocessing import resource_tracker, spawn
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -135,8 +136,9 @@ def test_a_script_that_ends_while_a_worker_imports_it_says_so(tmp_path):
     assert done.stderr.endswith("your script, which a worker imports for a function of it, has ended (3)\n")
 
 
-def test_only_the_workers_do_without_the_script():
+def test_only_the_workers_do_without_the_script(monkeypatch):
     """Processes that the script starts by itself meanwhile, in other threads, import it as ever."""
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None, __file__="/somewhere/script.py"))
 
     class Process:
         name = "manta-worker-0"

@@ -186,7 +186,7 @@ TASK = {"SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "3", "SLURM_PROCID": "5", "SL
         "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
         "SLURM_STEP_NODELIST": "node[01-03,7]"}  # fmt: skip
 FOUND = {"RANK": "5", "WORLD_SIZE": "7", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node01",
-         "MASTER_PORT": "19563"}  # fmt: skip
+         "MASTER_PORT": "24059"}  # fmt: skip
 MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}  # as a user sets them
 HERE = {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_PROCID": "1"}
 STEPS = itertools.count()
@@ -201,11 +201,11 @@ STEPS = itertools.count()
         (TASK | MEETING, FOUND | MEETING),
         (TASK | {"SLURM_PROCID": "6", "SLURM_LOCALID": "0", "SLURM_NODEID": "3"},
          FOUND | {"RANK": "6", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}),
-        (TASK | {"SLURM_STEP_ID": "4"}, FOUND | {"MASTER_PORT": "19564"}),
+        (TASK | {"SLURM_STEP_ID": "4"}, FOUND | {"MASTER_PORT": "24060"}),
         (TASK | {"CUDA_VISIBLE_DEVICES": "0,1"}, FOUND),
         (TASK | {"CUDA_VISIBLE_DEVICES": "0"}, FOUND | {"LOCAL_RANK": "0"}),  # as --gpus-per-task=1 does
         (TASK | {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0"}, FOUND),
-        (TASK | HERE, OWN | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "19563"}),
+        (TASK | HERE, OWN | {"RANK": "1", "LOCAL_RANK": "1", "MASTER_PORT": "24059"}),
     ],
 )  # fmt: skip
 def test_a_rank_knows_how_it_was_launched(environ: dict[str, str], found: dict[str, str]) -> None:
