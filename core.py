@@ -226,7 +226,8 @@ class EngineCore:
         self._check_whole()
         if self.journal:
             self.journal.tick()
-        self.admit()
+        if self.held or self.compiling:
+            self.admit()
         more, restarts = self._may_run() if start is None else start, self.num_restarts
         if len(self.plans) == self.depth or (self.plans and not (more and self._may_plan_ahead())):
             self._land()
@@ -255,7 +256,8 @@ class EngineCore:
             self.journal.planned(self.plans[-1], self.scheduler)
         if self.recorder.recording:
             self.recorder.planned(self.plans[-1])
-        self._give_up(failed)
+        if failed:
+            self._give_up(failed)
 
     def _may_plan_ahead(self) -> bool:
         """Whether the next step can do without the tokens that those in flight bring, for most of those who run."""
@@ -271,7 +273,8 @@ class EngineCore:
         self.scheduler.late, failed = self.grammars.look(groups)
         if self.journal:
             self.journal.late(self.scheduler.late)
-        self._give_up(failed)
+        if failed:
+            self._give_up(failed)
 
     @undisturbed()
     def _give_up(self, failed: dict[Request, str]) -> None:

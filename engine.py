@@ -188,9 +188,11 @@ class LLMEngine:
         patience = 0 if isinstance(self.client, InprocClient) or not self.live else PATIENCE
         try:
             with contextlib.suppress(queue.Empty):
-                self._follow(self.client.get_output(self.stream, patience))
-                while not self.stream.empty():
-                    self._follow(self.client.get_output(self.stream))
+                first = self.client.get_output(self.stream, patience)
+                with undisturbed():  # what has been taken is told, if not by this call, then by the next one
+                    self._follow(first)
+                    while not self.stream.empty():
+                        self._follow(self.client.get_output(self.stream))
         except EngineDeadError:
             self.abort_request(list(self.live))
             self.stream = Stream()
@@ -198,7 +200,6 @@ class LLMEngine:
         grown, self.grown = self.grown, {}
         return [choices.output() for choices in grown.values()]
 
-    @undisturbed()
     def _follow(self, output: EngineOutput) -> None:
         """Take the news of a request, which the next return of `step` tells."""
         if choices := self.live.get(output.request_id):

@@ -23,11 +23,11 @@ each: messages, heartbeats, and naps.
 
 from __future__ import annotations
 
+import _signal
 import contextlib
 import mmap
 import os
 import select
-import signal
 import socket
 import struct
 import tempfile
@@ -85,16 +85,20 @@ class Codec:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Ctrl-C waits until the end of this, so that it never leaves the books half written."""
-    handler, held = signal.getsignal(signal.SIGINT), list[Any]()
+    """Ctrl-C waits until the end of this, so that it never leaves the books half written.
+
+    It is entered several times a step. So it takes `signal`'s functions from below, which make no enums of handlers:
+    3 us instead of 22 on a Xeon of 2023.
+    """
+    handler, held = _signal.getsignal(_signal.SIGINT), list[Any]()
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield  # no signal is handled in this thread, or none by Python
         return
-    signal.signal(signal.SIGINT, lambda *caught: held.append(caught))
+    _signal.signal(_signal.SIGINT, lambda *caught: held.append(caught))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        _signal.signal(_signal.SIGINT, handler)
         if held:
             handler(*held[0])
 
