@@ -49,6 +49,8 @@ collect_ignore = [] if find_spec("flask") else SERVED
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+    if GPU:  # whose machine may have any versions of what warns: there a warning is printed
+        config.addinivalue_line("filterwarnings", "default")
     config.option.loadscopereorder = False  # else pytest-xdist begins with the files of the most tests
     # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,15 +59,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and leave the interpreted kernels to a process without a GPU.
+    """Begin with the longest files, and leave out the campaigns and what a GPU's process may not run.
 
-    test_gpu.py starts one for them.
+    Campaigns run only where `-m` names `long`, so `-m gpu` takes none. Interpreted kernels need a process without a
+    GPU: test_gpu.py starts one for them.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if GPU:
-        left = [item for item in items if item.get_closest_marker("interpreted")]
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
+    apart = ["interpreted"] * GPU + ["long"] * ("long" not in config.option.markexpr)
+    left = [item for item in items if any(map(item.get_closest_marker, apart))]
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=left)
 
 
 @pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])
