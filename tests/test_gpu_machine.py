@@ -1,4 +1,4 @@
-"""What a machine with a GPU takes of the tests, seen from a process that only believes it has one."""
+"""What a machine with a GPU, and with no more installed than `LLM` needs, makes of the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+BARRED = ("argcomplete", "flask", "gevent", "gunicorn", "llguidance", "msgspec", "prometheus_client", "setproctitle")
 
 COLLECT = """
 import json, sys
 import pytest, torch
 
-torch.cuda.is_available = lambda: True
+torch.cuda.is_available = lambda: True  # which is all that the tests ask
+barred, *options = sys.argv[1:]
+sys.modules.update(dict.fromkeys(json.loads(barred)))
 
 class Told:
     def pytest_collection_finish(self, session):
@@ -21,13 +24,15 @@ class Told:
         found["long"] = [item.nodeid for item in session.items if item.get_closest_marker("long")]
         print("told", json.dumps(found))
 
-sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]], [Told()]))
+sys.exit(pytest.main(["--collect-only", "-p", "no:cacheprovider", "-p", "no:xdist", *options], [Told()]))
 """
 
 
-def collect(*options: str) -> dict[str, list[str]]:
+def collect(*options: str, barred: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """The tests that pytest would run there with these options, those among them that are long, and its filters."""
-    done = subprocess.run([sys.executable, "-c", COLLECT, *options], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", COLLECT, json.dumps(barred), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
     (told,) = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     return json.loads(told.removeprefix("told "))
 
@@ -41,3 +46,9 @@ def test_a_gpu_runs_no_campaign_no_mutant_and_nothing_interpreted():
     assert not names & {"test_the_tests_catch_it", "test_a_rehearsal_launches_what_warm_up_does"}
     assert not found["long"] and 0 < len(more["long"]) == len(more["tests"])
     assert found["warnings"][-1] == "default"
+
+
+def test_files_that_need_more_than_is_there_are_skipped():
+    files = ["tests/test_http.py", "tests/test_ranks.py", "tests/test_matmul.py"]
+    found = collect("-m", "gpu", *files, barred=BARRED)["tests"]
+    assert found and all(name.startswith("tests/test_matmul.py") for name in found)
