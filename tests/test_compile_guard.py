@@ -16,7 +16,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+
+import triton
 
 import kernels
 import memory
@@ -168,6 +170,8 @@ driver = CudaDriver()  # for a GPU that this machine need not have
 driver.get_current_device = driver.get_current_stream = lambda device=0: 0
 driver.get_current_target = lambda: GPUTarget("cuda", 90, 32)
 triton.runtime.driver.set_active(driver)
+import triton
+
 import kernels
 import memory
 from config import EngineConfig
