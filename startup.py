@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
-from compile_guard import CompileGuard
+from compile_guard import CompileGuard, check_compiler
 from config import EngineConfig
 from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
@@ -83,6 +83,8 @@ class Startup:
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
         self.ops = pick_ops(config.backend, self.device)
+        if self.device == "cuda" and self.ops.BACKEND == "triton":
+            check_compiler()
         self.builder = new_builder(config, self.ops.BACKEND)
         if self.builder:
             self.ops = compile_ops(self.builder)
