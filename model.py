@@ -362,9 +362,13 @@ class Transformer:
         return self.norm if self.group.pipeline.last else None
 
     @property
-    def incoming_size(self) -> int:
-        """Numbers of each token that come from the stage before."""
-        return self.config.hidden_size + len(self.layers[self.span.start :]) * self.config.layer_input_size
+    def passed_sizes(self) -> tuple[int, int]:
+        """Numbers of each token that come from the stage before, and that go to the next one; 0 where there is none."""
+        c, pipeline = self.config, self.group.pipeline
+        incoming, outgoing = (
+            c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
+        )
+        return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""

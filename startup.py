@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
-from compile_guard import CompileGuard
+from compile_guard import CompileGuard, check_compiler
 from config import EngineConfig
 from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
@@ -83,6 +83,8 @@ class Startup:
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
         self.ops = pick_ops(config.backend, self.device)
+        if self.device == "cuda" and self.ops.BACKEND == "triton":
+            check_compiler()
         self.builder = new_builder(config, self.ops.BACKEND)
         if self.builder:
             self.ops = compile_ops(self.builder)
@@ -489,30 +491,33 @@ class Startup:
     def capture(self) -> None:
         """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 
-        The graphs share their memory, because they never run at the same time and only their news are read afterwards.
-        A step that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
+        The graphs share their memory, because they never run at the same time. What is read afterwards are the news,
+        which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step that
+        must tell log-probabilities needs its logits afterwards, so it runs without a graph.
         """
-        worker = self.worker
-        worker.graph_sizes = graph_sizes(self.config.max_num_seqs)
+        worker, pipeline, rows = self.worker, self.group.pipeline, self.config.max_num_seqs
+        worker.graph_sizes = graph_sizes(rows)
         pool, shapes = torch.cuda.graph_pool_handle(), []
         for size in reversed(worker.graph_sizes):
             ones = np.ones(size, dtype=np.int32)
             shape = worker.shape_of(ones, ones > 0)
             shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
-        if not self.group.pipeline.first:
-            rows, dtype = self.config.max_num_seqs, self.model.dtype
-            worker.incoming = torch.zeros(rows, self.model.incoming_size, dtype=dtype, device=self.device)
+        incoming_size, outgoing_size = self.model.passed_sizes
+        worker.incoming = torch.zeros(rows, incoming_size, dtype=self.model.dtype, device=self.device)
+        outgoing = torch.zeros(rows, outgoing_size, dtype=self.model.dtype, device=self.device)
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
             worker.exchange(shape.rows)
-            incoming = None if self.group.pipeline.first else worker.incoming[: shape.tokens]
+            incoming = None if pipeline.first else worker.incoming[: shape.tokens]
             # This compiles kernels, and lets libraries allocate what they cannot during a capture.
             worker.forward(shape, incoming=incoming)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of these logits
-                logits, news = worker.forward(shape, incoming=incoming)
-            worker.graphs[shape] = graph, logits, news
+            with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
+                result = worker.forward(shape, incoming=incoming)[pipeline.last]
+                if not pipeline.last:
+                    result = outgoing[: shape.tokens].copy_(result)
+            worker.graphs[shape] = graph, result
         worker.rows = None  # the batch state holds the rows of the last graph
         worker.exchange(None)
 

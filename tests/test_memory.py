@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -263,6 +264,27 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
     predicted, _ = memory.step_bytes(made.config, made.model, 8, True)
     spared = 4 * 64 * 2**15 * invariant  # which only larger products need
     assert live.peak <= predicted <= 2 * live.peak + spared
+
+
+@pytest.mark.parametrize("layers", [None, range(1), range(1, 2)], ids=["one stage", "first", "last"])
+def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
+    """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
+    made = make(VOCAB, backend="reference", max_num_seqs=2, max_num_batched_tokens=16)
+    worker, model, pipeline = made.worker, made.model, made.group.pipeline
+    if layers:
+        pipeline.stage, pipeline.stages, pipeline.layers, model.span = layers.start, 2, layers, layers
+        pipeline.first, pipeline.last = layers.start == 0, layers.stop == 2
+    monkeypatch.setattr(BatchState, "sample", lambda self, ops, logits, *more: logits.argmax(-1))  # the sooner
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    with LiveBytes(*tensors(worker, worker.state, *model.owners()), collect=False) as live:
+        made.capture()
+    assert len(worker.graphs) == 4
+    passed, news = 2 * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
+    assert live.now <= passed + news * pipeline.last
+    config = replace(made.config, backend="triton")
+    assert live.peak <= plan_memory(config, model, worker.state, cuda=True).graphs - memory.GRAPHS
 
 
 @pytest.mark.interpreted

@@ -392,8 +392,7 @@ class FakeGraph:
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
-        self.logits, ids = worker.forward(shape)
-        self.ids = ids.zero_()
+        self.ids = worker.forward(shape)[1].zero_()
 
     def replay(self) -> None:
         self.replays += 1
@@ -414,7 +413,7 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
                 worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
                 worker.state.apply(worker.ops)
                 graph = FakeGraph(worker, shape)
-                worker.graphs[shape] = graph, graph.logits, graph.ids
+                worker.graphs[shape] = graph, graph.ids
         new = [row(i, [3 + i, 4, 5 * i], num_logprobs=2 if i == 4 else -1, temperature=i / 4) for i in range(6)]
         result.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(6)], new=new)))
         for step, slots in enumerate(((0, 1, 2, 3, 4, 5), (4, 2, 0), (5,), (1, 0, 3, 2, 5))):
