@@ -7,9 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 BARRED = ("argcomplete", "flask", "gevent", "gunicorn", "llguidance", "msgspec", "prometheus_client", "setproctitle")
 
+GENERATE = """
+from engine import LLM, SamplingParams
+
+llm, params = LLM(device="cpu"), SamplingParams(temperature=0, max_tokens=8)
+(told,), (chosen,) = llm.chat([{"role": "user", "content": "What is 3 + 4?"}], params), llm.generate("The lamp", params)
+assert told.outputs[0].text and chosen.outputs[0].text
+"""
 COLLECT = """
 import json, sys
 import pytest, torch
@@ -52,3 +61,14 @@ def test_files_that_need_more_than_is_there_are_skipped():
     files = ["tests/test_http.py", "tests/test_ranks.py", "tests/test_matmul.py"]
     found = collect("-m", "gpu", *files, barred=BARRED)["tests"]
     assert found and all(name.startswith("tests/test_matmul.py") for name in found)
+
+
+@pytest.mark.parametrize(
+    "command", ["", "kernels --help", "throughput --requests 2 --scale 0.02 --device cpu --dtype float32"]
+)
+def test_llm_and_its_benchmarks_need_nothing_of_the_server(command: str):
+    """Without a command, `LLM` itself."""
+    begin = f"import sys; sys.modules.update(dict.fromkeys({BARRED})); sys.path[:0] = ['.', 'bench']\n"
+    code = begin + ("import bench; bench.main()" if command else GENERATE)
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
