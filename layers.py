@@ -143,6 +143,8 @@ class Attention:
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
             self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
+        # Numbers of q and k that one norm adds up; ranks that hold the same KV head all count it.
+        self.norm_sizes = new(2, dtype=torch.float32) if row.qk_norm == "all" else None
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
@@ -199,6 +201,9 @@ class Attention:
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:
             self.q_norm += 1
             self.k_norm += 1
+        if self.norm_sizes is not None:
+            self.norm_sizes[0] = self.config.num_heads * self.dim
+            self.norm_sizes[1] = self.all_kv_heads * self.dim * self.copies
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
@@ -228,11 +233,9 @@ class Attention:
 
     def all_heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """What normalises q and k [T, 2] where all heads of all ranks are one vector."""
-        c = self.config
+        assert self.norm_sizes is not None
         sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, self.dim))
-        # Ranks that hold the same KV head have all counted it.
-        sizes = sums.new_tensor((c.num_heads * self.dim, self.all_kv_heads * self.dim * self.copies))
-        return (sums / sizes + c.norm_eps).rsqrt()
+        return (sums / self.norm_sizes + self.config.norm_eps).rsqrt()
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
@@ -468,6 +471,8 @@ class LayerInputs:
         self.table = new(vocab, c.num_layers * self.size)
         self.projection: Weight = new(c.num_layers * self.size, c.hidden_size)
         self.norm = Norm(c, ops, self.size, new)
+        # Rounded as a weight, as `embed_scale` is.
+        self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
@@ -484,8 +489,7 @@ class LayerInputs:
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
         y = linear(x, self.projection).mul_(self.config.hidden_size**-0.5).view(-1, self.size)
-        scale = float(torch.tensor(self.size**0.5, dtype=x.dtype))  # rounded as a weight, as `embed_scale` is
-        y = self.norm(y).add_(found.view(-1, self.size), alpha=scale).mul_(0.5**0.5)
+        y = self.norm(y).add_(found.view(-1, self.size), alpha=self.scale).mul_(0.5**0.5)
         return y.view(len(x), -1, self.size)
 
 
