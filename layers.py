@@ -37,6 +37,11 @@ class Batch:
     max_query_len: int
     longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
 
+    @property
+    def padded_slots(self) -> torch.Tensor | None:
+        """The slot of each token [T] where all rows have one token: padding rows, -1, may be among them. Else None."""
+        return self.slots if self.max_query_len == 1 else None
+
 
 @dataclass(slots=True)
 class Step:
@@ -308,8 +313,8 @@ class Mlp:
             self.act.copy_(F.softplus(self.act))
             self.act[1] += 0.5
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden] of any step."""
         x = linear(x, self.gate_up, self.gate_up_bias)
         x = self.ops.act_mul(x, self.activation) if self.row.gated else self.ops.act(x, self.activation, self.act)
         return linear(x, self.down, self.down_bias)
@@ -395,21 +400,22 @@ class ExpertMlp:
     def finish(self) -> None:
         """Do what is left to do once the weights are there."""
 
-    def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
 
-        The router sees x, or what it is to see instead.
+        The router sees x, or what it is to see instead. Padding rows meet no expert, so no weights are read for them.
         """
         e, ops, r = self.e, self.ops, self.r
         logits = linear(x if seen is None else seen, self.router, self.router_bias)
         weights, ids = ops.route(
-            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
-        )
+            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale,
+            step.batch.padded_slots,
+        )  # fmt: skip
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
         y = self.meet(x, weights, ids)
         if self.shared:
-            more = self.shared(x)
+            more = self.shared(x, step)
             y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
         return y
 
@@ -454,9 +460,9 @@ class ExpertsBeside:
         whose elements are about 1."""
         self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
 
-    def __call__(self, dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, dense: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
-        y = self.group.all_reduce(self.experts(self.experts_in(x), self.router_norm(x)))
+        y = self.group.all_reduce(self.experts(self.experts_in(x), step, self.router_norm(x)))
         return self.dense_out(dense) + self.experts_out(y)
 
 
