@@ -562,7 +562,7 @@ class Sampled:
             ids, live = receive(len(slots)), slots >= 0
             self.counts[slots[live]] -= 1
             if not live.all():
-                kept = to_device(torch.from_numpy(live), self.state.device)
+                kept = to_device(torch.from_numpy(np.flatnonzero(live)), self.state.device)
                 ids, on_device, places = ids[kept], on_device[kept], places[kept]
             self.state.token_ids[on_device, places] = ids
 

@@ -166,6 +166,18 @@ def test_rows_that_only_fill_up_a_step_leave_states_alone(make):
     assert (worker.states != 1).any(1).tolist() == [False, True, *[False] * 6]
 
 
+def test_rows_that_only_fill_up_a_step_meet_no_expert(make, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    worker, seen = make(ONE_LAYER | experts | {"architectures": ["Qwen3MoeForCausalLM"]}), []
+    plan_experts = worker.ops.plan_experts
+    monkeypatch.setattr(worker.ops, "plan_experts", lambda w, ids, *a: seen.append(ids) or plan_experts(w, ids, *a))
+    worker.graph_sizes = [4]
+    worker.step(StepPlan(0, rows=[(1, 1)], new=[row(1, [5])]))
+    worker.step(StepPlan(1, rows=[(0, 3)], new=[row(0, [5, 6, 7])]))
+    assert [ids.shape for ids in seen] == [(4, 2), (3, 2)]
+    assert (seen[0][0] >= 0).all() and (seen[0][1:] == -1).all() and (seen[1] >= 0).all()
+
+
 @pytest.mark.parametrize(
     ("fields", "snapshots", "host"),
     [
