@@ -444,7 +444,10 @@ class Startup:
         if self.config.pools:
             return self.run_pooled(count, length)
         blocks = self.some_blocks(length + 1)
-        asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
+        asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+        asked.append({"temperature": 1.0, "num_logprobs": 1})
+        if self.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
+            asked.append(asked[-1])
         for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
             new = prompts(count, length, blocks, **fields)
             begun = time.perf_counter()

@@ -236,6 +236,22 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
 
 
+def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatch):
+    """A made-up GPU takes a second for kernels that it has not loaded yet, and 3 ms for the step."""
+    ready, loaded, now = make().startup, set(), [0.0]
+
+    def execute(plan: StepPlan) -> SimpleNamespace:
+        kinds = {row.temperature for row in plan.new} - loaded
+        loaded.update(kinds)
+        now[0] += len(kinds) + 0.003
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
+    ready.device, ready.worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    count, length = ready.warm_up_prompts()
+    assert ready.run_prompts() == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
+
+
 @pytest.fixture
 def cudart(monkeypatch):
     """Stands in for CUDA's runtime. It registers `most` bytes at a time, and keeps a list of what it is asked for."""
