@@ -54,7 +54,8 @@ class MemoryPlan:
         logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
         sampling: the workspace of `ops.sample` for these rows.
         logprobs: the workspace of log-probabilities, whatever requests ask for.
-        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes.
+        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
+            buffers for what goes from stage to stage.
         context: an allowance for CUDA and its libraries.
         block: one block of the KV pool, a page of the layers that `KVLayout` says.
     """
@@ -114,6 +115,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     if not model.group.pipeline.last:  # nor are there logits
         logits = sampling = one = 0
         decode = (decode[0], 0)
+    passed = rows * sum(model.passed_sizes) * dtype.itemsize
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
@@ -122,7 +124,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logits=logits,
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
-        graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
+        graphs=GRAPHS + passed + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
@@ -492,6 +494,8 @@ def check_room(
         attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
     )
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
+    if device == "cuda":
+        torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu.available_bytes()
     if size > free:
         raise ValueError(

@@ -338,14 +338,14 @@ class Transformer:
             layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
                 y = layer.attention(x, step)
-                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
+                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x, step)
                 x = self.add(add_up(x.add_(y)), residual, following)
                 continue
             x = add_up(layer.attention(x, step))
             x = layer.attn_out(x) if layer.attn_out else x
             x = self.add(x, residual, layer.mlp_in)
-            x = add_up(layer.mlp(x))
-            x = layer.beside(x, residual) if layer.beside else x
+            x = add_up(layer.mlp(x, step))
+            x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
@@ -362,9 +362,13 @@ class Transformer:
         return self.norm if self.group.pipeline.last else None
 
     @property
-    def incoming_size(self) -> int:
-        """Numbers of each token that come from the stage before."""
-        return self.config.hidden_size + len(self.layers[self.span.start :]) * self.config.layer_input_size
+    def passed_sizes(self) -> tuple[int, int]:
+        """Numbers of each token that come from the stage before, and that go to the next one; 0 where there is none."""
+        c, pipeline = self.config, self.group.pipeline
+        incoming, outgoing = (
+            c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
+        )
+        return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
@@ -386,7 +390,7 @@ class Transformer:
         for i in self.span:
             layer = self.layers[i]
             layer.attention.rehearse(x, step)
-            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
+            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
         self.add(y, x, self.following(self.span[-1]))
         if self.head is not None and self.group.pipeline.last:
             self.logits(x[:1])

@@ -77,8 +77,8 @@ class Worker:
         self.traces = bool(config.trace)  # whether steps tell when their phases began
         self.clock = DeviceClock() if self.traces and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
-        # With each graph the tensors of `forward` that it fills.
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        # With each graph what its step passes on: the news, or before the last stage the hidden states.
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
 
@@ -208,23 +208,24 @@ class Worker:
         incoming = self.receive(shape, plan) if self.pipeline.stages > 1 else None
         if shape in self.graphs and not len(rows.asked) and self.exchanged in (None, shape.rows):
             self.mark("decode")
-            graph, logits, news = self.graphs[shape]
+            graph, result = self.graphs[shape]
             graph.replay()
         else:
             logits, news = self.forward(shape, plan, rows.scoring, incoming)
+            result = news if self.pipeline.last else logits
         self.mark("results")
         if self.pipeline.live:
-            self.send(rows, logits, news)
+            self.send(rows, result)
         if not self.pipeline.last:
             return self.done(Launched(StepResult(plan.step, [-1] * len(plan.rows))))
-        launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
+        launched = Launched(StepResult(plan.step, []), rows, self.to_host(result))
         if self.config.pools:
             wanted = {row.slot: row.pooling for row in plan.new}  # each prompt enters and is done in the same step
             launched.finish = partial(finish, self.model.config, [wanted[slot] for slot, _ in plan.rows])
         if len(rows.asked):
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
             self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
-            launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
+            launched.columns = self.logprobs(logits, result[0], asked, min(max(rows.counts), logits.shape[1]))
         return self.done(launched)
 
     def done(self, launched: Launched) -> Launched:
@@ -242,7 +243,7 @@ class Worker:
         if pipeline.first:
             self.catch_up(plan.rows)
             return None
-        x = pipeline.receive((shape.tokens, self.model.incoming_size), self.model.dtype, device)
+        x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
 
     def catch_up(self, rows: list[tuple[int, int]] | None = None) -> None:
@@ -250,15 +251,15 @@ class Worker:
         receive = self.pipeline.receive
         self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
 
-    def send(self, rows: Rows, hidden: torch.Tensor, news: torch.Tensor) -> None:
+    def send(self, rows: Rows, result: torch.Tensor) -> None:
         """Send on what this stage has made of a step. The last one sends what it has sampled back to the first."""
         count = 0 if self.config.pools else len(rows.sampling)
         if self.pipeline.first and count:
             self.sampled.expect(rows.slots, self.to_device(rows.slots))
         if not self.pipeline.last:
-            self.pipeline.send(hidden.clone() if rows.shape in self.graphs else hidden)
+            self.pipeline.send(result.clone() if rows.shape in self.graphs else result)
         elif count:
-            self.pipeline.send(news[0, :count].clone())
+            self.pipeline.send(result[0, :count].clone())
 
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
@@ -457,11 +458,14 @@ class DeviceClock:
         self.seconds = time.perf_counter()
 
     def read(self, event: Any) -> float:
-        """The time of an event that has happened. Events must be read in the order in which they were recorded.
+        """The time of an event, for which it waits: without rows a step has a result while it may still move blocks.
+
+        Events must be read in the order in which they were recorded.
 
         Each time is computed from that of the event before. CUDA gives the difference in milliseconds as a float32,
         which over an hour would no longer be exact to the microsecond.
         """
+        event.synchronize()
         self.seconds += self.latest.elapsed_time(event) / 1e3
         self.latest = event
         return self.seconds
@@ -561,7 +565,7 @@ class Sampled:
             ids, live = receive(len(slots)), slots >= 0
             self.counts[slots[live]] -= 1
             if not live.all():
-                kept = to_device(torch.from_numpy(live), self.state.device)
+                kept = to_device(torch.from_numpy(np.flatnonzero(live)), self.state.device)
                 ids, on_device, places = ids[kept], on_device[kept], places[kept]
             self.state.token_ids[on_device, places] = ids
 
