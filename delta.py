@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import _cast, _dot
+from matmul import _cast, _chip, _dot
 
 CHUNK = 64  # tokens of a chunk: wgmma takes no fewer rows, and the inverse of a larger matrix costs more than it saves
 KEY_PART = 64  # numbers of keys and queries that are multiplied at a time
@@ -393,9 +393,10 @@ def delta_rule(
             qkv, b, a, decay, dt_bias, slots, starts, inverse, scores, factors, steps, *strides, dk**-0.5,
             key_heads, heads, dk, CHUNK, min(block_k, KEY_PART), num_warps=8,
         )  # fmt: skip
+        stages = 1 if block_k > 128 else 3 if _chip(qkv.device).roomy else 2
         delta_scan_kernel[(columns, heads, rows - steps)](
             qkv, state, *find, inverse, scores, factors, o, steps, qkv.stride(0), state.stride(0),
-            key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_warps=8, num_stages=3 if block_k <= 128 else 1,
+            key_heads, heads, dk, dv, CHUNK, block_k, block_v, num_warps=8, num_stages=stages,
         )  # fmt: skip
     return o
 

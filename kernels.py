@@ -39,7 +39,7 @@ from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
 from latent import latent_store as latent_store
 from latent import rope_last as rope_last
-from matmul import DECODE_PARTIALS, LOG2E, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
+from matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
 from matmul import linear as linear
 from sampling import Adjust
 from sampling import logprobs as logprobs
@@ -446,14 +446,13 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
-    m_n = None
     m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
     if MASKED:
         m_n = o_n < i_end
         if WINDOW > 0:
             m_n = m_n & (o_n >= i_begin)
         m_kv = m_n[:, None] & m_kv
-    p_k = _tile_rows(p_kv, p_table, i_n, m_n, kv_stride, D, BLOCK_SIZE, BLOCK_N)[:, None] + o_d[None, :]
+    p_k = _tile_rows(p_kv, p_table, i_n, i_end, kv_stride, D, BLOCK_SIZE, BLOCK_N)[:, None] + o_d[None, :]
     b_k = tl.load(p_k, mask=m_kv, other=0.0)
     b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     if b_slope is not None:
@@ -644,12 +643,12 @@ def plan_decode(
         tokens: queries of each row, which are the last tokens of its context.
         chunked: token t sees the keys from t // window * window on instead, up to itself (Llama 4).
     """
-    batch, (kv_heads, _, head_dim) = len(slots), kv.shape[2:]
+    batch, (kv_heads, block_size, head_dim) = len(slots), kv.shape[2:]
     assert num_heads % kv_heads == 0 and block_tables.stride(1) == 1 and len(seq_lens) == batch
     assert window >= int(chunked)
 
     if kv.shape[1] == 1:  # latents: each tile of heads is what a KV head is for keys and values
-        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, kv.device)
+        parts, _, block_n, _ = _latent_tile(num_heads * tokens, kv.dtype, block_size, kv.device)
     else:
         parts, (_, block_n, _, _) = kv_heads, _decode_tile(head_dim, num_heads // kv_heads * tokens, kv.dtype)
     items = torch.empty(batch + 1, dtype=torch.int32, device=kv.device)
@@ -701,7 +700,7 @@ def attention_decode(
         q, kv, block_tables, slots, seq_lens, items, arrived, sinks, slopes, out, partial, partial_lse, batch,
         block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, kv_heads, head_dim, block_size, tokens,
         window, chunked, soft_cap, least, block_q, block_n, block_d, DECODE_ROWS,
-        DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=255,
+        DECODE_PARTIALS // (block_r * block_d), block_r, num_warps=warps, num_stages=5, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -843,7 +842,7 @@ def attention_prefill(
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
         q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, block_tables.stride(0), kv.stride(0),
         scale * LOG2E.value, heads, kv_heads, head_dim, block_size, window, chunked, soft_cap, block_m, block_n,
-        block_d, num_warps=warps, num_stages=stages,
+        block_d, num_warps=warps, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
+from matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are searched at a time
@@ -186,7 +186,7 @@ def head_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     grid = (triton.cdiv(tokens, PRODUCT_ROWS), triton.cdiv(outputs, block_n), heads)
     head_linear_kernel[grid](
         x, weight, y, tokens, heads, outputs, inputs, *weight.stride(), PRODUCT_ROWS, block_n, block_k,
-        num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
+        num_warps=4, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return y
 
@@ -208,13 +208,11 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
-    m_n = None
     m_c = tl.broadcast_to((o_r < R)[None, :], BLOCK_N, BLOCK_R)
     m_k = tl.broadcast_to((o_p < P)[None, :], BLOCK_N, BLOCK_P)
     if MASKED:
-        m_n = o_n < i_end
-        m_c, m_k = m_n[:, None] & m_c, m_n[:, None] & m_k
-    p_c = _tile_rows(kv, p_table, i_n, m_n, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)[:, None]
+        m_c, m_k = (o_n < i_end)[:, None] & m_c, (o_n < i_end)[:, None] & m_k
+    p_c = _tile_rows(kv, p_table, i_n, i_end, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)[:, None]
     b_c = tl.load(p_c + o_r[None, :], mask=m_c, other=0.0)
     b_k = tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0)
     b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
@@ -326,14 +324,16 @@ class Tile(NamedTuple):
     warps: int
 
 
-def _decode_tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
+def _decode_tile(rows: int, dtype: torch.dtype, block_size: int, device: torch.device) -> Tile:
     """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
     chip = _chip(device)
     most = 16 if dtype == torch.float32 else WIDE_ROWS if chip.arch == 90 else WIDE_ROWS // 2
     count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
     block_q = max(16, triton.next_power_of_2(rows // count))
     # With 32 rows 8 warps divide the keys, 8 for each. With 64 rows they divide the sums, and work in groups of 4.
-    block_n = 16 if dtype == torch.float32 else 64 if block_q == 32 and chip.wgmma else 32
+    # But a tile of four blocks would spill.
+    wide = block_q == 32 and chip.wgmma and block_size > 16
+    block_n = 16 if dtype == torch.float32 else 64 if wide else 32
     return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
 
 
@@ -366,7 +366,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     assert q.is_contiguous() and kv[0].is_contiguous() and kv.dtype == q.dtype and kv.shape[4] == width > rank
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
-    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, q.device)
+    tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, block_size, q.device)
     rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, block_q)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
@@ -381,7 +381,8 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         q, kv, plan.block_tables, plan.slots, plan.seq_lens, plan.items, plan.arrived, out, partial, partial_lse,
         batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
-        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=_stages(_chip(q.device)),
+        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps,
+        num_stages=_stages(_chip(q.device)), maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
 

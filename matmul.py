@@ -27,7 +27,7 @@ ARCH = 90  # assumed where there is no GPU to ask: the compute capability of an 
 DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
 LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus
-LINEAR_REGISTERS = 255  # left alone, ptxas allows 128 for some shapes and spills; two programs still fit a processor
+MOST_REGISTERS = 255  # of a thread in a program of 4 or 8 warps; left alone, ptxas allows fewer for some, and spills
 LINEAR_COUNTERS = 1 << 14  # tiles of outputs that several programs may share
 
 
@@ -78,18 +78,24 @@ def _dot(a, b, acc):
 
 
 @triton.jit
-def _tile_rows(kv, p_table, i_n, m_n, kv_stride, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+def _tile_rows(kv, p_table, i_n, i_end, kv_stride, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Pointers [BLOCK_N] to the SIZE numbers of each token from i_n on in the paged `kv`. BLOCK_N divides i_n.
 
-    A tile that lies within one block loads a single id. Triton 3.6 copies a vector of ids once for each thread, so only
-    a tile of several blocks has one. There an id is not read where m_n is false.
+    The tile lies in one block or has several, whose ids are loaded one by one, where they have a token before i_end.
+    Triton 3.6 would copy a vector of ids once for each thread.
     """
+    o_n = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE % BLOCK_N == 0:
         i_block = tl.load(p_table + i_n // BLOCK_SIZE).to(tl.int64)
-        return kv + i_block * kv_stride + (i_n % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * SIZE
-    o_n = i_n + tl.arange(0, BLOCK_N)
-    b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=None if m_n is None else 0).to(tl.int64)
-    return kv + b_block * kv_stride + (o_n % BLOCK_SIZE) * SIZE
+        p_rows = kv + i_block * kv_stride + (i_n % BLOCK_SIZE + o_n) * SIZE
+    else:
+        tl.static_assert(BLOCK_N % BLOCK_SIZE == 0)
+        b_block = tl.zeros([BLOCK_N], tl.int64)
+        for i_part in tl.static_range(BLOCK_N // BLOCK_SIZE):
+            i_block = tl.load(p_table + i_n // BLOCK_SIZE + i_part, mask=i_n + i_part * BLOCK_SIZE < i_end, other=0)
+            b_block = tl.where(o_n // BLOCK_SIZE == i_part, i_block.to(tl.int64), b_block)
+        p_rows = kv + b_block * kv_stride + (o_n % BLOCK_SIZE) * SIZE
+    return p_rows
 
 
 @triton.jit
@@ -231,6 +237,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
     linear_kernel[(row_tiles, column_tiles, splits if shared else 1)](
         x, weight, bias, y, partial, counters, tokens, outputs, inputs, splits, shared,
-        LINEAR_ROWS, block_n, block_k, num_warps=4, num_stages=stages, maxnreg=LINEAR_REGISTERS,
+        LINEAR_ROWS, block_n, block_k, num_warps=4, num_stages=stages, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return y

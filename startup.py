@@ -570,6 +570,8 @@ def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) ->
     """
     if device == "cuda" and config.block_size not in CUDA_BLOCK_SIZES:
         raise ValueError(f"block_size is {config.block_size}; on cuda it must be one of {CUDA_BLOCK_SIZES}")
+    if config.backend == "triton" and config.block_size.bit_count() > 1:
+        raise ValueError(f"block_size is {config.block_size}; for backend 'triton' it must be a power of two")
     if config.num_state_snapshots and not model_config.delta:
         count, name = config.num_state_snapshots, model_config.architecture
         raise ValueError(f"num_state_snapshots is {count}; {name} has no recurrent states, so it must be 0 or left out")

@@ -491,6 +491,13 @@ def test_what_cannot_be_is_told_by_value_and_range(monkeypatch, gib, fields, mes
         print_plan(EngineConfig(**fields), ModelConfig.from_folder(DEMO), gib)
 
 
+def test_interpreted_kernels_take_blocks_of_a_power_of_two():
+    model = ModelConfig.from_folder(DEMO)
+    with pytest.raises(ValueError, match="block_size is 24; for backend 'triton' it must be a power of two"):
+        startup.check_sizes(EngineConfig(backend="triton", block_size=24), model, "cpu")
+    assert startup.check_sizes(EngineConfig(backend="triton", block_size=8), model, "cpu") == 1024
+
+
 def test_the_server_prints_the_plan_and_ends():
     command = [sys.executable, "server.py", "--plan", "24", "--max-num-seqs", "16"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
