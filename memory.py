@@ -36,6 +36,8 @@ MIB = 2**20
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
+GPU_STEP_TOKENS = 8192  # of a step on a GPU, by default, and twice as many on one of
+LARGE_GPU = 75 * 2**30  # bytes: what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
 LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
 CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
@@ -128,6 +130,17 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     )
 
 
+def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
+    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0.
+
+    A large step reads the weights once for many tokens. A larger GPU has room for its activations.
+    """
+    if not total or config.max_num_batched_tokens is not None:
+        return config
+    tokens = GPU_STEP_TOKENS if total < LARGE_GPU else 2 * GPU_STEP_TOKENS
+    return replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs))
+
+
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
     """The layers of each pipeline stage: as many as `pipeline_layer_partition` says, else so that no stage reads more
     bytes of weights in a step than it must. The head is the last stage's; of the embedding a step reads little.
@@ -218,7 +231,7 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
     """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
-    most = max(config.max_num_batched_tokens, max_model_len) if config.pools else config.max_num_batched_tokens
+    most = max(config.token_budget, max_model_len) if config.pools else config.token_budget
     return min(most, config.max_num_seqs * max_model_len)
 
 
@@ -349,7 +362,7 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 
 def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) -> int:
     """Blocks that a sequence holds at most until it has `length` tokens, where `windows` are those of `KVLayout`."""
-    chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else length
+    chunk = config.token_budget if config.enable_chunked_prefill else length
     return sum(most_blocks(windows, length, chunk, config.block_size, config.num_lookahead_slots))
 
 
@@ -370,7 +383,7 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
     if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
-        step = max(per_seq, len(windows) * config.max_num_batched_tokens // size)
+        step = max(per_seq, len(windows) * config.token_budget // size)
         useful = min(useful, 2 * step + len(windows) * config.max_num_seqs * (1 + ahead))
     count = config.num_gpu_blocks_override or min(fits, useful)
     if count >= per_seq:

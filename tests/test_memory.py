@@ -26,8 +26,9 @@ import reference
 import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
+from core import EngineCore
 from logs import memory_note
-from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
+from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, settle_tokens, table_columns
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -315,15 +316,16 @@ def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch
 
 @pytest.mark.interpreted
 def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
-    """There are several rows where one cannot be so long. A count of CPU tensors stands in for CUDA's."""
+    """There are several rows where one cannot be so long. A count of CPU tensors stands in for what CUDA's allocator
+    reserves."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
     made.model.forward = lambda batch, *args: seen.append(len(batch.input_ids)) or forward(batch, *args)
     with LiveBytes(*tensors(*made.model.owners())) as live:
         fake = SimpleNamespace(
-            memory_allocated=lambda: live.now,
+            memory_reserved=lambda: live.now,
             reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),
-            max_memory_allocated=lambda: live.peak,
+            max_memory_reserved=lambda: live.peak,
         )
         monkeypatch.setattr(torch, "cuda", fake)
         took = made.profile()
@@ -350,15 +352,15 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     """A made-up GPU has 1,000 MB, of which 90% may be used and 120 are in use already."""
     made = make(max_num_seqs=2, max_num_batched_tokens=8)
     plan = plan_of(weights=70 * 10**6, state=5 * 10**6, activations=30 * 10**6, graphs=10**6, block=10**6)
-    made.device, made.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
+    made.device, made.memory, reserved = "cuda", plan, []  # MB, with the cache; without it; both after the profile
     fake = SimpleNamespace(
-        memory_allocated=lambda: allocated.pop(0) * 10**6,
-        empty_cache=lambda: None,
+        memory_reserved=lambda: reserved[0] * 10**6,
+        empty_cache=lambda: reserved.pop(0),
         mem_get_info=lambda: (880 * 10**6, 1000 * 10**6),
     )
     monkeypatch.setattr(torch, "cuda", fake)
     for peak, step in ((20, 30), (63, 60)):
-        allocated[:] = [80, 83]
+        reserved[:] = [99, 80, 83]
         made.profile = lambda peak=peak: peak * 10**6
         assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
@@ -383,6 +385,30 @@ def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
     assert memory_note(memory | {"context": 0}) == ""
 
 
+@pytest.mark.parametrize(
+    ("total", "fields", "tokens"),
+    [
+        (0, {}, 2048),
+        (24 * 2**30, {}, 8192),
+        (79 * 2**30, {}, 16384),
+        (24 * 2**30, {"max_num_seqs": 9000}, 9000),
+        (79 * 2**30, {"max_num_batched_tokens": 300}, 300),
+        (0, {"max_num_seqs": 3000}, 3000),
+    ],
+)
+def test_a_larger_device_has_larger_steps(total, fields, tokens):
+    assert settle_tokens(EngineConfig(**fields), total).token_budget == tokens
+
+
+def test_the_scheduler_has_the_steps_that_the_worker_has_room_for(monkeypatch):
+    """Only the worker knows its device."""
+    facts = Startup.facts
+    monkeypatch.setattr(Startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
+    core = EngineCore(EngineConfig(device="cpu", max_num_seqs=2))
+    assert core.config.token_budget == core.scheduler.config.token_budget == 777
+    core.close()
+
+
 def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:
     config = EngineConfig(**fields)
     print_plan(config, ModelConfig.from_folder(config.model), gib)
@@ -399,6 +425,7 @@ def test_plan_of_a_gpu_adds_up(capsys, folder):
     found = []
     for size in (1, 2):
         lines = plan_lines(capsys, 80.0, model=model, tensor_parallel_size=size, distributed_executor_backend="mp")
+        assert lines["activations"].endswith("of 16,384 tokens")
         mib = {name: float(rest.split()[0].replace(",", "")) for name, rest in lines.items() if "MiB" in rest}
         taken = ("weights", "batch state", "largest step", "CUDA graphs", "CUDA and libraries", "KV pool")
         block = 32 * 2 * 8 * 64 * 128 * 2 / size / MIB
