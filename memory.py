@@ -36,6 +36,10 @@ MIB = 2**20
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
+# Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding. A step
+# of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
+PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
 GPU_STEP_TOKENS = 8192  # of a step on a GPU, by default, and twice as many on one of
 LARGE_GPU = 75 * 2**30  # bytes: what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
@@ -56,7 +60,8 @@ class MemoryPlan:
         logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
         sampling: the workspace of `ops.sample` for these rows.
         logprobs: the workspace of log-probabilities, whatever requests ask for.
-        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes.
+        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with
+            `piece_bytes`.
         context: an allowance for CUDA and its libraries.
         block: one block of the KV pool, a page of the layers that `KVLayout` says.
     """
@@ -116,6 +121,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     if not model.group.pipeline.last:  # nor are there logits
         logits = sampling = one = 0
         decode = (decode[0], 0)
+    graphs = GRAPHS + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
     return MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
@@ -124,7 +130,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logits=logits,
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
-        graphs=GRAPHS + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
+        graphs=graphs if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
@@ -218,6 +224,32 @@ def shares_experts(group: Group) -> bool:
 def captures_graphs(config: EngineConfig) -> bool:
     """Whether decode steps on a GPU are CUDA graphs. `reference.py` reads the device's numbers, which no graph can."""
     return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.pools)
+
+
+def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
+    """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
+
+    Only attention may need to know of rows, which is not so for layers with recurrent states. And a step must not meet
+    other stages or engines, whose messages are no part of a graph.
+    """
+    alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
+    if not (alone and captures_graphs(config)) or model.config.delta:
+        return []
+    return [size for size in PIECE_SIZES if size <= config.token_budget]
+
+
+def piece_bytes(config: EngineConfig, model: Transformer) -> int:
+    """What these graphs keep: their tensors, those in which they meet attentions, and what CUDA has of each graph."""
+    if not (sizes := piece_sizes(config, model)):
+        return 0
+    c, most, parts = model.config, sizes[-1], [layer.attention for layer in model.layers]
+    queries = {
+        part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
+    }
+    shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
+    inputs = 8 + 4 + 8 * len(model.layout.windows)
+    graphs = len(sizes) * (len(parts) + 1)
+    return most * (model.dtype.itemsize * shared + inputs) + step_bytes(config, model, most)[0] + graphs * PIECE
 
 
 def count_bytes(owners: Iterable[object]) -> int:

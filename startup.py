@@ -35,6 +35,7 @@ from memory import (
     fit_pool,
     gpu_bytes,
     largest_step,
+    piece_sizes,
     plan_memory,
     plan_stage,
     report,
@@ -42,7 +43,7 @@ from memory import (
     stage_layers,
     table_columns,
 )
-from model import Transformer
+from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
@@ -519,6 +520,8 @@ class Startup:
             with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of these logits
                 logits, news = worker.forward(shape, incoming=incoming)
             worker.graphs[shape] = graph, logits, news
+        if sizes := piece_sizes(self.config, self.model):
+            worker.pieces = PiecewiseGraphs(self.model, worker.pool, sizes, pool)
         worker.rows = None  # the batch state holds the rows of the last graph
         worker.exchange(None)
 

@@ -31,7 +31,7 @@ from logs import memory_note
 from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, settle_tokens, table_columns
 from model import Transformer
 from model_config import ModelConfig
-from parallel import Group
+from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from startup import Startup, print_plan, start_worker
 
@@ -264,6 +264,75 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
     predicted, _ = memory.step_bytes(made.config, made.model, 8, True)
     spared = 4 * 64 * 2**15 * invariant  # which only larger products need
     assert live.peak <= predicted <= 2 * live.peak + spared
+
+
+class EmptyGraph:
+    """Stands in for a CUDA graph that nobody replays."""
+
+    def __init__(self) -> None:
+        self.capture_begin = self.capture_end = lambda **_: None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "shape",
+    [
+        WIDE,
+        pytest.param(LATENT, marks=pytest.mark.long),
+        pytest.param({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, marks=pytest.mark.long),
+    ],
+    ids=["plain", "latents", "two kinds"],
+)
+def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
+    """The start captures them after those of decodes, and again after a sleep, and the plan has what they keep."""
+    made = make(shape, max_num_seqs=2, max_num_batched_tokens=40)
+    for name in ("Stream", "graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
+    worker = made.worker
+    with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
+        made.capture()
+        gc.collect()
+        kept, pieces = live.now, worker.pieces
+    layers = made.model.config.num_layers
+    assert pieces.sizes == [16, 32] and len(worker.graphs) == 4
+    assert [len(found) for found in pieces.captured.values()] == [layers + 1] * 2
+    own = [pieces.input_ids, pieces.positions, pieces.slot_mapping, *pieces.buffers.values()]
+    step, graphs = memory.step_bytes(made.config, made.model, 32)[0], 2 * (layers + 1) * memory.PIECE
+    assert memory.piece_bytes(made.config, made.model) - step - graphs == sum(map(lambda x: x.nbytes, own)) <= kept
+    assert live.peak <= plan_memory(made.config, made.model, worker.state, True).graphs - graphs
+    worker.sleep(1)
+    assert worker.pieces is None
+    worker.wake_up(["weights", "kv_cache"], "")
+    assert worker.pieces.pool is worker.pool
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "sizes"),
+    [
+        ({}, {"max_num_batched_tokens": 256}, [16, 32, 64, 128, 192, 256]),
+        ({}, {"enforce_eager": True}, []),
+        ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
+        ({"architectures": ["Qwen3_5ForCausalLM"], **DELTA}, {}, []),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+            {"max_num_batched_tokens": 256},
+            [16, 32, 64, 128, 192, 256],
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+            {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
+            [],
+        ),
+    ],
+)
+def test_which_models_are_cut_at_attention(folder, shape, fields, sizes):
+    config = EngineConfig(folder(**shape), **fields)
+    group = Group(0, 1, experts=ExpertGroup.of(config), pipeline=Pipeline(0, config.pipeline_parallel_size))
+    model = Transformer(ModelConfig.from_folder(config.model), reference, "meta", torch.bfloat16, 70, group)
+    assert memory.piece_sizes(config, model) == sizes
 
 
 @pytest.mark.interpreted
