@@ -580,6 +580,30 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
     assert recorded == [event for _, _, event in launched.marks] + [launched.done] and launched.marks[-1][0] == ""
 
 
+def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):
+    """The copies wait for all that was launched, and the next step for the copies. A swap is a part of its step."""
+    worker, log = make(), []
+    own, main = (
+        SimpleNamespace(wait_stream=lambda _, name=name: log.append(f"{name} waits")) for name in ("own", "main")
+    )
+
+    @contextlib.contextmanager
+    def entered(stream_of_its_own):
+        log.append("begin")
+        yield
+        log.append("end")
+
+    for name, fake in {"Stream": lambda: own, "current_stream": lambda: main, "stream": entered}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    swap = lambda source, target, pairs: log.append(pairs.tolist())  # noqa: E731
+    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
+    monkeypatch.setattr(worker, "to_device", lambda array: torch.from_numpy(array))
+    worker.device = "cuda"
+    for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], ahead=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
+        worker.execute(plan)
+    assert log == [[[1, 2]], "own waits", "begin", [[3, 4]], "end", "main waits", [[4, 5]]]
+
+
 def test_a_step_is_not_done_before_the_device_is(make):
     """The results of a launched step are read once its event has happened, and not before."""
     worker, order = make(), []
