@@ -281,7 +281,7 @@ class BatchState:
 
     def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
         """Bar from those `rows` [R] of logits whose `slots` [R] want it what may not be drawn there; in place."""
-        if (masked := self.masked_logprobs[slots]).any():
+        if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
             rows = rows[to_device(torch.from_numpy(masked), self.device)]
             words = self.bitmask[to_device(torch.from_numpy(slots[masked]), self.device)]
             bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1

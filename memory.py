@@ -494,6 +494,8 @@ def check_room(
         attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
     )
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
+    if device == "cuda":
+        torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu.available_bytes()
     if size > free:
         raise ValueError(

@@ -338,14 +338,14 @@ class Transformer:
             layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
                 y = layer.attention(x, step)
-                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
+                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x, step)
                 x = self.add(add_up(x.add_(y)), residual, following)
                 continue
             x = add_up(layer.attention(x, step))
             x = layer.attn_out(x) if layer.attn_out else x
             x = self.add(x, residual, layer.mlp_in)
-            x = add_up(layer.mlp(x))
-            x = layer.beside(x, residual) if layer.beside else x
+            x = add_up(layer.mlp(x, step))
+            x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
@@ -390,7 +390,7 @@ class Transformer:
         for i in self.span:
             layer = self.layers[i]
             layer.attention.rehearse(x, step)
-            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
+            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
         self.add(y, x, self.following(self.span[-1]))
         if self.head is not None and self.group.pipeline.last:
             self.logits(x[:1])

@@ -8,6 +8,7 @@ does the same arithmetic without a device.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -443,7 +444,10 @@ class Startup:
         if self.config.pools:
             return self.run_pooled(count, length)
         blocks = self.some_blocks(length + 1)
-        asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
+        asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+        asked.append({"temperature": 1.0, "num_logprobs": 1})
+        if self.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
+            asked.append(asked[-1])
         for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
             new = prompts(count, length, blocks, **fields)
             begun = time.perf_counter()
@@ -549,21 +553,13 @@ def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> 
 
 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
-    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin.
-
-    The pages are registered with CUDA as they are. torch's own allocator would round their size up to a power of two.
-    """
-    asked = count
-    while count:
-        pool = cpu.zeros((count, *shape), dtype)
-        if int(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)) == 0:  # without flags
-            break
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this launch takes it
-            torch.zeros(1, device="cuda")
+    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
+    asked, pool = count, None
+    while count and (pool := cpu.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
         count //= 2
     if count < asked:
         logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
-    return pool if count else torch.empty(0, *shape, dtype=dtype)
+    return torch.empty(0, *shape, dtype=dtype) if pool is None else pool.view(dtype).view(count, *shape)
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:

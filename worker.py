@@ -458,11 +458,14 @@ class DeviceClock:
         self.seconds = time.perf_counter()
 
     def read(self, event: Any) -> float:
-        """The time of an event that has happened. Events must be read in the order in which they were recorded.
+        """The time of an event, for which it waits: without rows a step has a result while it may still move blocks.
+
+        Events must be read in the order in which they were recorded.
 
         Each time is computed from that of the event before. CUDA gives the difference in milliseconds as a float32,
         which over an hour would no longer be exact to the microsecond.
         """
+        event.synchronize()
         self.seconds += self.latest.elapsed_time(event) / 1e3
         self.latest = event
         return self.seconds
@@ -562,7 +565,7 @@ class Sampled:
             ids, live = receive(len(slots)), slots >= 0
             self.counts[slots[live]] -= 1
             if not live.all():
-                kept = to_device(torch.from_numpy(live), self.state.device)
+                kept = to_device(torch.from_numpy(np.flatnonzero(live)), self.state.device)
                 ids, on_device, places = ids[kept], on_device[kept], places[kept]
             self.state.token_ids[on_device, places] = ids
 

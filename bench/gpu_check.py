@@ -280,15 +280,17 @@ def kernel_tests() -> Iterator[Row]:
     files = [f"tests/{name}" for name in KERNEL_TESTS] if has_gpu() else ["tests/test_kernels.py", "-k", "rms_norm"]
     many = ["-n", "8"] if has_gpu() and find_spec("xdist") else []
     failed = []
-    for row in pytest_rows([*many, *files]):
-        failed += [row["test"]] if "test" in row else []
-        yield row
-    if failed and has_gpu() and shutil.which("compute-sanitizer"):
-        command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-m", "pytest", "-x", "-m", "gpu"]
-        done = subprocess.run([*command, failed[0]], cwd=ROOT, capture_output=True, text=True)
-        print(done.stdout)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
-        yield {"memcheck of": failed[0], "says": lines[1:9]}
+    try:
+        for row in pytest_rows([*many, *files]):
+            failed += [row["test"]] if "test" in row else []
+            yield row
+    finally:
+        if failed and has_gpu() and shutil.which("compute-sanitizer"):
+            command = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-m", "pytest", "-x", "-m", "gpu"]
+            done = subprocess.run([*command, failed[0]], cwd=ROOT, capture_output=True, text=True)
+            print(done.stdout)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+            yield {"memcheck of": failed[0], "says": lines[1:9]}
 
 
 def gpu_tests() -> Iterator[Row]:

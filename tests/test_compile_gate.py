@@ -273,7 +273,7 @@ def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
 
 
 def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]]:
-    """A layer of experts for few tokens and for many, and for either with one size of tile."""
+    """A layer of experts for few tokens, which may be padding rows, and for many, and for either with one tile size."""
     bias = torch.zeros(s.experts) if s.scoring == "sigmoid" and not s.weigh_inputs else None
     router = s.k, s.scoring, bias, s.groups, s.top_groups, not s.weigh_inputs
     with torch.device("meta"):  # which takes no memory
@@ -284,8 +284,9 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
 
     def layer(ops: Any, tokens: int, batch_invariant: bool) -> None:
         x, logits = (torch.empty(tokens, n, dtype=s.dtype, device="meta") for n in (s.hidden, s.experts))
+        slots = torch.empty(tokens, dtype=torch.int32, device="meta") if tokens == 1 else None
         options = 0, s.weigh_inputs, batch_invariant
-        plan = ops.plan_experts(*ops.route(logits, *router), s.experts, *options)
+        plan = ops.plan_experts(*ops.route(logits, *router, slots=slots), s.experts, *options)
         ops.expert_down(ops.expert_gate_up(x, gate_up, gate_up_bias, plan, s.activation), down, down_bias, plan)
 
     yield lambda ops: layer(ops, 1, False)

@@ -205,7 +205,7 @@ def test_qk_norm_rope_store(
     assert (norm.values or torch.equal(v, v_twin)) and torch.equal(pool[:, 0], twin[:, 0])
     alone, before = x[:, :h].flatten(1).clone(), pool.clone()
     args = (q_weight, k_weight[:0] if norm.per_head and k_weight is not None else k_weight, *args[2:])
-    assert torch.equal(run("qk_norm_rope_store", device, alone, *args, pool[:, 1, :, :0], *options), q)
+    oracles.check_error(run("qk_norm_rope_store", device, alone, *args, pool[:, 1, :, :0], *options), q_want, q_twin)
     assert torch.equal(pool, before)
 
 
@@ -556,7 +556,7 @@ def test_nothing_compiles_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None
         oracles.decode(kernels, q, kv, tables, slots, lens, 0.2, 0)
         oracles.decode(kernels, q.repeat(2, 1, 1), kv, tables, slots, lens, 0.2, 0)
         kernels.attention_prefill(q, kv, tables, slots, lens, starts, 1, 0.2, 0)
-        kernels.prepare_inputs(tables, lens * 0, tables[None], slots, starts, rows, 16)
+        kernels.prepare_inputs(tables, torch.zeros_like(tables[:, 0]), tables[None], slots, starts, rows, 16)
         kernels.linear(q.flatten(1), torch.randn(512, 128, dtype=torch.bfloat16).cuda())
         blocks = torch.randn(8, 2, 2, 64).cuda()
         kernels.swap_blocks(blocks, blocks, torch.arange(rows)[:, None].expand(-1, 2).contiguous().cuda())

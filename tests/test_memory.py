@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -28,7 +29,7 @@ import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from logs import memory_note
-from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
+from memory import MIB, MemoryPlan, check_room, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
@@ -384,6 +385,18 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
         made.profile = lambda peak=peak: peak * 10**6
         assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
+
+
+def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
+    """A made-up GPU of 80 GiB, of which torch keeps 72 for later."""
+    kept = [72]
+    fake = SimpleNamespace(empty_cache=kept.clear, mem_get_info=lambda: ((80 - sum(kept)) * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch, "cuda", fake)
+    config = SimpleNamespace(world_size=1)
+    model = dataclasses.replace(ModelConfig.from_folder(DEMO), vocab_size=2**22, hidden_size=2**10)  # 8 GiB and more
+    check_room(config, model, torch.bfloat16, 100, "cuda")
+    with pytest.raises(ValueError, match=r"asks for .* GiB of weights.* cuda has 80\.0 GiB free"):
+        check_room(config, model, torch.bfloat16, 10**9, "cuda")
 
 
 def test_blocks_of_a_pool():

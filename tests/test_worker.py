@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from memory import captures_graphs
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
+from upkeep import KeptWorker
 from worker import Worker
 
 SHAPE = {
@@ -166,6 +168,18 @@ def test_rows_that_only_fill_up_a_step_leave_states_alone(make):
     assert (worker.states != 1).any(1).tolist() == [False, True, *[False] * 6]
 
 
+def test_rows_that_only_fill_up_a_step_meet_no_expert(make, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    worker, seen = make(ONE_LAYER | experts | {"architectures": ["Qwen3MoeForCausalLM"]}), []
+    plan_experts = worker.ops.plan_experts
+    monkeypatch.setattr(worker.ops, "plan_experts", lambda w, ids, *a: seen.append(ids) or plan_experts(w, ids, *a))
+    worker.graph_sizes = [4]
+    worker.step(StepPlan(0, rows=[(1, 1)], new=[row(1, [5])]))
+    worker.step(StepPlan(1, rows=[(0, 3)], new=[row(0, [5, 6, 7])]))
+    assert [ids.shape for ids in seen] == [(4, 2), (3, 2)]
+    assert (seen[0][0] >= 0).all() and (seen[0][1:] == -1).all() and (seen[1] >= 0).all()
+
+
 @pytest.mark.parametrize(
     ("fields", "snapshots", "host"),
     [
@@ -234,24 +248,73 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
 
 
-@pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
-def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, caplog, most, blocks):
-    """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
-    registered, zeros = [], torch.zeros
+def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatch):
+    """A made-up GPU takes a second for kernels that it has not loaded yet, and 3 ms for the step."""
+    ready, loaded, now = make().startup, set(), [0.0]
+
+    def execute(plan: StepPlan) -> SimpleNamespace:
+        kinds = {row.temperature for row in plan.new} - loaded
+        loaded.update(kinds)
+        now[0] += len(kinds) + 0.003
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
+    ready.device, ready.worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    count, length = ready.warm_up_prompts()
+    assert ready.run_prompts() == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    """Stands in for CUDA's runtime. It registers `most` bytes at a time, and keeps a list of what it is asked for."""
+    asked: list[tuple[str, ...]] = []
 
     def register(address: int, size: int, flags: int) -> int:
-        registered.append((address, size))
-        return 0 if size <= most else 2
+        asked.append(("register", address, size))
+        return 0 if size <= runtime.most else 2
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    taken = []
+    runtime = SimpleNamespace(asked=asked, most=10**9, cudaHostRegister=register)
+    runtime.cudaHostUnregister = lambda address: asked.append(("unregister", address))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(("synchronize",)))
+    return runtime
+
+
+@pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
+def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, caplog, cudart, most, blocks):
+    """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
+    zeros, taken, cudart.most = torch.zeros, [], most
     monkeypatch.setattr(torch, "zeros", lambda *shape, **more: taken.append(more) or zeros(*shape))
     pool = pinned(10, (2, 2, 2, 16, 8), torch.float32)
-    assert pool.shape == (blocks, 2, 2, 2, 16, 8) and pool.dtype == torch.float32
+    registered = [(address, size) for _, address, size in cudart.asked]
+    assert pool.shape == (blocks, 2, 2, 2, 16, 8) and pool.dtype == torch.float32 and not pool.any()
     assert [size for _, size in registered] == [count * BLOCK_BYTES for count in (10, 5, 2, 1)[: len(registered)]]
     assert taken == [{"device": "cuda"}] * (len(registered) - bool(blocks))
     assert not blocks or registered[-1] == (pool.data_ptr(), pool.nbytes)
+    assert pool.data_ptr() % mmap.PAGESIZE == 0
     assert (f"the host pool has {blocks} blocks: no more than these of 10" in caplog.text) == (blocks < 10)
+
+
+def test_pinned_memory_is_given_back_once_no_step_uses_it(cudart):
+    """Pages that stayed registered after they were freed would be lost, and what comes next could not lie there."""
+    pool = pinned(10, (64,), torch.float32)
+    ((_, address, _),), part = cudart.asked, pool[:3]
+    del pool
+    assert len(cudart.asked) == 1 and not part.any()
+    del part
+    assert cudart.asked[1:] == [("synchronize",), ("unregister", address)]
+
+
+@pytest.mark.parametrize("most", [10**9, 0])
+def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(monkeypatch, cudart, most):
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)  # which clears CUDA's error
+    cudart.most, weight = most, torch.arange(300.0)
+    part = SimpleNamespace(pieces=[SimpleNamespace(target=weight)])
+    worker = SimpleNamespace(emptied=[], startup=SimpleNamespace(parameters={"weight": part}))
+    KeptWorker.empty(worker, keep=True)
+    ((storage, size, copy),) = worker.emptied
+    assert storage.nbytes() == 0 and size == 1200 and torch.equal(copy.view(torch.float32), torch.arange(300.0))
+    assert [asked[2] for asked in cudart.asked] == [1200]
 
 
 @pytest.mark.parametrize(
