@@ -89,6 +89,7 @@ class CompileGuard:
             with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
                 yield
         finally:
+            triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
             for kernel in self.kernels.values():
                 del kernel.run  # uncovers the method of the class
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
@@ -263,6 +264,16 @@ def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
         kernel = threads.submit(lambda: SimpleNamespace(src="source", metadata="facts")).result()
         (thread,) = {thread.ident for thread in threads._threads}
     assert made == [("source", "facts", thread)] and kernel.src == "source"
+
+
+def test_after_a_kernel_that_does_not_compile_others_can_be_rehearsed():
+    guard, active = CompileGuard(kernels), triton.runtime._async_compile.active_mode
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), guard.rehearse(1):
+            submit = active.get().submit
+            afterwards = [lambda _: None] * (len(inspect.signature(submit).parameters) - 2)
+            submit("kernel", lambda: 1 / 0, *afterwards)
+        assert "run" not in vars(guard.kernels["norm_kernel"])
 
 
 @pytest.mark.parametrize(
