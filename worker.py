@@ -27,7 +27,7 @@ from compile_guard import LateCompile
 from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
-from model import Batch, Transformer
+from model import Batch, PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup
 from plan import Logprobs, StepPlan, StepResult
@@ -79,6 +79,7 @@ class Worker:
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
         # With each graph what its step passes on: the news, or before the last stage the hidden states.
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
 
@@ -369,7 +370,10 @@ class Worker:
             shape.max_query_len, held,
         )  # fmt: skip
         self.mark("model")
-        hidden = self.model.forward(batch, self.pool, self.states, incoming)
+        if self.pieces and shape.tokens <= self.pieces.sizes[-1]:
+            hidden = self.pieces.run(batch)
+        else:
+            hidden = self.model.forward(batch, self.pool, self.states, incoming)
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
         if not self.pipeline.last:  # the tokens that will be sampled count from now on
