@@ -75,18 +75,18 @@ class CompileGuard:
                 self.kernels[name].pre_run_hooks.remove(hook)
 
     @contextlib.contextmanager
-    def rehearse(self) -> Iterator[None]:
+    def rehearse(self, threads: int) -> Iterator[None]:
         """Compile the kernels that are launched inside the `with` block, and run none of them.
 
-        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
-        torch's `meta` device, where they have no memory.
+        So many `threads` compile, and only the end of the block waits for them. Tensors may be on torch's `meta`
+        device, where they have no memory.
         """
         import triton
 
         for name, kernel in self.kernels.items():
             kernel.run = partial(self._rehearse, name, kernel.run)
         try:
-            with KernelThreads(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+            with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
                 yield
         finally:
             for kernel in self.kernels.values():

@@ -227,7 +227,7 @@ class Startup:
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
             twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
-            with self.guard.rehearse():
+            with self.guard.rehearse(threads=max(1, cpu.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):

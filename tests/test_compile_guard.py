@@ -192,7 +192,7 @@ for name, kernel in made.guard.kernels.items():
     print(name, len(compiled), "run" in vars(kernel), len(threads))
 made.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
 try:
-    with made.guard.watch(), made.guard.rehearse():
+    with made.guard.watch(), made.guard.rehearse(1):
         kernels.rms_norm(odd, odd[0], 1e-6)
 except LateCompile as error:
     print(error)
@@ -240,6 +240,20 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) != name.startswith(others) and patched == "False", name
         assert int(threads) > 1 or os.cpu_count() == 1
+
+
+def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatch):
+    class Guard:
+        def rehearse(self, threads: int) -> None:
+            raise StopAsyncIteration(threads)
+
+    config = configure({}, backend="reference", device="cpu")
+    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+    made.guard = Guard()
+    monkeypatch.setattr(startup.cpu, "available_cores", lambda: 6)  # of a container, say
+    for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):
+        with pytest.raises(StopAsyncIteration, match=f"^{threads}$"):
+            made.rehearse()
 
 
 def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
