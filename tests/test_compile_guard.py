@@ -129,6 +129,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
     assert len(tokens) == 4
 
 
+@pytest.mark.interpreted  # only the interpreter tells the guard of every launch; test_gpu.py has a GPU's way
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
