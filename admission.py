@@ -123,7 +123,7 @@ class Admission:
         self.waiting = GroupQueue(Status.WAITING) if self.fair is None else self.fair
         self.swapped = GroupQueue(Status.SWAPPED)
         # Who makes way must be worse than this by class. Under `fair` less than a step's tokens is not worth the work.
-        self.quantum = 0 if self.fair is None else config.max_num_batched_tokens
+        self.quantum = 0 if self.fair is None else config.token_budget
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -239,9 +239,7 @@ class Admission:
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
-            room = (
-                math.inf if self.config.pools and budget.tokens == self.config.max_num_batched_tokens else budget.tokens
-            )
+            room = math.inf if self.config.pools and budget.tokens == self.config.token_budget else budget.tokens
             if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return

@@ -24,6 +24,7 @@ VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
+STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see memory.py
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
@@ -155,7 +156,12 @@ class EngineConfig:
         None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT
     )
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
-    max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens in one step (default: 2048, on a GPU 8192, on one of 80 GB 16384, and at least max_num_seqs)",
+        1,
+        2**20,
+    )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
@@ -332,6 +338,11 @@ class EngineConfig:
         return self.model if self.snapshot else os.path.basename(os.path.abspath(self.model))
 
     @property
+    def token_budget(self) -> int:
+        """Tokens in one step at most. On a GPU `memory.settle_tokens` must have been called."""
+        return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    @property
     def world_size(self) -> int:
         """Ranks of one engine: those of all its stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -375,10 +386,9 @@ class EngineConfig:
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
-        if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
+        if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
-                f"{self.max_num_seqs}"
+                f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
             )
         if self.num_state_snapshots and not self.enable_prefix_caching:
             raise ValueError(

@@ -83,6 +83,7 @@ class EngineCore:
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
+        self.config = config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else ends
         states = self.facts.get("states")

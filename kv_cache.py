@@ -355,7 +355,7 @@ class BlockSpaceManager:
     ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
-        self.chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else sys.maxsize
+        self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
         ahead = config.num_lookahead_slots

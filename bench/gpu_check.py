@@ -23,6 +23,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,16 @@ def versions() -> Iterator[Row]:
         "L2 MB": about.L2_cache_size >> 20, "cuda": torch.version.cuda,
     }  # fmt: skip
     limits = bench_kernels.measure_limits()
+    source = torch.randn(1 << 28, device="cuda")
+    target, taken = torch.empty_like(source), []
+    for _ in range(20):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    yield {"copy outside of a graph TB/s": round(2 * source.nbytes / statistics.median(taken) / 1e9, 2)}
     yield {
         "copy TB/s": round(limits.copy / 1e12, 2), "host GB/s": round(limits.host / 1e9, 1),
         "TFLOP/s": round(limits.flops / 1e12),
@@ -278,7 +289,7 @@ def ask(port: int, server: subprocess.Popen[bytes]) -> str:
 def kernel_tests() -> Iterator[Row]:
     """The kernels' tests, several at a time; the first that fails is run once more under a memory checker."""
     files = [f"tests/{name}" for name in KERNEL_TESTS] if has_gpu() else ["tests/test_kernels.py", "-k", "rms_norm"]
-    many = ["-n", "8"] if has_gpu() and find_spec("xdist") else []
+    many = ["-n", str(max(2, (os.cpu_count() or 2) - 2))] if has_gpu() and find_spec("xdist") else []
     failed = []
     try:
         for row in pytest_rows([*many, *files]):
@@ -377,7 +388,7 @@ def breakdown() -> Iterator[Row]:
     if not has_gpu():  # a timeline of interpreted kernels says nothing
         yield from profiled(folder)
         return
-    for rows in (1, 32, 256):
+    for rows in (1, 256):
         bench_options = {key: value for key, value in options().items() if key != "distributed_executor_backend"}
         yield from bench_engine.breakdown_figures(folder, rows, 100, bench_options)
     yield from profiled(folder)

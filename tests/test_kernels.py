@@ -335,6 +335,19 @@ def test_plan_decode_counts_the_tiles_that_hold_a_key(device: str, tokens: int, 
     assert plan.items.tolist() == [0, *np.cumsum(counts)] and not plan.arrived.any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_size_of_blocks_changes_no_bit(device: str, dtype: torch.dtype) -> None:
+    """Neither where a tile of keys lies within a block, so that one id is loaded for all, nor where it does not."""
+    paged, q = oracles.paged(kernels, [200, 77], 2, 32, 128, dtype), torch.randn(9, 4, 32).to(dtype)
+    slots, lens, starts, results = ints(0, 1), ints(200, 77), ints(0, 7, 9), []
+    for size in (16, 128):
+        kv = paged.kv.unflatten(3, (-1, size)).movedim(3, 1).flatten(0, 1)
+        tables = (paged.tables[..., None] * (128 // size) + torch.arange(128 // size)).flatten(1).to(torch.int32)
+        decoded = run("attention_decode", device, q[:2], kv, tables, slots, lens, 0.2, 100)
+        results.append((decoded, run("attention_prefill", device, q, kv, tables, slots, lens, starts, 7, 0.2, 100)))
+    assert all(torch.equal(several, one) for several, one in zip(*results, strict=True))
+
+
 EVERY_OPTION = (150, 2.5, torch.tensor([0.5, -1.0, 2.0, 0.0]), torch.tensor([0.5, 0.1, 0.02, 0.0]))
 
 

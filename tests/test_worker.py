@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import mmap
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import oracles
 import reference
 import startup
 from batch_state import StepShape, Writes
+from compile_guard import CompileGuard
 from config import EngineConfig
 from memory import captures_graphs
+from model import PiecewiseGraphs
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
@@ -30,6 +37,13 @@ SHAPE = {
     "max_position_embeddings": 256, "sliding_window": None,
 }  # fmt: skip
 ONE_LAYER = {"num_hidden_layers": 1}  # for kernels that are interpreted, which takes long
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_attention_heads": 4,
+    "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+    "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
 
@@ -494,6 +508,92 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
     assert [graph.replays for graph, *_ in worker.graphs.values()] == [0, 0, 1]  # adjusted steps are other shapes
     for part in ("token_ids", "num_known", "num_computed", "token_counts", "block_tables"):
         assert torch.equal(getattr(states[0], part), getattr(states[1], part)), part
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Stands in for a CUDA graph: notes each operator and each kernel with its tensors, and `replay` runs them again.
+
+    What a capture has computed is overwritten by NaN, because a capture on a GPU computes nothing.
+    """
+
+    KERNELS: ClassVar[list] = []
+    replays = 0  # of all
+
+    def capture_begin(self, pool: str) -> None:
+        assert pool == "memory"
+        self.notes, self.noting = [], True
+        for kernel in self.KERNELS:
+            kernel.run = partial(self.launch, kernel.run)
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+        for kernel in self.KERNELS:
+            del kernel.run
+        for _, args, kwargs, made in self.notes:
+            given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not t.is_mkldnn]
+            ours = {tensor.untyped_storage()._cdata for tensor in given}
+            for tensor in tree_leaves(made) if made is not None else ():
+                if torch.is_floating_point(tensor) and tensor.untyped_storage()._cdata not in ours:
+                    tensor.fill_(torch.nan)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        made = operator(*args, **(kwargs or {}))
+        if self.noting:
+            self.notes.append((operator, args, kwargs or {}, made))
+        return made
+
+    def launch(self, run, *args, **kwargs) -> None:
+        self.noting = False  # the interpreter runs operators, too
+        run(*args, **kwargs)
+        self.noting = True
+        self.notes.append((run, args, kwargs, None))
+
+    def replay(self) -> None:
+        RecordedGraph.replays += 1
+        for run, args, kwargs, made in self.notes:
+            for old, new in zip(tree_leaves(made), tree_leaves(run(*args, **kwargs)), strict=True):
+                if old is not None and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "shape",
+    [{}, pytest.param(WINDOWS, marks=pytest.mark.long), pytest.param(LATENT, marks=pytest.mark.long)],
+    ids=["plain", "windows", "latents"],
+)
+def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
+    """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs."""
+    worker, told, pools = make(shape, backend="triton", max_num_batched_tokens=32), [], []
+    model, kinds = worker.model, range(len(worker.model.layout.windows))
+    steps = [[(0, 12)], [(0, 1), (1, 5)], [(0, 1), (1, 1), (2, 3), (3, 12)], [(0, 1), (3, 1), (2, 5)]]
+    entering, large, usual = [[0], [1], [2, 3], []], [], model.forward
+    for graphs in (False, True):
+        worker.pool.zero_()
+        if graphs:
+            fakes = {"CUDAGraph": RecordedGraph, "Stream": object, "synchronize": lambda: None}
+            fakes["stream"] = lambda stream: contextlib.nullcontext()
+            monkeypatch.setattr(RecordedGraph, "replays", 0)
+            monkeypatch.setattr(RecordedGraph, "KERNELS", [*CompileGuard(worker.ops).kernels.values()])
+            with torch.inference_mode(), monkeypatch.context() as patch:
+                for name, fake in fakes.items():
+                    patch.setattr(torch.cuda, name, fake)
+                worker.pieces = PiecewiseGraphs(model, worker.pool, [8, 16], "memory")
+            model.forward = lambda batch, *more: large.append(len(batch.slots)) or usual(batch, *more)
+        for step, rows in enumerate(steps):
+            new = [row(i, [3 + i, 4, 5 * i] * 4, num_logprobs=2, temperature=i / 4) for i in entering[step]]
+            for one in new:
+                one.blocks = [[8 * one.slot + 4 * kind, 8 * one.slot + 4 * kind + 1] for kind in kinds]
+            told.append(worker.step(StepPlan(step, rows=rows, new=new)))
+        pools.append(worker.pool.clone())
+    assert large == [4] and RecordedGraph.replays == 3 * (model.config.num_layers + 1)
+    for one, other in zip(told[:4], told[4:], strict=True):
+        assert one.token_ids == other.token_ids and not one.error
+        for i, scores in one.logprobs.items():
+            assert scores.ids == other.logprobs[i].ids
+            assert scores.values == pytest.approx(other.logprobs[i].values, abs=1e-4)
+    assert torch.allclose(*pools, atol=1e-5) and torch.equal(pools[0] == 0, pools[1] == 0) and pools[0].any()
 
 
 def test_graphs_are_for_1_2_4_the_eights_and_the_most():
