@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import functools
+import itertools
 import json
 import os
 import platform
@@ -23,7 +25,6 @@ import re
 import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -37,18 +38,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+if not __package__:  # from a clone: the engine's files lie one folder up
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
+
+from bench import SHAPES
+from config import VERSION
+
 ROOT = Path(__file__).parent.parent
-for folder in ("demo", "bench", "."):
-    sys.path.insert(0, str(ROOT / folder))
 
 Row = dict[str, Any]
 
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
-}  # fmt: skip
+QWEN3_06B = SHAPES["qwen3-0.6b"]
 QWEN3_8B = QWEN3_06B | {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "tie_word_embeddings": False,
@@ -119,16 +119,6 @@ def versions() -> Iterator[Row]:
         "L2 MB": about.L2_cache_size >> 20, "cuda": torch.version.cuda,
     }  # fmt: skip
     limits = bench_kernels.measure_limits()
-    source = torch.randn(1 << 28, device="cuda")
-    target, taken = torch.empty_like(source), []
-    for _ in range(20):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        target.copy_(source)
-        end.record()
-        end.synchronize()
-        taken.append(begin.elapsed_time(end))
-    yield {"copy outside of a graph TB/s": round(2 * source.nbytes / statistics.median(taken) / 1e9, 2)}
     yield {
         "copy TB/s": round(limits.copy / 1e12, 2), "host GB/s": round(limits.host / 1e9, 1),
         "TFLOP/s": round(limits.flops / 1e12),
@@ -381,57 +371,81 @@ def kernels_rows() -> Iterator[Row]:
 
 
 def breakdown() -> Iterator[Row]:
-    """Phases of a decode step by its rows, and the kernels that a profiler sees in decode and in mixed steps."""
+    """Phases of a decode step, by its rows."""
     import bench_engine
 
-    folder = model_folder(QWEN3_06B)
     if not has_gpu():  # a timeline of interpreted kernels says nothing
-        yield from profiled(folder)
         return
-    for rows in (1, 256):
-        bench_options = {key: value for key, value in options().items() if key != "distributed_executor_backend"}
-        yield from bench_engine.breakdown_figures(folder, rows, 100, bench_options)
-    yield from profiled(folder)
+    more = {key: value for key, value in options().items() if key != "distributed_executor_backend"}
+    for rows in (1, 32, 256):
+        yield from bench_engine.breakdown_figures(model_folder(QWEN3_06B), rows, 100, more)
 
 
-def profiled(folder: str) -> Iterator[Row]:
-    """Microseconds of each kernel and in all, a step: 20 decode steps of 256 rows, and 5 with a prompt beside them."""
-    import torch
+def profile() -> Iterator[Row]:
+    """Microseconds of each kernel and in all, a step: of decodes, and of decodes beside a prompt of 512 tokens.
 
+    Steps with prompts are timed with and without the graphs between attentions, too, where no profiler slows them down.
+    """
     from engine import LLM
+
+    rows, steps = (256, 20) if has_gpu() else (1, 1)
+    with LLM(model_folder(QWEN3_06B), **options(max_num_seqs=rows + 64, max_model_len=2048)) as llm:
+        for running in (1, rows)[: 2 if has_gpu() else 1]:
+            added = start_decodes(llm.core, running)
+            yield from profiled(llm.core, f"{running} decodes", steps, lambda: None)
+            if running == rows:
+                worker = llm.core.executor.worker  # type: ignore[union-attr]
+                pieces = worker.pieces
+                for graphs in (True, False, True, False):
+                    worker.pieces = pieces if graphs else None
+                    taken = []
+                    for _ in range(6 if has_gpu() else 1):
+                        added()
+                        begun = time.perf_counter()
+                        llm.core.step()
+                        taken.append(round((time.perf_counter() - begun) * 1e6))
+                    yield {"steps": "with a prompt", "graphs between attentions": graphs, "us each": taken}
+                worker.pieces = pieces
+                yield from profiled(llm.core, "with a prompt", max(1, steps // 4), added)
+
+
+def start_decodes(core: Any, rows: int) -> Callable[[], None]:
+    """Let `rows` requests decode; returns what adds one more, whose prompt has 512 tokens."""
     from plan import EngineCoreRequest
     from sampling_params import SamplingParams
 
-    rows, steps = (256, (20, 5)) if has_gpu() else (1, (1, 1))
-    rng = random.Random(0)
-    with LLM(folder, **options(max_num_seqs=rows + 8, max_model_len=2048)) as llm:
-        core, length = llm.core, 512 if has_gpu() else 3
-        usual = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000 if has_gpu() else 30)
+    rng, length = random.Random(rows), 512 if has_gpu() else 3
+    usual = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000 if has_gpu() else 30)
+    names = (f"{rows} {i}" for i in itertools.count())
 
-        def add(name: str) -> None:
-            core.add(EngineCoreRequest(name, [rng.randrange(199) for _ in range(length)], usual))
+    def add() -> None:
+        core.add(EngineCoreRequest(next(names), [rng.randrange(199) for _ in range(length)], usual))
 
-        for i in range(rows):
-            add(f"decode {i}")
-        while core.metrics()["num_requests_waiting"]:
+    for _ in range(rows):
+        add()
+    while core.metrics()["num_requests_waiting"]:
+        core.step()
+    return add
+
+
+def profiled(core: Any, kind: str, steps: int, before_each: Callable[[], None]) -> Iterator[Row]:
+    """What torch's profiler sees in these steps: a row in all, and one for each of the kernels that take most."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CUDA if has_gpu() else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            before_each()
             core.step()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if has_gpu() else []
-        for kind, count in zip(("decode", "mixed"), steps, strict=True):
-            with torch.profiler.profile(activities=activities) as profile:
-                begun = time.perf_counter()
-                for i in range(count):
-                    if kind == "mixed":
-                        add(f"prompt {i}")
-                    core.step()
-                seconds = time.perf_counter() - begun
-            found = [event for event in profile.key_averages() if event.self_device_time_total]
-            found.sort(key=lambda event: -event.self_device_time_total)
-            busy = sum(event.self_device_time_total for event in found)
-            yield {"steps": kind, "us a step": round(seconds / count * 1e6), "GPU busy us": round(busy / count)}
-            for event in found[:SHOWN_KERNELS]:
-                each = {"us a step": round(event.self_device_time_total / count, 1), "calls": event.count / count}
-                yield {"steps": kind, "kernel": event.key[:70], **each}
+        seconds = time.perf_counter() - begun
+    found = [event for event in profile.key_averages() if event.self_device_time_total]
+    found.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in found)
+    yield {"steps": kind, "us a step": round(seconds / steps * 1e6), "GPU busy us": round(busy / steps)}
+    for event in found[:SHOWN_KERNELS]:
+        each = {"us a step": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
+        yield {"steps": kind, "kernel": event.key[:70], **each}
 
 
 def sweep() -> Iterator[Row]:
@@ -537,7 +551,8 @@ PARTS = {
     "small_model": Part(small_model, 70),
     "kernel_tests": Part(kernel_tests, 110),
     "kernels": Part(kernels_rows, 75),
-    "breakdown": Part(breakdown, 50),
+    "breakdown": Part(breakdown, 45),
+    "profile": Part(profile, 25),
     "gpu_tests": Part(gpu_tests, 60),
     "large_model": Part(large_model, 70),
     "sweep": Part(sweep, 40),
@@ -609,9 +624,11 @@ def run_all(names: list[str], out: Path, budget: float) -> int:
 
 
 def show(out: Path) -> None:
-    """Print all rows, shortly, with the parts in their order."""
-    for line in (out / "gpu_check.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    """Print all rows, shortly, with the parts in their order, and write them to gpu_check.json as other benches do."""
+    rows = [json.loads(line) for line in (out / "gpu_check.jsonl").read_text().splitlines()]
+    machine = {"date": datetime.date.today().isoformat(), "manta": VERSION, "command": "python bench/gpu_check.py"}
+    (out / "gpu_check.json").write_text(json.dumps({"machine": machine, "figures": rows}, indent=1) + "\n")
+    for row in rows:
         name = row.pop("part")
         cells = ", ".join(f"{key} {value}" for key, value in row.items())
         print(f"{name}: {cells}"[:400])
