@@ -43,6 +43,10 @@ LATENT = {
     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
 }  # fmt: skip
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
@@ -558,10 +562,11 @@ class RecordedGraph(TorchDispatchMode):
 
 
 @pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
     "shape",
-    [{}, pytest.param(WINDOWS, marks=pytest.mark.long), pytest.param(LATENT, marks=pytest.mark.long)],
-    ids=["plain", "windows", "latents"],
+    [{}, EXPERTS | ONE_LAYER, *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT))],
+    ids=["plain", "experts", "windows", "latents"],
 )
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs."""
