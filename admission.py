@@ -21,10 +21,10 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager, Entry, by_column
+from kv_cache import AllocStatus, BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from queues import FairQueue, GroupQueue
-from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)

@@ -49,7 +49,6 @@ from client import (
     weakly,
 )
 from executor import name_process
-from kv_cache import chain
 from plan import (
     EngineCoreRequest,
     EngineOutput,
@@ -69,6 +68,7 @@ from plan import (
 )
 from processes import READY, Board, Child, FrameServer, ParentPipe
 from ring import meeting_place
+from sequence import chain
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds

@@ -253,7 +253,7 @@ def piece_bytes(config: EngineConfig, model: Transformer) -> int:
         part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
     }
     shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
-    inputs = 8 + 4 + 8 * len(model.layout.windows)
+    inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
     graphs = len(sizes) * (len(parts) + 1)
     return most * (model.dtype.itemsize * shared + inputs) + step_bytes(config, model, most)[0] + graphs * PIECE
 

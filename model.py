@@ -522,6 +522,7 @@ class PiecewiseGraphs:
         self.states = torch.empty(0, 0, device=model.device)
         self.input_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
         self.positions = self.input_ids.int()
+        self.slots = torch.zeros_like(self.positions)  # -1 for padding, and for tokens no matter which
         self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.captured: dict[int, list[GraphPiece]] = {}
@@ -536,7 +537,7 @@ class PiecewiseGraphs:
         """Run the model on `size` tokens, where `cut` takes the place of each attention."""
         none = self.positions[:0]
         inputs = self.input_ids[:size], self.positions[:size], self.slot_mapping[:, :size]
-        batch = Batch(*inputs, none, none, none[None, None], 0, none, none, 1, [])
+        batch = Batch(*inputs, none, self.slots[:size], none[None, None], 0, none, none, 1, [])
         return self.model.forward(batch, self.pool, self.states, None, cut)
 
     def hand_over(self, attention: Attention | None, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -575,7 +576,8 @@ class PiecewiseGraphs:
         self.input_ids[:count] = batch.input_ids
         self.positions[:count] = batch.positions
         self.slot_mapping[:, :count] = batch.slot_mapping
-        self.slot_mapping[:, count:size] = -1  # padding has the ids and positions of earlier tokens, and is not stored
+        self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
+        self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens
         step = self.model.new_step(batch, self.pool, self.states)
         for piece in self.captured[size]:
             piece.graph.replay()

@@ -69,6 +69,7 @@ class StepPlan:
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    ahead: int = 0  # the step leaves the last so many of these device blocks alone: they may move while it runs
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     # Recurrent states to move likewise, where the model has some: rows of the state pools, see `StateRoom`.

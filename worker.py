@@ -82,6 +82,8 @@ class Worker:
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
+        self.copying: torch.cuda.Stream | None = None  # for copies beside a step,
+        self.copied: torch.Tensor | None = None  # and what they read until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
@@ -131,6 +133,9 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> Launched:
         """Apply the plan's differences, move its blocks and run its rows, in the caller's inference mode."""
+        if self.copying and self.copied is not None:
+            torch.cuda.current_stream().wait_stream(self.copying)
+            self.copied = None
         self.state.enter(plan)
         if plan.new:  # a slot may belong to another sequence now
             self.rows = None
@@ -465,8 +470,9 @@ class Worker:
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies; and then recurrent states in the same way."""
+        begin = len(plan.swap_out) - plan.ahead
         for device, host, out, back, copies in (
-            (self.pool, self.host_pool, plan.swap_out, plan.swap_in, plan.copies),
+            (self.pool, self.host_pool, plan.swap_out[:begin], plan.swap_in, plan.copies),
             (self.states, self.host_states, plan.state_out, plan.state_in, plan.state_copies),
         ):
             if out:
@@ -475,6 +481,22 @@ class Worker:
                 self.ops.swap_blocks(host, device, self.to_device(np.array(back, dtype=np.int64)))
             if copies:
                 self.ops.copy_blocks(device, self.to_device(np.array(copies, dtype=np.int64)))
+        if plan.ahead:
+            pairs = self.to_device(np.array(plan.swap_out[begin:], dtype=np.int64))
+            with self.beside(pairs):
+                self.ops.swap_blocks(self.pool, self.host_pool, pairs)
+
+    @contextlib.contextmanager
+    def beside(self, pairs: torch.Tensor) -> Iterator[None]:
+        """Launch copies of `pairs` of blocks beside the step: after all steps before it, and ahead of all after it."""
+        if self.device == "cpu":
+            yield
+            return
+        self.copying = self.copying or torch.cuda.Stream()
+        self.copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copying):
+            yield
+        self.copied = pairs
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy of a host array on this worker's device; see `batch_state.to_device`."""

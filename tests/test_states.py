@@ -6,10 +6,10 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from kv_cache import StateManager, chain
+from kv_cache import StateManager
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
-from sequence import Request, Sequence, SequenceGroup, Status, WaitClock
+from sequence import Request, Sequence, SequenceGroup, Status, WaitClock, chain
 
 
 def chunks(engine: Engine) -> list[int]:

@@ -43,6 +43,10 @@ LATENT = {
     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
 }  # fmt: skip
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
 
@@ -558,10 +562,11 @@ class RecordedGraph(TorchDispatchMode):
 
 
 @pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
     "shape",
-    [{}, pytest.param(WINDOWS, marks=pytest.mark.long), pytest.param(LATENT, marks=pytest.mark.long)],
-    ids=["plain", "windows", "latents"],
+    [{}, EXPERTS | ONE_LAYER, *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT))],
+    ids=["plain", "experts", "windows", "latents"],
 )
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs."""
@@ -640,6 +645,30 @@ def test_the_last_phase_of_a_trace_has_happened_once_a_step_is_done(make, monkey
     worker.device, worker.clock = "cuda", object()
     launched = worker.launch(StepPlan(0, rows=[(0, 2)], new=[row(0, [1, 2])]))
     assert recorded == [event for _, _, event in launched.marks] + [launched.done] and launched.marks[-1][0] == ""
+
+
+def test_what_is_copied_beside_a_step_lies_between_the_steps_around_it(make, monkeypatch):
+    """The copies wait for all that was launched, and the next step for the copies. A swap is a part of its step."""
+    worker, log = make(), []
+    own, main = (
+        SimpleNamespace(wait_stream=lambda _, name=name: log.append(f"{name} waits")) for name in ("own", "main")
+    )
+
+    @contextlib.contextmanager
+    def entered(stream_of_its_own):
+        log.append("begin")
+        yield
+        log.append("end")
+
+    for name, fake in {"Stream": lambda: own, "current_stream": lambda: main, "stream": entered}.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    swap = lambda source, target, pairs: log.append(pairs.tolist())  # noqa: E731
+    monkeypatch.setattr(worker, "ops", SimpleNamespace(**vars(worker.ops) | {"swap_blocks": swap}))
+    monkeypatch.setattr(worker, "to_device", lambda array: torch.from_numpy(array))
+    worker.device = "cuda"
+    for plan in (StepPlan(0, swap_out=[(1, 2), (3, 4)], ahead=1), StepPlan(1, swap_in=[(4, 5)]), StepPlan(2)):
+        worker.execute(plan)
+    assert log == [[[1, 2]], "own waits", "begin", [[3, 4]], "end", "main waits", [[4, 5]]]
 
 
 def test_a_step_is_not_done_before_the_device_is(make):
