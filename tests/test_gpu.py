@@ -61,6 +61,14 @@ def test_cuda_gives_the_cpus_tokens_in_float32(make_llm, conversations, expected
     assert answers(make_llm(device="cuda", **fields), conversations) == expected
 
 
+def test_prefixes_come_back_from_the_host(make_llm, conversations, expected):
+    """What the device drops is copied to the host beside the steps, and copied back for those who ask again."""
+    llm = make_llm(device="cuda", num_gpu_blocks_override=64, block_size=16, swap_space=0.2)
+    for _ in range(3):
+        assert answers(llm, conversations) == expected
+    assert llm.core.metrics()["host_cache_hits_total"] > 1000
+
+
 def test_demo_keeps_its_skill_in_bfloat16(conversations, expected):
     told = answers(LLM(device="cuda"), conversations)
     assert sum(a == b for a, b in zip(told, expected, strict=True)) >= 45
