@@ -497,6 +497,7 @@ class GraphPiece(NamedTuple):
     attention: Attention | None
     made: torch.Tensor  # the queries that the graph makes; after the last attention the hidden states
     given: torch.Tensor  # where the next graph finds attention's results
+    exchanged: list[Any]  # what the graph adds to `Group.exchanged`
 
 
 class PiecewiseGraphs:
@@ -555,10 +556,12 @@ class PiecewiseGraphs:
 
     def capture(self, size: int, memory: Any) -> list[GraphPiece]:
         """The graphs of a step of `size` tokens, on a stream that is not the default one."""
-        graphs, pieces = [torch.cuda.CUDAGraph()], list[GraphPiece]()
+        graphs, pieces, exchanged = [torch.cuda.CUDAGraph()], list[GraphPiece](), self.model.group.exchanged
+        exchanged.clear()
 
         def cut(attention: Attention | None, made: torch.Tensor) -> torch.Tensor:
-            pieces.append(GraphPiece(graphs[-1], attention, *self.hand_over(attention, made)))
+            pieces.append(GraphPiece(graphs[-1], attention, *self.hand_over(attention, made), [*exchanged]))
+            exchanged.clear()
             graphs[-1].capture_end()
             if attention:
                 graphs.append(torch.cuda.CUDAGraph())
@@ -581,6 +584,7 @@ class PiecewiseGraphs:
         step = self.model.new_step(batch, self.pool, self.states)
         for piece in self.captured[size]:
             piece.graph.replay()
+            self.model.group.exchanged += piece.exchanged
             if piece.attention:
                 piece.given[:count] = piece.attention.attend(piece.made[:count], step)
         return piece.made[:count]

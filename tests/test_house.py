@@ -75,7 +75,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "ray_hosts": {"config", "engine_process", "executor", "hosts", "logs", "processes", "ray_executor", "ray_hosts"},
     "client": {"plan", "ring"},
     "processes": {"client", "config", "executor", "logs", "plan", "ring"},
-    "data_parallel": {"client", "executor", "kv_cache", "plan", "processes", "ring"},
+    "data_parallel": {"client", "executor", "plan", "processes", "ring", "sequence"},
     # deciding
     "config": {"logs"},
     "logs": set(),

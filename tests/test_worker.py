@@ -569,8 +569,13 @@ class RecordedGraph(TorchDispatchMode):
     ids=["plain", "experts", "windows", "latents"],
 )
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
-    """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs."""
-    worker, told, pools = make(shape, backend="triton", max_num_batched_tokens=32), [], []
+    """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
+
+    What the ranks have exchanged is known in both cases.
+    """
+    worker, told, pools, exchanged = make(shape, backend="triton", max_num_batched_tokens=32), [], [], []
+    group = worker.group
+    group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))
     steps = [[(0, 12)], [(0, 1), (1, 5)], [(0, 1), (1, 1), (2, 3), (3, 12)], [(0, 1), (3, 1), (2, 5)]]
     entering, large, usual = [[0], [1], [2, 3], []], [], model.forward
@@ -591,8 +596,10 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
             for one in new:
                 one.blocks = [[8 * one.slot + 4 * kind, 8 * one.slot + 4 * kind + 1] for kind in kinds]
             told.append(worker.step(StepPlan(step, rows=rows, new=new)))
+            exchanged.append([*group.exchanged])
         pools.append(worker.pool.clone())
     assert large == [4] and RecordedGraph.replays == 3 * (model.config.num_layers + 1)
+    assert exchanged[:4] == exchanged[4:] and all(len(found) == 2 * model.config.num_layers for found in exchanged)
     for one, other in zip(told[:4], told[4:], strict=True):
         assert one.token_ids == other.token_ids and not one.error
         for i, scores in one.logprobs.items():
