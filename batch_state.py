@@ -135,6 +135,7 @@ class BatchState:
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
+            self.scores.pop(slot, None)  # that of a step that another rank has refused
             if row.score is not None:
                 self.scores[slot] = (*row.score, length)
             self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, [0] * len(row.blocks)
@@ -281,7 +282,7 @@ class BatchState:
 
     def bar(self, logits: torch.Tensor, rows: torch.Tensor, slots: np.ndarray) -> None:
         """Bar from those `rows` [R] of logits whose `slots` [R] want it what may not be drawn there; in place."""
-        if (masked := self.masked_logprobs[slots]).any():
+        if len(masked := np.flatnonzero(self.masked_logprobs[slots])):
             rows = rows[to_device(torch.from_numpy(masked), self.device)]
             words = self.bitmask[to_device(torch.from_numpy(slots[masked]), self.device)]
             bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=self.device) & 1

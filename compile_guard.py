@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from types import ModuleType
@@ -71,20 +75,21 @@ class CompileGuard:
                 self.kernels[name].pre_run_hooks.remove(hook)
 
     @contextlib.contextmanager
-    def rehearse(self) -> Iterator[None]:
+    def rehearse(self, threads: int) -> Iterator[None]:
         """Compile the kernels that are launched inside the `with` block, and run none of them.
 
-        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
-        torch's `meta` device, where they have no memory.
+        So many `threads` compile, and only the end of the block waits for them. Tensors may be on torch's `meta`
+        device, where they have no memory.
         """
         import triton
 
         for name, kernel in self.kernels.items():
             kernel.run = partial(self._rehearse, name, kernel.run)
         try:
-            with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+            with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
                 yield
         finally:
+            triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
             for kernel in self.kernels.values():
                 del kernel.run  # uncovers the method of the class
 
@@ -121,6 +126,50 @@ class CompileGuard:
         if self.armed:
             raise LateCompile(f"{launch} was not launched in warm-up")
         self.seen.add(launch)
+
+
+class KernelThreads(ThreadPoolExecutor):
+    """Threads that compile kernels for Triton, and with each kernel what launches it.
+
+    Triton makes a kernel's launcher at its first launch. Triton 3.6 writes C for it, one file for each signature, and
+    runs a C compiler, which takes as long as a small kernel does. It keeps the result on disk and finds it there at the
+    launch. Newer versions have one launcher for all kernels, and nothing to compile here.
+    """
+
+    def submit(self, compile: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]  # Triton gives no arguments
+        """Compile a kernel in one of the threads."""
+        return super().submit(self._compile, compile)
+
+    @staticmethod
+    def _compile(compile: Callable[[], Any]) -> Any:
+        import triton
+
+        kernel = compile()
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
+        return kernel
+
+
+def check_compiler() -> None:
+    """See that Triton can compile the C with which it loads and launches kernels.
+
+    Raises:
+        ValueError: there is no C compiler, or it does not find Python's headers.
+    """
+    asked = os.environ.get("CC")  # where Triton looks, in the same order
+    compiler = shutil.which(asked) if asked is not None else shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        found = "gcc and clang are missing" if asked is None else f"CC is {asked!r}, which is missing"
+        raise ValueError(f"Triton needs a C compiler; {found}: install one, as in apt install gcc")
+    headers = sysconfig.get_path("include", "posix_prefix")
+    command = [compiler, f"-I{headers}", "-fsyntax-only", "-x", "c", "-"]
+    done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True)
+    if done.returncode:
+        reason = next((line for line in done.stderr.splitlines() if "error" in line), f"exit code {done.returncode}")
+        package = "python{}.{}-dev".format(*sys.version_info)
+        raise ValueError(
+            f"Triton compiles C with Python.h, from {headers}; {compiler} says {reason!r}: "
+            f"install the headers, as in apt install {package}"
+        )
 
 
 def specialization(kernel: Any, name: str, value: Any) -> str:

@@ -9,7 +9,9 @@ import contextlib
 import ctypes
 import functools
 import math
+import mmap
 import os
+import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,8 +121,38 @@ def has_bfloat16() -> bool:
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that take memory only as they are touched, page by page. torch would touch all of them now."""
-    size = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(dtype).view(shape)
+    return torch.from_numpy(_untouched(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+
+
+def _untouched(size: int) -> np.ndarray:
+    """Zero bytes [size] that nobody has touched. They begin with a page, because malloc's own begin 16 bytes later, and
+    then what a GPU writes at a time, 128 bytes, would lie across two lines of the cache."""
+    memory = np.zeros(size + mmap.PAGESIZE, dtype=np.uint8)
+    begin = -memory.ctypes.data % mmap.PAGESIZE
+    return memory[begin : begin + size]
+
+
+def pinned(size: int) -> torch.Tensor | None:
+    """Zero bytes [size] that a GPU reads and writes in place; None if the system does not let us pin as many.
+
+    Their pages are registered with CUDA as they are, and given back when no tensor refers to them any more. torch's own
+    allocator rounds sizes up to a power of two, and keeps memory for later that is free.
+    """
+    memory, cudart = _untouched(size), torch.cuda.cudart()
+    address = memory.ctypes.data
+    if int(cudart.cudaHostRegister(address, size, 0)):  # without flags
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this launch takes it
+            torch.zeros(1, device="cuda")
+        return None
+    # Else the pages would stay pinned after they are freed, and what comes to lie there next could not be registered.
+    weakref.finalize(memory, _unpin, cudart, address).atexit = False
+    return torch.from_numpy(memory)
+
+
+def _unpin(cudart: Any, address: int) -> None:
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.synchronize()  # a step that nobody waits for may still be moving blocks
+    cudart.cudaHostUnregister(address)
 
 
 @functools.cache

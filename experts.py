@@ -31,13 +31,13 @@ EXPERT_REGISTERS = 255  # of a program of 4 or 8 warps; left alone, ptxas may al
 
 @triton.jit(do_not_specialize=["scale"])
 def route_kernel(
-    logits, bias, weights, ids, scale,
+    logits, bias, slots, weights, ids, scale,
     E: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, SOFTMAX: tl.constexpr,
     RENORMALIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias. One program per token.
 
-    The largest is taken K times. A NaN counts as -inf, so that an id is always that of an expert.
+    The largest is taken K times. A NaN counts as -inf, so that an id is always that of an expert, or -1 in padding.
     """
     i_token = tl.program_id(0).to(tl.int64)
     o_e, o_k = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
@@ -80,6 +80,8 @@ def route_kernel(
         m_left = m_left & (o_e != i_e)
     if RENORMALIZE:
         b_w = b_w / (tl.sum(b_w, 0) + 1e-20)
+    if slots is not None:
+        b_id = tl.where(tl.load(slots + i_token) < 0, -1, b_id)
     m_k = o_k < K
     tl.store(weights + i_token * K + o_k, b_w * scale, mask=m_k)
     tl.store(ids + i_token * K + o_k, b_id, mask=m_k)
@@ -94,6 +96,7 @@ def route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
 
@@ -104,6 +107,7 @@ def route(
         bias: [E] float32, which helps to choose and does not change the weights; or None.
         groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
         renormalize: divide each weight by the token's sum of weights, before `scale`.
+        slots: [T] int32, -1 for a padding row, whose ids are -1: no expert; None: there are no padding rows.
 
     Returns:
         weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
@@ -111,14 +115,15 @@ def route(
     tokens, experts = logits.shape
     assert logits.is_contiguous() and scoring in ("softmax", "sigmoid") and 1 <= k <= experts
     assert bias is None or (bias.shape == (experts,) and bias.dtype == torch.float32)
-    assert experts % groups == 0 and 1 <= top_groups <= groups
+    assert experts % groups == 0 and 1 <= top_groups <= groups and (slots is None or slots.shape == (tokens,))
 
     weights = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(tokens, k, dtype=torch.int32, device=logits.device)
 
     blocks = triton.next_power_of_2(experts), triton.next_power_of_2(k)
     route_kernel[(tokens,)](
-        logits, bias, weights, ids, scale, experts, k, groups, top_groups, scoring == "softmax", renormalize, *blocks,
+        logits, bias, slots, weights, ids, scale,
+        experts, k, groups, top_groups, scoring == "softmax", renormalize, *blocks,
         num_warps=1 if experts <= 256 else 4,
     )  # fmt: skip
     return weights, ids
@@ -128,7 +133,7 @@ class ExpertPlan(NamedTuple):
     """Which rows an expert's tiles have."""
 
     weights: torch.Tensor  # [T, k] float32
-    ids: torch.Tensor  # [T, k] int32, of all ranks' experts
+    ids: torch.Tensor  # [T, k] int32, of all ranks' experts, or -1 for none
     first: int  # the id of this rank's first expert
     starts: torch.Tensor  # [E + 1] int32, where each expert's pairs begin in `order`
     order: torch.Tensor  # [T k] int32, the pairs of this rank's experts, sorted by expert and then by number
@@ -178,7 +183,8 @@ def plan_experts(
 
     Args:
         weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts.
+        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
+            and nobody has expert -1.
         weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
         batch_invariant: a token's bits must not depend on the other tokens. Then the tiles have one size.
     """
@@ -285,7 +291,7 @@ def expert_gate_up(
         x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
 
     Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is another rank's are undefined.
+        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
     """
     (experts, double, inputs), (tokens, k) = weight.shape, plan.ids.shape
     assert x.shape == (tokens, inputs) and x.is_contiguous() and weight.is_contiguous() and weight.dtype == x.dtype
@@ -364,7 +370,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
 
     Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is another rank's are left out.
+        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
     """
     (experts, hidden, size), (tokens, k) = weight.shape, plan.ids.shape
     assert h.shape == (tokens * k, size) and h.is_contiguous() and weight.is_contiguous() and weight.dtype == h.dtype

@@ -39,7 +39,7 @@ from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
 from latent import latent_store as latent_store
 from latent import rope_last as rope_last
-from matmul import DECODE_PARTIALS, LOG2E, NO_ID, _cast, _combine, _dot
+from matmul import DECODE_PARTIALS, LOG2E, NO_ID, _cast, _combine, _dot, _tile_rows
 from matmul import linear as linear
 from sampling import Adjust
 from sampling import logprobs as logprobs
@@ -446,16 +446,14 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
+    m_n = None
+    m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
     if MASKED:
         m_n = o_n < i_end
         if WINDOW > 0:
             m_n = m_n & (o_n >= i_begin)
-        m_kv = m_n[:, None] & (o_d < D)[None, :]
-        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
-    else:
-        m_kv = tl.broadcast_to((o_d < D)[None, :], BLOCK_N, BLOCK_D)
-        b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
-    p_k = p_kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * D)[:, None] + o_d[None, :]
+        m_kv = m_n[:, None] & m_kv
+    p_k = _tile_rows(p_kv, p_table, i_n, m_n, kv_stride, D, BLOCK_SIZE, BLOCK_N)[:, None] + o_d[None, :]
     b_k = tl.load(p_k, mask=m_kv, other=0.0)
     b_s = _dot(b_q, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))
     if b_slope is not None:

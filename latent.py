@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, _cast, _combine, _dot
+from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, _cast, _combine, _dot, _tile_rows
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are searched at a time
@@ -208,15 +208,13 @@ def _attend(
     """
     o_n = i_n + tl.arange(0, BLOCK_N)
     o_r, o_p = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_P)
+    m_n = None
+    m_c = tl.broadcast_to((o_r < R)[None, :], BLOCK_N, BLOCK_R)
+    m_k = tl.broadcast_to((o_p < P)[None, :], BLOCK_N, BLOCK_P)
     if MASKED:
         m_n = o_n < i_end
-        b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=0).to(tl.int64)
-        m_c, m_k = m_n[:, None] & (o_r < R)[None, :], m_n[:, None] & (o_p < P)[None, :]
-    else:
-        b_block = tl.load(p_table + o_n // BLOCK_SIZE).to(tl.int64)
-        m_c = tl.broadcast_to((o_r < R)[None, :], BLOCK_N, BLOCK_R)
-        m_k = tl.broadcast_to((o_p < P)[None, :], BLOCK_N, BLOCK_P)
-    p_c = kv + (b_block * kv_stride + (o_n % BLOCK_SIZE) * (R + P))[:, None]
+        m_c, m_k = m_n[:, None] & m_c, m_n[:, None] & m_k
+    p_c = _tile_rows(kv, p_table, i_n, m_n, kv_stride, R + P, BLOCK_SIZE, BLOCK_N)[:, None]
     b_c = tl.load(p_c + o_r[None, :], mask=m_c, other=0.0)
     b_k = tl.load(p_c + R + o_p[None, :], mask=m_k, other=0.0)
     b_s = _dot(b_q_rope, tl.trans(b_k), tl.zeros([b_q.shape[0], BLOCK_N], tl.float32))

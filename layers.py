@@ -38,6 +38,11 @@ class Batch:
     max_query_len: int
     longer: list[tuple[int, int]]  # tokens of each longer row, and blocks that it holds; for latent attention
 
+    @property
+    def padded_slots(self) -> torch.Tensor | None:
+        """The slot of each token [T] where all rows have one token: padding rows, -1, may be among them. Else None."""
+        return self.slots if self.max_query_len == 1 else None
+
 
 @dataclass(slots=True)
 class Step:
@@ -145,6 +150,8 @@ class Attention:
             self.q_norm = new(*(heads, dim) if wide else (dim,), dtype=dtype)
             self.k_norm = new(*(kv_heads, dim) if wide else (dim,), dtype=dtype) if self.stores else self.q_norm
         self.sinks = new(heads) if row.sinks else None
+        # Numbers of q and k that one norm adds up; ranks that hold the same KV head all count it.
+        self.norm_sizes = new(2, dtype=torch.float32) if row.qk_norm == "all" else None
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
@@ -201,6 +208,9 @@ class Attention:
         if self.row.unit_offset and self.q_norm is not None and self.k_norm is not None:
             self.q_norm += 1
             self.k_norm += 1
+        if self.norm_sizes is not None:
+            self.norm_sizes[0] = self.config.num_heads * self.dim
+            self.norm_sizes[1] = self.all_kv_heads * self.dim * self.copies
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
@@ -231,11 +241,9 @@ class Attention:
 
     def all_heads(self, qkv: torch.Tensor) -> torch.Tensor:
         """What normalises q and k [T, 2] where all heads of all ranks are one vector."""
-        c = self.config
+        assert self.norm_sizes is not None
         sums = self.group.all_reduce(self.ops.square_sums(qkv, self.kv_heads, self.dim))
-        # Ranks that hold the same KV head have all counted it.
-        sizes = sums.new_tensor((c.num_heads * self.dim, self.all_kv_heads * self.dim * self.copies))
-        return (sums / sizes + c.norm_eps).rsqrt()
+        return (sums / self.norm_sizes + self.config.norm_eps).rsqrt()
 
     def attend(self, q: torch.Tensor, step: Step) -> torch.Tensor:
         """The heads' results [T, heads * dim]. Rows of one token and longer rows have different kernels."""
@@ -308,8 +316,8 @@ class Mlp:
             self.act.copy_(F.softplus(self.act))
             self.act[1] += 0.5
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden] of any step."""
         x = linear(x, self.gate_up, self.gate_up_bias)
         x = self.ops.act_mul(x, self.activation) if self.row.gated else self.ops.act(x, self.activation, self.act)
         return linear(x, self.down, self.down_bias)
@@ -395,21 +403,22 @@ class ExpertMlp:
     def finish(self) -> None:
         """Do what is left to do once the weights are there."""
 
-    def __call__(self, x: torch.Tensor, seen: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
 
-        The router sees x, or what it is to see instead.
+        The router sees x, or what it is to see instead. Padding rows meet no expert, so no weights are read for them.
         """
         e, ops, r = self.e, self.ops, self.r
         logits = linear(x if seen is None else seen, self.router, self.router_bias)
         weights, ids = ops.route(
-            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale
-        )
+            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale,
+            step.batch.padded_slots,
+        )  # fmt: skip
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
         y = self.meet(x, weights, ids)
         if self.shared:
-            more = self.shared(x)
+            more = self.shared(x, step)
             y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
         return y
 
@@ -454,9 +463,9 @@ class ExpertsBeside:
         whose elements are about 1."""
         self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
 
-    def __call__(self, dense: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, dense: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
         """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
-        y = self.group.all_reduce(self.experts(self.experts_in(x), self.router_norm(x)))
+        y = self.group.all_reduce(self.experts(self.experts_in(x), step, self.router_norm(x)))
         return self.dense_out(dense) + self.experts_out(y)
 
 
@@ -471,6 +480,8 @@ class LayerInputs:
         self.table = new(vocab, c.num_layers * self.size)
         self.projection: Weight = new(c.num_layers * self.size, c.hidden_size)
         self.norm = Norm(c, ops, self.size, new)
+        # Rounded as a weight, as `embed_scale` is.
+        self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
 
     def slots(self) -> Slots:
         """What of the checkpoint fills it."""
@@ -487,8 +498,7 @@ class LayerInputs:
     def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
         y = linear(x, self.projection).mul_(self.config.hidden_size**-0.5).view(-1, self.size)
-        scale = float(torch.tensor(self.size**0.5, dtype=x.dtype))  # rounded as a weight, as `embed_scale` is
-        y = self.norm(y).add_(found.view(-1, self.size), alpha=scale).mul_(0.5**0.5)
+        y = self.norm(y).add_(found.view(-1, self.size), alpha=self.scale).mul_(0.5**0.5)
         return y.view(len(x), -1, self.size)
 
 

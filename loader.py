@@ -73,7 +73,7 @@ def load_weights(
     found, files = find_weights(model, folder, paths, wanted)
     stage = Stage(device) if (device.type == "cuda" if staged is None else staged) else None
     move, begin = (stage.move, stage.begin) if stage else (copy, None)
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, list[torch.Tensor]] = {}  # of each tensor's parts; a stage may still be making them until it waits
     with (
         tqdm(total=sum(map(len, files)), desc="Loading weights", unit="tensor", leave=False, disable=None) as bar,
         ThreadPoolExecutor(READERS, initializer=begin) as pool,
@@ -83,11 +83,12 @@ def load_weights(
             for path in paths[i : i + 2]:
                 read_ahead(path)
             for name, of in slices.items():
-                sums[name] = sum(islice(moved, len(of)), torch.zeros((), device=device))
+                sums[name] = [*islice(moved, len(of))]
                 bar.update()
     if stage:
         stage.wait()
-    for name, total in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
+    for name, parts in sums.items():  # a sum of finite numbers may overflow, too, so it is only a hint
+        total = sum(parts, torch.zeros((), device=device))
         targets = [piece.target for piece in wanted[name].pieces]
         if not (total.isfinite() or all(target.isfinite().all() for target in targets)):
             dtype = str(targets[0].dtype).removeprefix("torch.")

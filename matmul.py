@@ -52,6 +52,21 @@ def _dot(a, b, acc):
 
 
 @triton.jit
+def _tile_rows(kv, p_table, i_n, m_n, kv_stride, SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Pointers [BLOCK_N] to the SIZE numbers of each token from i_n on in the paged `kv`. BLOCK_N divides i_n.
+
+    A tile that lies within one block loads a single id. Triton 3.6 copies a vector of ids once for each thread, so only
+    a tile of several blocks has one. There an id is not read where m_n is false.
+    """
+    if BLOCK_SIZE % BLOCK_N == 0:
+        i_block = tl.load(p_table + i_n // BLOCK_SIZE).to(tl.int64)
+        return kv + i_block * kv_stride + (i_n % BLOCK_SIZE + tl.arange(0, BLOCK_N)) * SIZE
+    o_n = i_n + tl.arange(0, BLOCK_N)
+    b_block = tl.load(p_table + o_n // BLOCK_SIZE, mask=m_n, other=None if m_n is None else 0).to(tl.int64)
+    return kv + b_block * kv_stride + (o_n % BLOCK_SIZE) * SIZE
+
+
+@triton.jit
 def _combine(
     out, partial, partial_lse, i_kv, i_first, pieces,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,

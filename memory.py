@@ -40,6 +40,7 @@ GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors s
 # of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
 PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
 PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
+FRAGMENTS = 64 * MIB  # and a quarter of a step: on an H100 and an H200 up to 102 MB more were reserved
 GPU_STEP_TOKENS = 8192  # of a step on a GPU, by default, and twice as many on one of
 LARGE_GPU = 75 * 2**30  # bytes: what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
@@ -60,10 +61,12 @@ class MemoryPlan:
         logits: the logits of `max_num_seqs` rows, a copy of them, and what is alive beside them.
         sampling: the workspace of `ops.sample` for these rows.
         logprobs: the workspace of log-probabilities, whatever requests ask for.
-        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with
-            `piece_bytes`.
+        graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
+            buffers for what goes from stage to stage and `piece_bytes`.
         context: an allowance for CUDA and its libraries.
         block: one block of the KV pool, a page of the layers that `KVLayout` says.
+        fragments: an allowance for what torch's allocator reserves beside a step's tensors, because its segments have
+            few sizes, and pieces between tensors stay free.
     """
 
     weights: int
@@ -76,11 +79,12 @@ class MemoryPlan:
     graphs: int
     context: int
     block: int
+    fragments: int = 0
 
     @property
     def step(self) -> int:
-        """The most bytes that a step takes, be it before it has logits or with them."""
-        return max(self.activations, self.logits + max(self.sampling, self.logprobs))
+        """The most bytes that are reserved for a step, be it before it has logits or with them."""
+        return max(self.activations, self.logits + max(self.sampling, self.logprobs)) + self.fragments
 
     def room(self, budget: int, used: int, measured: int = 0) -> int:
         """Bytes that are left for the KV pool.
@@ -121,8 +125,9 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
     if not model.group.pipeline.last:  # nor are there logits
         logits = sampling = one = 0
         decode = (decode[0], 0)
-    graphs = GRAPHS + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
-    return MemoryPlan(
+    passed = rows * sum(model.passed_sizes) * dtype.itemsize
+    graphs = GRAPHS + passed + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
+    plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
@@ -134,6 +139,7 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
+    return replace(plan, fragments=FRAGMENTS + plan.step // 4) if cuda else plan
 
 
 def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
@@ -247,7 +253,7 @@ def piece_bytes(config: EngineConfig, model: Transformer) -> int:
         part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
     }
     shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
-    inputs = 8 + 4 + 8 * len(model.layout.windows)
+    inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
     graphs = len(sizes) * (len(parts) + 1)
     return most * (model.dtype.itemsize * shared + inputs) + step_bytes(config, model, most)[0] + graphs * PIECE
 
@@ -457,12 +463,14 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if config.pools:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     else:
-        more = "the larger of activations, and logits with the larger of their workspaces:"
+        more = "the larger of activations, and logits with the larger of their workspaces"
         yield line("largest step", plan.step, more)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
         yield line("  logits", plan.logits, f"of {rows:,} rows")
         yield line("  sampling", plan.sampling)
         yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
+    if plan.fragments:
+        yield line("  allocator", plan.fragments, "an allowance for what it reserves between tensors")
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")
@@ -537,6 +545,8 @@ def check_room(
         attention + c.num_layers * c.hidden_size * 3 * c.intermediate_size + tables * c.vocab_size * c.hidden_size
     )
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
+    if device == "cuda":
+        torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu.available_bytes()
     if size > free:
         raise ValueError(

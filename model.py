@@ -346,14 +346,14 @@ class Transformer:
             layer, following = self.layers[i], self.following(i)
             if self.row.parallel:
                 y = layer.attention(x, step)
-                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x)
+                x = layer.mlp(layer.mlp_in(residual) if layer.mlp_in else x, step)
                 x = self.add(add_up(x.add_(y)), residual, following)
                 continue
             x = add_up(layer.attention(x, step))
             x = layer.attn_out(x) if layer.attn_out else x
             x = self.add(x, residual, layer.mlp_in)
-            x = add_up(layer.mlp(x))
-            x = layer.beside(x, residual) if layer.beside else x
+            x = add_up(layer.mlp(x, step))
+            x = layer.beside(x, residual, step) if layer.beside else x
             x = layer.mlp_out(x) if layer.mlp_out else x
             x = self.add(x, residual, following if layer.scale is None else None)
             if layer.scale is not None:
@@ -370,9 +370,13 @@ class Transformer:
         return self.norm if self.group.pipeline.last else None
 
     @property
-    def incoming_size(self) -> int:
-        """Numbers of each token that come from the stage before."""
-        return self.config.hidden_size + len(self.layers[self.span.start :]) * self.config.layer_input_size
+    def passed_sizes(self) -> tuple[int, int]:
+        """Numbers of each token that come from the stage before, and that go to the next one; 0 where there is none."""
+        c, pipeline = self.config, self.group.pipeline
+        incoming, outgoing = (
+            c.hidden_size + len(self.layers[begin:]) * c.layer_input_size for begin in (self.span.start, self.span.stop)
+        )
+        return 0 if pipeline.first else incoming, 0 if pipeline.last else outgoing
 
     def serve(self) -> None:
         """Take part in a step for the sake of other engines, which have tokens for this engine's experts."""
@@ -394,7 +398,7 @@ class Transformer:
         for i in self.span:
             layer = self.layers[i]
             layer.attention.rehearse(x, step)
-            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone())
+            y = layer.mlp(self.add(torch.zeros_like(x), x, layer.mlp_in).clone(), step)
         self.add(y, x, self.following(self.span[-1]))
         if self.head is not None and self.group.pipeline.last:
             self.logits(x[:1])
@@ -493,6 +497,7 @@ class GraphPiece(NamedTuple):
     attention: Attention | None
     made: torch.Tensor  # the queries that the graph makes; after the last attention the hidden states
     given: torch.Tensor  # where the next graph finds attention's results
+    exchanged: list[Any]  # what the graph adds to `Group.exchanged`
 
 
 class PiecewiseGraphs:
@@ -518,6 +523,7 @@ class PiecewiseGraphs:
         self.states = torch.empty(0, 0, device=model.device)
         self.input_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
         self.positions = self.input_ids.int()
+        self.slots = torch.zeros_like(self.positions)  # -1 for padding, and for tokens no matter which
         self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.captured: dict[int, list[GraphPiece]] = {}
@@ -532,7 +538,7 @@ class PiecewiseGraphs:
         """Run the model on `size` tokens, where `cut` takes the place of each attention."""
         none = self.positions[:0]
         inputs = self.input_ids[:size], self.positions[:size], self.slot_mapping[:, :size]
-        batch = Batch(*inputs, none, none, none[None, None], 0, none, none, 1, [])
+        batch = Batch(*inputs, none, self.slots[:size], none[None, None], 0, none, none, 1, [])
         return self.model.forward(batch, self.pool, self.states, None, cut)
 
     def hand_over(self, attention: Attention | None, made: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -550,10 +556,12 @@ class PiecewiseGraphs:
 
     def capture(self, size: int, memory: Any) -> list[GraphPiece]:
         """The graphs of a step of `size` tokens, on a stream that is not the default one."""
-        graphs, pieces = [torch.cuda.CUDAGraph()], list[GraphPiece]()
+        graphs, pieces, exchanged = [torch.cuda.CUDAGraph()], list[GraphPiece](), self.model.group.exchanged
+        exchanged.clear()
 
         def cut(attention: Attention | None, made: torch.Tensor) -> torch.Tensor:
-            pieces.append(GraphPiece(graphs[-1], attention, *self.hand_over(attention, made)))
+            pieces.append(GraphPiece(graphs[-1], attention, *self.hand_over(attention, made), [*exchanged]))
+            exchanged.clear()
             graphs[-1].capture_end()
             if attention:
                 graphs.append(torch.cuda.CUDAGraph())
@@ -571,10 +579,12 @@ class PiecewiseGraphs:
         self.input_ids[:count] = batch.input_ids
         self.positions[:count] = batch.positions
         self.slot_mapping[:, :count] = batch.slot_mapping
-        self.slot_mapping[:, count:size] = -1  # padding has the ids and positions of earlier tokens, and is not stored
+        self.slots[:count], self.slots[count:size] = 0, -1  # so padding meets no expert, and it is not stored:
+        self.slot_mapping[:, count:size] = -1  # it has the ids and positions of earlier tokens
         step = self.model.new_step(batch, self.pool, self.states)
         for piece in self.captured[size]:
             piece.graph.replay()
+            self.model.group.exchanged += piece.exchanged
             if piece.attention:
                 piece.given[:count] = piece.attention.attend(piece.made[:count], step)
         return piece.made[:count]

@@ -119,7 +119,10 @@ class StepResult:
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
+    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same, but
+    where one has failed, its result is that of all."""
+    if failed := [result for result in results if result.error]:
+        return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)

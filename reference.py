@@ -187,6 +187,7 @@ def route(
     top_groups: int = 1,
     renormalize: bool = True,
     scale: float = 1.0,
+    slots: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """w = scale * s[ids], s = scoring(logits), ids = the k experts of the largest s + bias.
 
@@ -200,6 +201,7 @@ def route(
         bias: [E] float32, which helps to choose and does not change the weights; or None.
         groups: number of groups, equal parts of the experts in their order. top_groups: in [1, groups].
         renormalize: divide each weight by the token's sum of weights, before `scale`.
+        slots: [T] int32, -1 for a padding row, whose ids are -1: no expert; None: there are no padding rows.
 
     Returns:
         weights [T, k] float32; ids [T, k] int32, the best first. The lowest id comes first among equals.
@@ -217,6 +219,7 @@ def route(
     weights = scores.gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # which keeps 0 / 0 away, as in DeepSeek V3
+    ids = ids if slots is None else ids.masked_fill(slots[:, None] < 0, -1)
     return weights * scale, ids.to(torch.int32)
 
 
@@ -224,7 +227,7 @@ class ExpertPlan(NamedTuple):
     """Which experts of this rank each token meets."""
 
     weights: torch.Tensor  # [T, k] float32
-    ids: torch.Tensor  # [T, k], from 0 to num_experts - 1, or -1 where the expert is another rank's
+    ids: torch.Tensor  # [T, k], from 0 to num_experts - 1, or -1 where the expert is not this rank's
     weigh_inputs: bool
 
 
@@ -240,7 +243,8 @@ def plan_experts(
 
     Args:
         weights: [T, k] float32 and ids: [T, k] int32, as `route` gives them.
-        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts.
+        num_experts: E, experts of this rank. first: the id of the first of them. Other ranks have the other experts,
+            and nobody has expert -1.
         weigh_inputs: a weight multiplies the expert's input (Llama 4), not its output.
         batch_invariant: a token's bits must not depend on the other tokens. A fast backend then has one size of tile.
     """
@@ -260,7 +264,7 @@ def expert_gate_up(
         x: [T, H], any float dtype. weight: [E, 2 I, H]: an expert's gate, then its up. bias: [E, 2 I] or None.
 
     Returns:
-        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is another rank's are undefined.
+        h [T k, I] in x's dtype, rounded once from float32. Rows whose expert is not this rank's are undefined.
     """
     h = x.new_zeros(plan.ids.numel(), weight.shape[1] // 2)
     for expert, pairs in _meetings(plan):
@@ -286,7 +290,7 @@ def expert_down(h: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         h: [T k, I], of `expert_gate_up`. weight: [E, H, I]. bias: [E, H] or None.
 
     Returns:
-        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is another rank's are left out.
+        y [T, H] in h's dtype, rounded once from float32. Choices whose expert is not this rank's are left out.
     """
     parts = torch.zeros(len(h), weight.shape[1], device=h.device)
     for expert, pairs in _meetings(plan):

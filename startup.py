@@ -8,6 +8,7 @@ does the same arithmetic without a device.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 import cpu
 from batch_state import BatchState
-from compile_guard import CompileGuard
+from compile_guard import CompileGuard, check_compiler
 from config import EngineConfig
 from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
@@ -85,6 +86,8 @@ class Startup:
         self.config, self.model_config = config, model_config
         self.device = pick_device(config.device)
         self.ops = pick_ops(config.backend, self.device)
+        if self.device == "cuda" and self.ops.BACKEND == "triton":
+            check_compiler()
         self.builder = new_builder(config, self.ops.BACKEND)
         if self.builder:
             self.ops = compile_ops(self.builder)
@@ -224,7 +227,7 @@ class Startup:
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
             twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
-            with self.guard.rehearse():
+            with self.guard.rehearse(threads=max(1, cpu.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):
@@ -448,7 +451,10 @@ class Startup:
         if self.config.pools:
             return self.run_pooled(count, length)
         blocks = self.some_blocks(length + 1)
-        asked = ({"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 1})
+        asked: list[dict[str, Any]] = [{"penalties": (2.0, 0.0, 0.0), "num_logprobs": 0}]
+        asked.append({"temperature": 1.0, "num_logprobs": 1})
+        if self.device == "cuda":  # which loads kernels at their first launch, so the last prompts are timed without
+            asked.append(asked[-1])
         for fields in tqdm(asked, desc="Warming up", leave=False, disable=None):
             new = prompts(count, length, blocks, **fields)
             begun = time.perf_counter()
@@ -496,30 +502,33 @@ class Startup:
     def capture(self) -> None:
         """Capture a CUDA graph of a decode step for each size that steps are padded to, the largest first.
 
-        The graphs share their memory, because they never run at the same time and only their news are read afterwards.
-        A step that must tell log-probabilities needs its logits afterwards, so it runs without a graph.
+        The graphs share their memory, because they never run at the same time. What is read afterwards are the news,
+        which each graph keeps, or before the last stage the hidden states, for which all have one buffer. A step that
+        must tell log-probabilities needs its logits afterwards, so it runs without a graph.
         """
-        worker = self.worker
-        worker.graph_sizes = graph_sizes(self.config.max_num_seqs)
+        worker, pipeline, rows = self.worker, self.group.pipeline, self.config.max_num_seqs
+        worker.graph_sizes = graph_sizes(rows)
         pool, shapes = torch.cuda.graph_pool_handle(), []
         for size in reversed(worker.graph_sizes):
             ones = np.ones(size, dtype=np.int32)
             shape = worker.shape_of(ones, ones > 0)
             shapes += [shape._replace(adjusted=adjusted) for adjusted in (False, True)]
-        if not self.group.pipeline.first:
-            rows, dtype = self.config.max_num_seqs, self.model.dtype
-            worker.incoming = torch.zeros(rows, self.model.incoming_size, dtype=dtype, device=self.device)
+        incoming_size, outgoing_size = self.model.passed_sizes
+        worker.incoming = torch.zeros(rows, incoming_size, dtype=self.model.dtype, device=self.device)
+        outgoing = torch.zeros(rows, outgoing_size, dtype=self.model.dtype, device=self.device)
         for shape in tqdm(shapes, desc="Capturing CUDA graphs", leave=False, disable=None):
             worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
             worker.state.apply(self.ops)
             worker.exchange(shape.rows)
-            incoming = None if self.group.pipeline.first else worker.incoming[: shape.tokens]
+            incoming = None if pipeline.first else worker.incoming[: shape.tokens]
             # This compiles kernels, and lets libraries allocate what they cannot during a capture.
             worker.forward(shape, incoming=incoming)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of these logits
-                logits, news = worker.forward(shape, incoming=incoming)
-            worker.graphs[shape] = graph, logits, news
+            with torch.cuda.graph(graph, pool=pool):  # the next graph reuses the memory of all that nobody refers to
+                result = worker.forward(shape, incoming=incoming)[pipeline.last]
+                if not pipeline.last:
+                    result = outgoing[: shape.tokens].copy_(result)
+            worker.graphs[shape] = graph, result
         if sizes := piece_sizes(self.config, self.model):
             worker.pieces = PiecewiseGraphs(self.model, worker.pool, sizes, pool)
         worker.rows = None  # the batch state holds the rows of the last graph
@@ -553,21 +562,13 @@ def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> 
 
 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
-    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin.
-
-    The pages are registered with CUDA as they are. torch's own allocator would round their size up to a power of two.
-    """
-    asked = count
-    while count:
-        pool = cpu.zeros((count, *shape), dtype)
-        if int(torch.cuda.cudart().cudaHostRegister(pool.data_ptr(), pool.nbytes, 0)) == 0:  # without flags
-            break
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this launch takes it
-            torch.zeros(1, device="cuda")
+    """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
+    asked, pool = count, None
+    while count and (pool := cpu.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
         count //= 2
     if count < asked:
         logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
-    return pool if count else torch.empty(0, *shape, dtype=dtype)
+    return torch.empty(0, *shape, dtype=dtype) if pool is None else pool.view(dtype).view(count, *shape)
 
 
 def check_sizes(config: EngineConfig, model_config: ModelConfig, device: str) -> int:

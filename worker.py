@@ -73,17 +73,20 @@ class Worker:
         self.greedy_head, self.watch = greedy_head, watch
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # the rows that the batch state holds
+        self.running: Rows | None = None  # those of this step once its `forward` has begun
         self.marks: list[Mark] | None = None  # of the step that is being launched; None without a trace
         self.traces = bool(config.trace)  # whether steps tell when their phases began
         self.clock = DeviceClock() if self.traces and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
-        # With each graph the tensors of `forward` that it fills.
-        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
+        # With each graph what its step passes on: the news, or before the last stage the hidden states.
+        self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
         self.copying: torch.cuda.Stream | None = None  # for copies beside a step,
         self.copied: torch.Tensor | None = None  # and what they read until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
+        self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
+        self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know; see `Startup.facts`."""
@@ -101,15 +104,20 @@ class Worker:
         """Do the host's part of `step`. The device may still be running it afterwards."""
         self.marks = [] if self.traces else None
         self.mark("apply")
+        self.running, error = None, ""
         try:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
-        except (torch.OutOfMemoryError, LateCompile) as error:
-            peers = self.group.experts  # who shares the experts, and other stages, wait for this step's messages
-            if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+        except (torch.OutOfMemoryError, LateCompile) as failure:
+            if not self.may_refuse():
                 raise
-            self.state.forget()
-            return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
+            error = str(failure).partition("\n")[0] or type(failure).__name__
+        if error:  # by now the step's tensors are gone
+            if self.running and self.group.size > 1:
+                self.make_up(self.running)
+            else:
+                self.state.forget()
+            return Launched(StepResult(plan.step, [], error=error))
         if self.marks:
             launched.marks, launched.clock = self.marks, self.clock
         return launched
@@ -146,10 +154,9 @@ class Worker:
             if self.exchanged:
                 self.model.serve()
             return Launched(StepResult(plan.step, []))
-        one_by_one = self.config.batch_invariant and self.ops.BACKEND != "triton"
-        if one_by_one and self.config.pools:
+        if self.one_by_one and self.config.pools:
             return self.run_prompts_one_by_one(plan)
-        return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
+        return self.run_tokens_one_by_one(plan) if self.one_by_one else self.run_rows(plan)
 
     @property
     def exchanged(self) -> int | None:
@@ -214,24 +221,53 @@ class Worker:
         incoming = self.receive(shape, plan) if self.pipeline.stages > 1 else None
         if shape in self.graphs and not len(rows.asked) and self.exchanged in (None, shape.rows):
             self.mark("decode")
-            graph, logits, news = self.graphs[shape]
+            graph, result = self.graphs[shape]
             graph.replay()
         else:
+            self.running = rows
             logits, news = self.forward(shape, plan, rows.scoring, incoming)
+            result = news if self.pipeline.last else logits
         self.mark("results")
         if self.pipeline.live:
-            self.send(rows, logits, news)
+            self.send(rows, result)
         if not self.pipeline.last:
             return self.done(Launched(StepResult(plan.step, [-1] * len(plan.rows))))
-        launched = Launched(StepResult(plan.step, []), rows, self.to_host(news))
+        launched = Launched(StepResult(plan.step, []), rows, self.to_host(result))
         if self.config.pools:
             wanted = {row.slot: row.pooling for row in plan.new}  # each prompt enters and is done in the same step
             launched.finish = partial(finish, self.model.config, [wanted[slot] for slot, _ in plan.rows])
         if len(rows.asked):
             asked = self.to_device(np.searchsorted(rows.sampling, rows.asked))
             self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
-            launched.columns = self.logprobs(logits, news[0], asked, min(max(rows.counts), logits.shape[1]))
+            launched.columns = self.logprobs(logits, result[0], asked, min(max(rows.counts), logits.shape[1]))
         return self.done(launched)
+
+    def may_refuse(self) -> bool:
+        """Whether a step that has failed on this rank may be refused, and the worker goes on.
+
+        Engines that share the experts, and other stages, wait for the step's messages. Ranks of the same stage do, too,
+        but this one can make up for them, if `forward` has begun. The engine must hear of it, and of the ranks of an
+        external launcher it asks the first alone.
+        """
+        group, peers = self.group, self.group.experts
+        if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+            return False
+        heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
+        return group.size == 1 or (self.running is not None and heard and not self.one_by_one)
+
+    def make_up(self, rows: Rows) -> None:
+        """Exchange zeros in what is left of a step that has failed on this rank, because the other ranks wait for it.
+
+        What they compute, and what this rank does not, is dropped: all sequences enter anew.
+        """
+        group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
+        done, width = len(group.exchanged), -(-vocab // group.size)
+        for size, dtype in self.exchanges[done:]:
+            group.all_reduce(torch.zeros(shape.tokens, *size, dtype=dtype, device=self.device))
+        logits = [part.shape[1] for part in self.parts(rows.scoring)[1]] if rows.scoring else []
+        logits += [shape.samples] if shape.samples else []
+        for count in logits[max(0, done - len(self.exchanges)) :]:
+            group.all_gather(torch.zeros(count, width, dtype=self.model.dtype, device=self.device), vocab)
 
     def done(self, launched: Launched) -> Launched:
         """Mark the end of a step whose last work has been launched."""
@@ -248,7 +284,7 @@ class Worker:
         if pipeline.first:
             self.catch_up(plan.rows)
             return None
-        x = pipeline.receive((shape.tokens, self.model.incoming_size), self.model.dtype, device)
+        x = pipeline.receive((shape.tokens, self.model.passed_sizes[0]), self.model.dtype, device)
         return self.incoming[: shape.tokens].copy_(x) if shape in self.graphs else x
 
     def catch_up(self, rows: list[tuple[int, int]] | None = None) -> None:
@@ -256,15 +292,15 @@ class Worker:
         receive = self.pipeline.receive
         self.sampled.take(rows, lambda count: receive((count,), torch.int32, self.device))
 
-    def send(self, rows: Rows, hidden: torch.Tensor, news: torch.Tensor) -> None:
+    def send(self, rows: Rows, result: torch.Tensor) -> None:
         """Send on what this stage has made of a step. The last one sends what it has sampled back to the first."""
         count = 0 if self.config.pools else len(rows.sampling)
         if self.pipeline.first and count:
             self.sampled.expect(rows.slots, self.to_device(rows.slots))
         if not self.pipeline.last:
-            self.pipeline.send(hidden.clone() if rows.shape in self.graphs else hidden)
+            self.pipeline.send(result.clone() if rows.shape in self.graphs else result)
         elif count:
-            self.pipeline.send(news[0, :count].clone())
+            self.pipeline.send(result[0, :count].clone())
 
     def enter_rows(self, plan: StepPlan) -> Rows:
         """Note the plan's rows in the batch state, and count their tokens as computed."""
@@ -301,14 +337,19 @@ class Worker:
 
         They are made in parts of as many rows as the memory plan has logits for, and leave the device at once.
         """
-        vocab, index = self.model.config.vocab_size, np.concatenate(scoring.index, axis=1)
-        k = min(max(k for _, _, k in scoring.rows), vocab)
-        size = min(self.config.max_num_seqs, logprob_rows(k, vocab))
-        for begin in range(0, index.shape[1], size):
-            at, slots, places = self.to_device(index[:, begin : begin + size])
+        k, parts = self.parts(scoring)
+        for part in parts:
+            at, slots, places = self.to_device(part)
             ids = self.state.token_ids[slots, places].long()
             found = map(self.to_host, self.ops.logprobs(self.model.logits(hidden[at]), ids, k))
             scoring.columns.append(tuple(found))
+
+    def parts(self, scoring: Scoring) -> tuple[int, list[np.ndarray]]:
+        """How many of the likeliest ids are found for each scored token, and the parts [3, N] of `Scoring.index`."""
+        vocab, index = self.model.config.vocab_size, np.concatenate(scoring.index, axis=1)
+        k = min(max(k for _, _, k in scoring.rows), vocab)
+        size = min(self.config.max_num_seqs, logprob_rows(k, vocab))
+        return k, [index[:, begin : begin + size] for begin in range(0, index.shape[1], size)]
 
     def logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, k: int
@@ -358,6 +399,7 @@ class Worker:
             On a stage before the last: hidden states in place of logits, and news that say nothing.
         """
         self.mark("prepare_inputs")
+        self.group.exchanged.clear()
         state, ops, n = self.state, self.ops, shape.num_decodes
         slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
         input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
@@ -378,6 +420,7 @@ class Worker:
             hidden = self.pieces.run(batch)
         else:
             hidden = self.model.forward(batch, self.pool, self.states, incoming)
+        self.exchanges = self.exchanges or [*self.group.exchanged]
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
         if not self.pipeline.last:  # the tokens that will be sampled count from now on
@@ -483,11 +526,14 @@ class DeviceClock:
         self.seconds = time.perf_counter()
 
     def read(self, event: Any) -> float:
-        """The time of an event that has happened. Events must be read in the order in which they were recorded.
+        """The time of an event, for which it waits: without rows a step has a result while it may still move blocks.
+
+        Events must be read in the order in which they were recorded.
 
         Each time is computed from that of the event before. CUDA gives the difference in milliseconds as a float32,
         which over an hour would no longer be exact to the microsecond.
         """
+        event.synchronize()
         self.seconds += self.latest.elapsed_time(event) / 1e3
         self.latest = event
         return self.seconds
@@ -587,7 +633,7 @@ class Sampled:
             ids, live = receive(len(slots)), slots >= 0
             self.counts[slots[live]] -= 1
             if not live.all():
-                kept = to_device(torch.from_numpy(live), self.state.device)
+                kept = to_device(torch.from_numpy(np.flatnonzero(live)), self.state.device)
                 ids, on_device, places = ids[kept], on_device[kept], places[kept]
             self.state.token_ids[on_device, places] = ids
 

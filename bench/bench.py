@@ -52,12 +52,8 @@ from typing import Any
 if not __package__:  # from a clone: the engine's files lie one folder up
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import bench_elastic
 import bench_embed
 import bench_engine
-import bench_process
-import bench_ray
-import bench_scale
 import bench_serve
 import bench_structured
 from config import VERSION, EngineConfig
@@ -68,6 +64,10 @@ from sequence import Request
 
 Figures = list[dict[str, Any]]
 
+# Commands that import what the server requires. The others run where no more is installed than `LLM` needs.
+SERVED = (
+    "routing", "scale", "plans", "loads", "elastic", "autoscale", "ring", "ray", "ray-survival", "executor", "survival",
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {  # config.json of models that `make-model` fills with random weights
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
@@ -487,6 +487,37 @@ def new_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def served_figures(args: argparse.Namespace) -> Figures:
+    """The figures of a command in SERVED."""
+    import bench_elastic
+    import bench_process
+    import bench_ray
+    import bench_scale
+
+    if args.command == "routing":
+        return bench_process.routing_figures(args.trace, args.engines, args.pools)
+    if args.command == "scale":
+        sizes = args.engines, args.loads, args.checked, args.processes
+        return bench_scale.scale_figures(args.trace, args.requests, *sizes)
+    if args.command == "plans":
+        return bench_scale.plan_figures(args.trace)
+    if args.command == "loads":
+        return bench_scale.loads_figures(args.engines)
+    if args.command == "elastic":
+        arrivals = args.trace, args.rate, args.requests, args.scale
+        return bench_elastic.elastic_figures(args.model, *arrivals, args.size, args.options)
+    if args.command == "autoscale":
+        return bench_elastic.autoscale_figures(args.trace, args.copies, args.targets, args.most, args.load_seconds)
+    if args.command == "ring":
+        return bench_process.ring_figures(args.messages)
+    if args.command == "ray":
+        return bench_ray.ray_figures()
+    if args.command == "executor":
+        return bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
+    kill = bench_ray.ray_survival_figures if args.command == "ray-survival" else bench_process.survival_figures
+    return kill(args.model, args.streams, args.kills, args.new_tokens, args.options)
+
+
 def main() -> None:
     """Run the benchmark that the command line names."""
     args = new_parser().parse_args()
@@ -496,32 +527,8 @@ def main() -> None:
         figures = scheduler_figures()
     elif args.command == "prefix":
         figures = prefix_figures(args.trace, args.pools, args.host_factor)
-    elif args.command == "routing":
-        figures = bench_process.routing_figures(args.trace, args.engines, args.pools)
-    elif args.command == "scale":
-        figures = bench_scale.scale_figures(
-            args.trace, args.requests, args.engines, args.loads, args.checked, args.processes
-        )
-    elif args.command == "plans":
-        figures = bench_scale.plan_figures(args.trace)
-    elif args.command == "loads":
-        figures = bench_scale.loads_figures(args.engines)
-    elif args.command == "elastic":
-        figures = bench_elastic.elastic_figures(
-            args.model, args.trace, args.rate, args.requests, args.scale, args.size, args.options
-        )
-    elif args.command == "autoscale":
-        figures = bench_elastic.autoscale_figures(args.trace, args.copies, args.targets, args.most, args.load_seconds)
-    elif args.command == "ring":
-        figures = bench_process.ring_figures(args.messages)
-    elif args.command == "ray":
-        figures = bench_ray.ray_figures()
-    elif args.command == "ray-survival":
-        figures = bench_ray.ray_survival_figures(args.model, args.streams, args.kills, args.new_tokens, args.options)
-    elif args.command == "executor":
-        figures = bench_process.executor_figures(args.model, args.batches, args.new_tokens, args.repeats)
-    elif args.command == "survival":
-        figures = bench_process.survival_figures(args.model, args.streams, args.kills, args.new_tokens, args.options)
+    elif args.command in SERVED:
+        figures = served_figures(args)
     elif args.command == "kernels":
         import bench_kernels  # only here, because the other benchmarks run without Triton
 

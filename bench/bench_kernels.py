@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,8 @@ Figures = list[dict[str, Any]]
 Run = Callable[[], Any]
 
 BLOCK = 64  # tokens
-LAYERS = 2  # layers of the pool; with more than one, a layer is strided as in the engine
+LAYERS = (2, 28)  # layers of the pool. A block's pages of one layer lie together, and those of all layers far apart
+CHECKED = 256  # queries of prompts that are checked: for all of 16k the twin would hold two times 34 GB of scores
 COUNTED = {"op": 18, "model": 13, "size": 38, "MB": 9, "GFLOP": 9, "floor us": 9}  # the columns and their widths
 MEASURED = {"error": 6, "us": 9, "GB/s": 6, "TFLOP/s": 7, "of limit": 8, "a library takes": 15}  # further ones on a GPU
 CACHE = 200 << 20  # bytes that pass between two uses of one input; more than any L2 cache holds
@@ -94,6 +96,8 @@ class Inputs(NamedTuple):
     run: Callable[[ModuleType], Any]  # calls the op of `kernels` or of `reference`
     written: tuple[torch.Tensor, ...] = ()  # the tensors that it changes in place
     libraries: Mapping[str, Run] = MappingProxyType({})  # the same work, done by others
+    # Where not all rows of the result are checked: those that are, and what calls the twin for them alone.
+    part: tuple[torch.Tensor, Callable[[ModuleType], torch.Tensor]] | None = None
 
 
 class Case(NamedTuple):
@@ -172,9 +176,8 @@ def rope_cases(s: Shape, tokens: tuple[int, ...] = (256, 8192)) -> Iterator[Case
             places = torch.randperm(t, device=device)
 
             def run(ops: ModuleType) -> tuple[torch.Tensor, ...]:
-                own = lay_out(pool, ops)
-                q = ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, rotation, places, own)
-                return q, ops.keys_of(own), own[:, 1]
+                q = ops.qk_norm_rope_store(qkv, weight, weight, 1e-6, rotation, places, pool)
+                return q, ops.keys_of(pool), pool[:, 1]
 
             return Inputs(run)
 
@@ -264,28 +267,21 @@ def delta_cases(s: Delta) -> Iterator[Case]:
 # --------------------------------------------------------------------------------------------------------- attention
 
 
-def new_pool(s: Shape, blocks: int, device: str) -> torch.Tensor:
-    """A layer of a pool: [blocks, 2, KV, BLOCK, D]."""
-    return draw(device, blocks, LAYERS, 2, s.kv_heads, BLOCK, s.head_dim)[:, 1]
+def new_pool(s: Shape, blocks: int, device: str, layers: int = LAYERS[0]) -> torch.Tensor:
+    """A layer [blocks, 2, KV, BLOCK, D] of a pool; the other layers hold anything."""
+    page = 2, s.kv_heads, BLOCK, s.head_dim
+    layer = torch.empty(blocks, layers, *page, dtype=torch.bfloat16, device=device)[:, 1]
+    return layer.copy_(draw(device, blocks, *page))
 
 
-def paged(s: Shape, lengths: list[int], device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def paged(s: Shape, lengths: list[int], device: str, layers: int = LAYERS[0]) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer of a pool that holds contexts of these lengths, and their block tables."""
     counts = [-(-length // BLOCK) for length in lengths]
     order = torch.randperm(sum(counts), device=device, dtype=torch.int32)
     tables = torch.zeros(len(lengths), max(counts), dtype=torch.int32, device=device)
     for row, part in zip(tables, order.split(counts), strict=True):
         row[: len(part)] = part
-    return new_pool(s, sum(counts), device), tables
-
-
-def lay_out(kv: torch.Tensor, ops: ModuleType) -> torch.Tensor:
-    """`kv` in the layout of `ops`, which may keep a block's keys turned; here keys lie as the shape says."""
-    if ops.keys_of(kv).stride() == kv[:, 0].stride():
-        return kv
-    own = kv.clone()
-    ops.keys_of(own).copy_(kv[:, 0])
-    return own
+    return new_pool(s, sum(counts), device, layers), tables
 
 
 def contiguous(kv: torch.Tensor, tables: torch.Tensor, length: int) -> list[torch.Tensor]:
@@ -299,22 +295,21 @@ DECODES = (("1 x 32k", [32768]), ("8 x 8k", [8192] * 8), ("64 x 2k", [2048] * 64
 PREFILLS = (("16k", [(16384, 0)]), ("2k after 14k", [(2048, 14336)]), ("8 x 1k", [(1024, 0)] * 8))
 
 
-def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
+def decode_cases(s: Shape, batches: Any = DECODES, layers: tuple[int, ...] = LAYERS) -> Iterator[Case]:
     """Cases of attention_decode. Where all rows have one length, libraries get contiguous keys and values."""
     scale = s.head_dim**-0.5
-    for name, lengths in batches:
+    for (name, lengths), of in itertools.product(batches, layers):
 
-        def make(device: str, lengths: list[int] = lengths) -> Inputs:
+        def make(device: str, lengths: list[int] = lengths, of: int = of) -> Inputs:
             rows = len(lengths)
-            kv, tables = paged(s, lengths, device)
+            kv, tables = paged(s, lengths, device, of)
             q, slots, lens = draw(device, rows, s.heads, s.head_dim), ints(range(rows), device), ints(lengths, device)
             plans: dict[str, Any] = {}  # made once, as a step makes it once for all layers
 
             def run(ops: ModuleType) -> torch.Tensor:
                 if ops.__name__ not in plans:
-                    own = lay_out(kv, ops)
-                    plans[ops.__name__] = own, ops.plan_decode(own, tables, slots, lens, s.heads, 0)
-                return ops.attention_decode(q, *plans[ops.__name__], scale)
+                    plans[ops.__name__] = ops.plan_decode(kv, tables, slots, lens, s.heads, 0)
+                return ops.attention_decode(q, kv, plans[ops.__name__], scale)
 
             libraries: dict[str, Run] = {}
             if len(set(lengths)) == 1 and device == "cuda":
@@ -334,7 +329,7 @@ def decode_cases(s: Shape, batches: Any = DECODES) -> Iterator[Case]:
 
         total = sum(lengths)
         moved = 2 * (2 * total * s.kv_heads + 2 * len(lengths) * s.heads) * s.head_dim
-        yield Case("attention_decode", name, moved, 4 * total * s.heads * s.head_dim, make)
+        yield Case("attention_decode", f"{name}, 1 of {of} layers", moved, 4 * total * s.heads * s.head_dim, make)
 
 
 def flashinfer_decode(
@@ -357,6 +352,28 @@ def flashinfer_decode(
     return lambda: wrapper.run(q, cache)
 
 
+def some_queries(rows: list[tuple[int, int]]) -> tuple[list[int], ...]:
+    """Up to CHECKED of the new tokens of `rows`, as rows of their own: four pieces of each row, up to its last token.
+
+    Returns:
+        their places among the new tokens, and of the pieces the slots, the contexts' lengths and the starts.
+    """
+    size, begun = CHECKED // (4 * len(rows)), 0
+    picked: list[int] = []
+    slots: list[int] = []
+    lengths: list[int] = []
+    starts = [0]
+    for slot, (new, before) in enumerate(rows):
+        for begin in sorted({max(0, new - size) * i // 3 for i in range(4)}):
+            end = min(begin + size, new)
+            picked += range(begun + begin, begun + end)
+            slots.append(slot)
+            lengths.append(before + end)
+            starts.append(len(picked))
+        begun += new
+    return picked, slots, lengths, starts
+
+
 def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
     """Cases of attention_prefill, for rows of (new tokens, tokens before them)."""
     scale = s.head_dim**-0.5
@@ -364,15 +381,19 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
         lengths = [new + before for new, before in rows]
         counts = [new for new, _ in rows]
 
-        def make(device: str, lengths: list[int] = lengths, counts: list[int] = counts) -> Inputs:
+        def make(device: str, rows: Any = rows, lengths: list[int] = lengths, counts: list[int] = counts) -> Inputs:
             kv, tables = paged(s, lengths, device)
             q = draw(device, sum(counts), s.heads, s.head_dim)
             slots, lens = ints(range(len(counts)), device), ints(lengths, device)
             starts = ints([0, *torch.tensor(counts).cumsum(0).tolist()], device)
 
+            picked, *pieces = (ints(values, device) for values in some_queries(rows))
+
             def run(ops: ModuleType) -> torch.Tensor:
-                own = lay_out(kv, ops)
-                return ops.attention_prefill(q, own, tables, slots, lens, starts, max(counts), scale, 0)
+                return ops.attention_prefill(q, kv, tables, slots, lens, starts, max(counts), scale, 0)
+
+            def part(ops: ModuleType) -> torch.Tensor:
+                return ops.attention_prefill(q[picked], kv, tables, *pieces, CHECKED, scale, 0)
 
             libraries: dict[str, Run] = {}
             if device == "cuda" and len(set(zip(lengths, counts, strict=True))) == 1:
@@ -390,7 +411,7 @@ def prefill_cases(s: Shape, batches: Any = PREFILLS) -> Iterator[Case]:
                     libraries["FlashAttention"] = lambda: flash_attn_func(
                         tall, k2, v2, softmax_scale=scale, causal=True
                     )
-            return Inputs(run, (), libraries)
+            return Inputs(run, (), libraries, (picked, part))
 
         pairs = sum(new * before + new * (new + 1) // 2 for new, before in rows)
         moved = 2 * (2 * sum(lengths) * s.kv_heads + 2 * sum(counts) * s.heads) * s.head_dim
@@ -534,8 +555,12 @@ def cases(shape: Shape | Experts | Delta) -> Iterator[Case]:
 
 
 def results(inputs: Inputs, ops: ModuleType) -> list[torch.Tensor]:
-    """The tensors that the op returns, then those that it changes in place."""
-    returned = inputs.run(ops)
+    """The tensors that the op returns, then those that it changes in place; of a result only what is checked."""
+    if inputs.part:
+        picked, twin = inputs.part
+        returned = twin(ops) if ops.BACKEND == "reference" else inputs.run(ops)[picked]
+    else:
+        returned = inputs.run(ops)
     parts = () if returned is None else returned if isinstance(returned, tuple) else (returned,)
     return [*parts, *inputs.written]
 
@@ -574,23 +599,28 @@ def seconds(runs: list[Run]) -> float:
     with torch.cuda.graph(graph):
         for run in runs:
             run()
+    return statistics.median(timed(graph.replay, REPLAYS)) / len(runs)
+
+
+def timed(run: Run, repeats: int) -> list[float]:
+    """Seconds that the GPU takes for each of `repeats` calls, after three that warm up."""
     times = []
-    for _ in range(REPLAYS + 3):
+    for _ in range(repeats + 3):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        graph.replay()
+        run()
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[3:]) / len(runs)
+    return times[3:]
 
 
 def measure_limits() -> Limits:
-    """Measure this GPU's highest speeds."""
+    """Measure this GPU's highest speeds. (A graph's node of a copy is slower than the copy: 2.7 of 4.1 TB/s.)"""
     source, host = draw("cuda", 1 << 30), torch.empty(1 << 28, dtype=torch.bfloat16).pin_memory()
     target = torch.empty_like(source)
-    copied = seconds([lambda: target.copy_(source)])
-    sent = seconds([lambda: host.copy_(source[: len(host)], non_blocking=True)])
+    copied = statistics.median(timed(lambda: target.copy_(source), REPLAYS))
+    sent = statistics.median(timed(lambda: host.copy_(source[: len(host)], non_blocking=True), 5))
     a, b = draw("cuda", 8192, 8192), draw("cuda", 8192, 8192)
     return Limits(2 * source.nbytes / copied, host.nbytes / sent, 2 * 8192**3 / seconds([lambda: a @ b]))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -27,28 +28,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each w
     settle = cpu.settle
     cpu.settle = lambda threads, *more: settle(threads or 1, *more)
     torch.set_num_threads(1)
-# A machine with a GPU may have no more installed than `LLM` needs. With requirements.txt nothing is left out.
-SERVED = [
-    "test_server.py", "test_http.py", "test_protocol.py", "test_replies.py", "test_processes.py", "test_client.py",
-    "test_survival.py", "test_executor.py", "test_data_parallel.py", "test_torchrun.py", "test_bench_serve.py",
-    "test_bodies.py", "test_async_llm.py", "test_batch.py", "test_responses.py", "test_server_logprobs.py",
-    "test_hostile.py", "test_vllm_openai.py", "test_hub.py", "test_flags.py", "test_terminal.py", "test_logs.py",
-    "test_telemetry.py", "test_live.py", "test_page.py", "test_metrics.py", "test_chat_tools.py",
-    "test_responses_tools.py", "test_deploy.py", "test_bench_scale.py", "test_elastic.py", "test_hosts.py",
-    "test_upkeep.py", "test_start_methods.py", "test_control_routes.py", "test_ray.py", "test_ray_hosts.py",
-    "test_ranks.py",
-]  # fmt: skip
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [
     "test_cpu_compiled.py", "test_executor.py", "test_engine.py", "test_memory.py", "test_survival.py",
     "test_processes.py", "test_compile_guard.py", "test_compile_gate.py", "test_torchrun.py", "test_kernels.py",
     "test_kernels_sampling.py", "test_families.py", "test_worker.py",
 ]  # fmt: skip
-collect_ignore = [] if find_spec("flask") else SERVED
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "interpreted: runs kernels on a CPU, in Triton's interpreter")
+    if GPU:  # whose machine may have any versions of what warns: there a warning is printed
+        config.addinivalue_line("filterwarnings", "default")
     config.option.loadscopereorder = False  # else pytest-xdist begins with the files of the most tests
     # What a shell starts in the background ignores Ctrl-C, and so would the processes that tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -57,15 +48,29 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and leave the interpreted kernels to a process without a GPU.
+    """Begin with the longest files, and leave out the campaigns and what a GPU's process may not run.
 
-    test_gpu.py starts one for them.
+    Campaigns run only where `-m` names `long`, so `-m gpu` takes none. Interpreted kernels need a process without a
+    GPU: test_gpu.py starts one for them.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
-    if GPU:
-        left = [item for item in items if item.get_closest_marker("interpreted")]
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
+    apart = ["interpreted"] * GPU + ["long"] * ("long" not in config.option.markexpr)
+    left = [item for item in items if any(map(item.get_closest_marker, apart))]
+    items[:] = [item for item in items if item not in left]
+    config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, Any]:
+    """Skip the files that need more than `LLM` does, on a machine that has no more, as one with a GPU may.
+
+    With requirements.txt nothing is left out.
+    """
+    report = yield
+    missing = re.search(r"ModuleNotFoundError: (.*)", str(report.longrepr)) if report.failed else None
+    if missing and not find_spec("flask"):
+        report.outcome, report.longrepr = "skipped", (str(collector.path), 0, f"Skipped: {missing[1]}")
+    return report
 
 
 @pytest.fixture(scope="module", params=[pytest.param("cuda", marks=pytest.mark.gpu) if GPU else "cpu"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ CASES = [
     *bench_kernels.rope_cases(TINY, (70,)),
     *bench_kernels.linear_cases(TINY, (3,)),
     *bench_kernels.expert_cases(bench_kernels.Experts("tiny", 6, 2, 32, 24, "silu"), (3,)),
-    *bench_kernels.decode_cases(TINY, (("two", [70, 5]),)),
+    *bench_kernels.decode_cases(TINY, (("two", [70, 5]),), (3,)),
     *bench_kernels.prefill_cases(TINY, (("two", [(3, 66), (5, 0)]),)),
     *bench_kernels.sample_cases(TINY, 3),
     *bench_kernels.state_cases(TINY, 3, 600),
@@ -44,6 +45,17 @@ def test_each_case_is_checked_against_its_twin(case):
                 bench_kernels.relative_error(case, spoilt, found)
 
 
+def test_decode_reads_pages_of_a_pool_of_many_layers():
+    """Pages of one layer lie as far apart as those of all layers take."""
+    apart = []
+    read = {"plan_decode": lambda *_: None, "attention_decode": lambda q, kv, *_: apart.append(kv.stride(0))}
+    cases = list(bench_kernels.decode_cases(TINY, (("two", [70, 5]),)))
+    for case in cases:
+        case.make("cpu").run(SimpleNamespace(__name__="op", **read))
+    assert apart == [layers * 2 * 2 * 64 * 16 for layers in (2, 28)]
+    assert [case.size for case in cases] == ["two, 1 of 2 layers", "two, 1 of 28 layers"]
+
+
 def test_bytes_and_operations_are_counted():
     counted = {case.op: (case.bytes, case.flops) for case in CASES}
     assert counted["rms_norm"] == (2 * (2 * 3 * 32 + 2 * 3 * 32 + 32), 0)  # x, y; the residual twice; the weight
@@ -56,6 +68,18 @@ def test_bytes_and_operations_are_counted():
     assert counted["attention_prefill"] == (2 * (74 * 2 * 2 * 16 + 2 * 8 * 4 * 16), 2 * 2 * pairs * 4 * 16)
     assert counted["logprobs"] == (3 * 100 * 2, 0)
     assert counted["copy_blocks"] == (2 * counted["swap_blocks"][0], 0)
+
+
+def test_few_queries_of_a_long_prompt_are_checked(monkeypatch):
+    """The twin computes no others, and has what the op gives for these among all."""
+    (case,) = bench_kernels.prefill_cases(TINY, (("long", [(1500, 100), (41, 0)]),))
+    plain, queries = reference.attention_prefill, []
+    op = SimpleNamespace(BACKEND="triton", attention_prefill=plain)
+    monkeypatch.setattr(reference, "attention_prefill", lambda q, *more: queries.append(len(q)) or plain(q, *more))
+    assert bench_kernels.check(case, op, reference, "cpu") <= 1e-2
+    assert 150 < queries[0] <= 256 and len(queries) == 1
+    inputs = case.make("cpu")
+    assert torch.equal(bench_kernels.results(inputs, op)[0][[127, -1]], inputs.run(op)[[1499, -1]])
 
 
 def test_floors_without_a_gpu(capsys, monkeypatch):

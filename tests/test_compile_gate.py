@@ -273,7 +273,7 @@ def products(s: Shape, whole: bool) -> Iterator[Callable[[Any], object]]:
 
 
 def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]]:
-    """A layer of experts for few tokens and for many, and for either with one size of tile."""
+    """A layer of experts for few tokens, which may be padding rows, and for many, and for either with one tile size."""
     bias = torch.zeros(s.experts) if s.scoring == "sigmoid" and not s.weigh_inputs else None
     router = s.k, s.scoring, bias, s.groups, s.top_groups, not s.weigh_inputs
     with torch.device("meta"):  # which takes no memory
@@ -284,8 +284,9 @@ def expert_launches(s: Experts, whole: bool) -> Iterator[Callable[[Any], object]
 
     def layer(ops: Any, tokens: int, batch_invariant: bool) -> None:
         x, logits = (torch.empty(tokens, n, dtype=s.dtype, device="meta") for n in (s.hidden, s.experts))
+        slots = torch.empty(tokens, dtype=torch.int32, device="meta") if tokens == 1 else None
         options = 0, s.weigh_inputs, batch_invariant
-        plan = ops.plan_experts(*ops.route(logits, *router), s.experts, *options)
+        plan = ops.plan_experts(*ops.route(logits, *router, slots=slots), s.experts, *options)
         ops.expert_down(ops.expert_gate_up(x, gate_up, gate_up_bias, plan, s.activation), down, down_bias, plan)
 
     yield lambda ops: layer(ops, 1, False)
@@ -335,8 +336,9 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
     """Compile one kernel for sm_<arch> and read its machine code.
 
     The result has registers and threads, and shared and local bytes. It also counts the instructions: all of them,
-    those that spill, those that multiply matrices by warp groups (HGMMA), those that load or copy 128 bits from global
-    memory, and those that copy less than that to shared memory.
+    those that spill, those that multiply matrices by warp groups (HGMMA), and those that load or copy 128 bits from
+    global memory. `copies` has, for each innermost loop that multiplies matrices, how many instructions copy 128 bits
+    to shared memory, and how many copy less.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -350,8 +352,10 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         field.split(":") for line in dump.splitlines() if "REG:" in line for field in line.split() if ":" in field
     )
     # A line has /*address*/, then perhaps @predicate, then the instruction.
-    code = [line.split()[1:] for line in dump.splitlines() if line.lstrip().startswith("/*") and ";" in line]
-    opcodes = [words[words[0].startswith("@")].rstrip(";") for words in code]
+    code = [line.split(";")[0].split() for line in dump.splitlines() if line.lstrip().startswith("/*") and ";" in line]
+    opcodes = [words[1 + words[1].startswith("@")] for words in code]
+    loops = product_loops(code, opcodes)
+    copies = [[code.endswith(".128") for code in loop if code.startswith("LDGSTS")] for loop in loops]
     return {
         "kernel": name,
         "arch": arch,
@@ -363,8 +367,24 @@ def compile_and_inspect(name: str, source: Any, options: dict[str, Any], arch: i
         "instructions": len(opcodes),
         "hgmma": sum(code.startswith("HGMMA") for code in opcodes),
         "wide": sum(code.startswith("LDG") and code.endswith(".128") for code in opcodes),
-        "narrow": sum(code.startswith("LDGSTS") and not code.endswith(".128") for code in opcodes),
+        "copies": [[sum(wide), len(wide) - sum(wide)] for wide in copies],
     }
+
+
+def product_loops(code: list[list[str]], opcodes: list[str]) -> list[list[str]]:
+    """The opcodes of each innermost loop that multiplies matrices.
+
+    A loop ends with a branch (BRA) to an address before it, and an innermost one holds no other such branch.
+    """
+    places = {words[0].strip("/*"): i for i, words in enumerate(code)}
+    loops, after = [], 0
+    for end, (words, opcode) in enumerate(zip(code, opcodes, strict=True)):
+        begin = places.get(words[-1].removeprefix("0x").zfill(4), end) if opcode.startswith("BRA") else end
+        if after <= begin < end and any("MMA" in opcode for opcode in opcodes[begin:end]):
+            loops.append(opcodes[begin:end])
+        if begin < end:
+            after = end
+    return loops
 
 
 def print_table(results: list[dict[str, Any]]) -> None:
@@ -426,7 +446,7 @@ def test_the_warp_group_matrix_unit_is_used(gate: list[dict[str, Any]], name: st
 def test_products_stream_weights_by_16_bytes(gate: list[dict[str, Any]]) -> None:
     for name in ("linear", "expert_gate_up", "expert_down"):
         found = [r for r in gate if r["kernel"].startswith(name)]
-        assert found and all(r["wide"] and not r["narrow"] for r in found), found
+        assert found and all(r["wide"] and not any(narrow for _, narrow in r["copies"]) for r in found), found
 
 
 def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[str, Any]]) -> None:
@@ -436,10 +456,14 @@ def test_experts_use_the_warp_group_matrix_unit_for_many_tokens(gate: list[dict[
 
 
 def test_decode_loads_keys_and_values_by_128_bits(gate: list[dict[str, Any]]) -> None:
-    """The narrower loads are of the block table and of the pieces' log2-sum-exps."""
-    decode = [r for r in gate if "attention_decode" in r["kernel"] and "fp32" not in r["kernel"]]
+    """The narrower copy in the loop over keys is of the block's id."""
+    small = [s.name for s in (*ATTENTION, *LATENT) if s.block_size < 64]  # a tile of keys has several blocks' ids
+    decode = [r for r in gate if "_decode" in r["kernel"] and "plan" not in r["kernel"] and "fp32" not in r["kernel"]]
+    decode = [r for r in decode if r["kernel"].split(":")[1] not in small]
     assert {r["arch"] for r in decode} == {r["arch"] for r in gate}
-    assert all(r["wide"] >= 24 and r["narrow"] < 16 for r in decode), decode
+    for r in decode:
+        [[wide, narrow]] = r["copies"]
+        assert wide >= 8 and narrow == 1, r
 
 
 def test_two_programs_of_decode_fit_a_processor(gate: list[dict[str, Any]]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,9 +19,12 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+
 import kernels
 import memory
-from compile_guard import CompileGuard, LateCompile
+import startup
+from compile_guard import CompileGuard, KernelThreads, LateCompile, check_compiler
 from config import EngineConfig
 from engine import EngineCore
 from model_config import ModelConfig
@@ -123,6 +129,7 @@ def test_a_new_shape_is_refused_by_name(plain, kernel_device, monkeypatch):
     assert len(tokens) == 4
 
 
+@pytest.mark.interpreted  # only the interpreter tells the guard of every launch; test_gpu.py has a GPU's way
 @pytest.mark.parametrize(
     ("shape", "fields"),
     [
@@ -156,15 +163,17 @@ def test_a_rehearsal_launches_what_warm_up_does(configure, shape, fields):
 
 
 REHEARSAL = """
-import sys, threading
+import os, sys, threading
 import torch, triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaDriver
 
-class Driver:  # for a GPU that this machine need not have
-    get_current_device = get_current_stream = lambda self, device=0: 0
-    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+driver = CudaDriver()  # for a GPU that this machine need not have
+driver.get_current_device = driver.get_current_stream = lambda device=0: 0
+driver.get_current_target = lambda: GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(driver)
+import triton
 
-triton.runtime.driver.set_active(Driver())
 import kernels
 import memory
 from config import EngineConfig
@@ -178,16 +187,28 @@ options = {"model": sys.argv[1], "load_format": "dummy", "dtype": "bfloat16", "d
 made = Startup(EngineConfig(**options), ModelConfig.from_folder(sys.argv[1]), 0, "")
 made.ops, made.guard = kernels, CompileGuard(kernels)
 made.rehearse()
+os.environ["PATH"] = ""  # no compiler from here on
 for name, kernel in made.guard.kernels.items():
-    compiled = [found.asm["cubin"] for found in kernel.device_caches[0][0].values()]
+    compiled = [driver.launcher_cls(found.src, found.metadata) for found in kernel.device_caches[0][0].values()]
     print(name, len(compiled), "run" in vars(kernel), len(threads))
 made.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
 try:
-    with made.guard.watch(), made.guard.rehearse():
+    with made.guard.watch(), made.guard.rehearse(1):
         kernels.rms_norm(odd, odd[0], 1e-6)
 except LateCompile as error:
     print(error)
 """
+
+
+def empty_libcuda(folder: Path) -> str:
+    """A folder with a library that has the names of CUDA's driver, so that what Triton makes of C can be loaded."""
+    backend = Path(triton.__file__).parent / "backends" / "nvidia"
+    texts = [(backend / name).read_text() for name in ("driver.c", "driver.py")]
+    names = {name for text in texts for name in re.findall(r"\bcu[A-Z]\w*", text) if not name.endswith("_t")}
+    source = "".join(f"int {name}(void) {{ return 1; }}\n" for name in sorted(names))
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, input=source, text=True, check=True)
+    return str(folder)
 
 
 @pytest.mark.long
@@ -201,7 +222,8 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     """
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "LD_LIBRARY_PATH": str(tmp_path)}
+    env["TRITON_LIBCUDA_PATH"] = empty_libcuda(tmp_path)
     root = Path(kernels.__file__).parent
     command = [sys.executable, "-c", REHEARSAL, str(tmp_path)]
     done = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
@@ -219,6 +241,72 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
     for name, count, patched, threads in map(str.split, found):
         assert (int(count) > 0) != name.startswith(others) and patched == "False", name
         assert int(threads) > 1 or os.cpu_count() == 1
+
+
+def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatch):
+    class Guard:
+        def rehearse(self, threads: int) -> None:
+            raise StopAsyncIteration(threads)
+
+    config = configure({}, backend="reference", device="cpu")
+    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+    made.guard = Guard()
+    monkeypatch.setattr(startup.cpu, "available_cores", lambda: 6)  # of a container, say
+    for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):
+        with pytest.raises(StopAsyncIteration, match=f"^{threads}$"):
+            made.rehearse()
+
+
+def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
+    made = []
+    driver = SimpleNamespace(launcher_cls=lambda src, metadata: made.append((src, metadata, threading.get_ident())))
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=driver))
+    with KernelThreads(1) as threads:
+        kernel = threads.submit(lambda: SimpleNamespace(src="source", metadata="facts")).result()
+        (thread,) = {thread.ident for thread in threads._threads}
+    assert made == [("source", "facts", thread)] and kernel.src == "source"
+
+
+def test_after_a_kernel_that_does_not_compile_others_can_be_rehearsed():
+    guard, active = CompileGuard(kernels), triton.runtime._async_compile.active_mode
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), guard.rehearse(1):
+            submit = active.get().submit
+            afterwards = [lambda _: None] * (len(inspect.signature(submit).parameters) - 2)
+            submit("kernel", lambda: 1 / 0, *afterwards)
+        assert "run" not in vars(guard.kernels["norm_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("named", "says", "message"),
+    [
+        (None, None, "gcc and clang are missing: install one"),
+        ("nothing", None, "CC is 'nothing', which is missing: install one"),
+        (None, "fatal error: Python.h: No such file or directory", r"Python\.h: No such file .*: install the headers"),
+        (None, "", "says 'exit code 1': install the headers"),
+    ],
+    ids=["no compiler", "no such compiler", "no headers", "broken"],
+)
+def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path, monkeypatch, named, says, message):
+    """It does so before anything is loaded, in one line."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CC", named)
+    if says is not None:
+        (tmp_path / "clang").write_text(
+            f"#!/bin/sh\necho '<stdin>:1:10: {says}' >&2\n[ ]\n" if says else "#!/bin/sh\n[ ]\n"
+        )
+        (tmp_path / "clang").chmod(0o755)
+    monkeypatch.setattr(startup, "pick_device", lambda name: "cuda")
+    monkeypatch.setattr(startup.Group, "connect", lambda *args: pytest.fail("it has begun"))
+    config = configure({}, device="cuda")
+    with pytest.raises(ValueError, match=f"^Triton .*{message}[^\n]*$"):
+        Startup(config, ModelConfig.from_folder(config.model), 0, "")
+
+
+def test_this_machines_compiler_will_do():
+    check_compiler()
 
 
 def test_what_is_never_compiled_for_may_change(plain):

@@ -37,6 +37,19 @@ def test_route(
     torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-30)
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_padding_rows_meet_no_expert(device: str, first: int) -> None:
+    """From the router to the sum: none of their pairs is in a tile, and their results are zeros."""
+    x, gate_up, _, down, _, _, _ = layer(5, 2, (4, 20, 9), F32, False, (0, 4))
+    slots = torch.tensor([1, -1, 0, -1, -1], dtype=torch.int32)
+    x, gate_up, down, on_device, logits = there(device, (x, gate_up[first:], down[first:], slots, torch.randn(5, 4)))
+    plan = kernels.plan_experts(*kernels.route(logits, 2, "softmax", slots=on_device), 4 - first, first)
+    met = plan.order[: plan.starts[-1]].tolist()  # pairs of a token and a choice
+    y = kernels.expert_down(kernels.expert_gate_up(x, gate_up, None, plan, "silu"), down, None, plan).cpu()
+    assert {pair // 2 for pair in met} <= {0, 2} and (first or len(met) == 4)
+    assert (y[slots < 0] == 0).all() and y.isfinite().all()
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_route_names_an_expert_even_for_nan(device: str, biased: bool) -> None:
     """Otherwise a padding row could make a later kernel read beyond the weights."""

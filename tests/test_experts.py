@@ -72,6 +72,12 @@ def test_route(
     check_route(ops.route(*args), args)
 
 
+def test_a_padding_row_meets_no_expert(ops: ModuleType) -> None:
+    logits, slots = torch.randn(4, 8), torch.tensor([2, -1, 0, -1], dtype=torch.int32)
+    (weights, ids), (_, without) = ops.route(logits, 3, "softmax", slots=slots), ops.route(logits, 3, "softmax")
+    assert torch.equal(ids[::2], without[::2]) and (ids[1::2] == -1).all() and weights.isfinite().all()
+
+
 def test_route_tells_apart_logits_whose_scores_are_equal(ops: ModuleType) -> None:
     """In float32 the sigmoid of 20 and of 25 is 1."""
     weights, ids = ops.route(torch.tensor([[1.0, 20.0, 25.0, 20.0]]), 3, "sigmoid", renormalize=False)

@@ -224,7 +224,7 @@ def test_every_backend_has_the_specifications_ops():
 def test_only_startup_picks_the_ops():
     for name, tree in (FILES | BENCHES).items():
         # The bench compares them.
-        if name not in ("startup", "kernels", "cpu_compiled", "cpu_ops", "bench_kernels", *HOMES_OF_OPS):
+        if name not in ("startup", "kernels", "cpu_compiled", "cpu_ops", "bench_kernels", "gpu_check", *HOMES_OF_OPS):
             assert not imports(tree) & {"kernels", "cpu_ops", *HOMES_OF_OPS}
 
 

@@ -183,6 +183,27 @@ def test_weights_that_are_not_finite_are_refused_by_name(save, monkeypatch, name
         load_weights(build(folder, dtype), str(folder), staged=staged)
 
 
+def test_weights_are_summed_up_once_they_have_arrived(save, monkeypatch):
+    """A stream of its own copies and adds up, so until the stage waits there is no telling what a sum holds."""
+    late, move, wait = [], Stage.move, Stage.wait
+
+    def move_late(self, pair):
+        late.append((torch.zeros(()), move(self, pair)))
+        return late[-1][0]
+
+    def wait_for_all(self):
+        wait(self)
+        for total, found in late:
+            total.copy_(found)
+
+    monkeypatch.setattr(Stage, "move", move_late)
+    monkeypatch.setattr(Stage, "wait", wait_for_all)
+    folder = save()
+    change(folder, "model.norm.weight", lambda tensor: tensor * math.nan)
+    with pytest.raises(ValueError, match=r"tensor model.norm.weight has NaN"):
+        load_weights(build(folder), str(folder), staged=True)
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_weights_that_the_dtype_cannot_hold_are_refused(save, staged):
     folder = save()

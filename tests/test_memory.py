@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,17 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
 from logs import memory_note
-from memory import MIB, MemoryPlan, count_bytes, fit_pool, gpu_bytes, plan_memory, settle_tokens, table_columns
+from memory import (
+    MIB,
+    MemoryPlan,
+    check_room,
+    count_bytes,
+    fit_pool,
+    gpu_bytes,
+    plan_memory,
+    settle_tokens,
+    table_columns,
+)
 from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group, Pipeline
@@ -266,6 +278,27 @@ def test_a_graph_of_decodes_has_room_for_latents(make, invariant):
     assert live.peak <= predicted <= 2 * live.peak + spared
 
 
+@pytest.mark.parametrize("layers", [None, range(1), range(1, 2)], ids=["one stage", "first", "last"])
+def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
+    """No graph but the largest needs memory of its own, and their pool is no larger than planned."""
+    made = make(VOCAB, backend="reference", max_num_seqs=2, max_num_batched_tokens=16)
+    worker, model, pipeline = made.worker, made.model, made.group.pipeline
+    if layers:
+        pipeline.stage, pipeline.stages, pipeline.layers, model.span = layers.start, 2, layers, layers
+        pipeline.first, pipeline.last = layers.start == 0, layers.stop == 2
+    monkeypatch.setattr(BatchState, "sample", lambda self, ops, logits, *more: logits.argmax(-1))  # the sooner
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: contextlib.nullcontext())
+    with LiveBytes(*tensors(worker, worker.state, *model.owners()), collect=False) as live:
+        made.capture()
+    assert len(worker.graphs) == 4
+    passed, news = 2 * 4 * sum(model.passed_sizes), 4 * 2 * 2 * 4
+    assert live.now <= passed + news * pipeline.last
+    config = replace(made.config, backend="triton")
+    assert live.peak <= plan_memory(config, model, worker.state, cuda=True).graphs - memory.GRAPHS
+
+
 class EmptyGraph:
     """Stands in for a CUDA graph that nobody replays."""
 
@@ -299,7 +332,7 @@ def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
     layers = made.model.config.num_layers
     assert pieces.sizes == [16, 32] and len(worker.graphs) == 4
     assert [len(found) for found in pieces.captured.values()] == [layers + 1] * 2
-    own = [pieces.input_ids, pieces.positions, pieces.slot_mapping, *pieces.buffers.values()]
+    own = [pieces.input_ids, pieces.positions, pieces.slots, pieces.slot_mapping, *pieces.buffers.values()]
     step, graphs = memory.step_bytes(made.config, made.model, 32)[0], 2 * (layers + 1) * memory.PIECE
     assert memory.piece_bytes(made.config, made.model) - step - graphs == sum(map(lambda x: x.nbytes, own)) <= kept
     planned = plan_memory(made.config, made.model, worker.state, True).graphs - memory.GRAPHS - graphs
@@ -434,6 +467,18 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
         made.profile = lambda peak=peak: peak * 10**6
         assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
+
+
+def test_memory_that_a_closed_engine_left_to_torch_is_free(monkeypatch):
+    """A made-up GPU of 80 GiB, of which torch keeps 72 for later."""
+    kept = [72]
+    fake = SimpleNamespace(empty_cache=kept.clear, mem_get_info=lambda: ((80 - sum(kept)) * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch, "cuda", fake)
+    config = SimpleNamespace(world_size=1)
+    model = dataclasses.replace(ModelConfig.from_folder(DEMO), vocab_size=2**22, hidden_size=2**10)  # 8 GiB and more
+    check_room(config, model, torch.bfloat16, 100, "cuda")
+    with pytest.raises(ValueError, match=r"asks for .* GiB of weights.* cuda has 80\.0 GiB free"):
+        check_room(config, model, torch.bfloat16, 10**9, "cuda")
 
 
 def test_blocks_of_a_pool():

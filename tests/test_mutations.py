@@ -162,6 +162,7 @@ def test_each_kernel_has_a_mutation() -> None:
     assert found == {name.partition(",")[0] for name in MUTATIONS}
 
 
+@pytest.mark.interpreted  # on a GPU a wrong stride may end the process's context, and every later test with it
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_the_tests_catch_it(mutation: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kernel, (old, new, test, example) = mutation.partition(",")[0], MUTATIONS[mutation]

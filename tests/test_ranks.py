@@ -24,6 +24,7 @@ from test_ring import TinyRing
 
 LARGE = 200_000  # bytes; with TinyRing far more than a chunk and a socket hold
 Act = Callable[["Rank", Any], None]
+pytest.importorskip("msgspec", reason="plans and results travel in its messages")
 
 
 class Rank(threading.Thread):

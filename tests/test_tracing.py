@@ -96,17 +96,25 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_device_clock_adds_up_what_lies_between_events(monkeypatch):
-    """Times of hours in float32 milliseconds would be off by a quarter of one; from event to event they are not."""
+    """Times of hours in float32 milliseconds would be off by a quarter of one; from event to event they are not.
+
+    Of an event that has not happened CUDA tells no time.
+    """
 
     class Event:
         def __init__(self, enable_timing: bool = True, at: float = 1000.0):
             assert enable_timing
-            self.at = at
+            self.at, self.happened = at, False
 
         def elapsed_time(self, other: Event) -> float:
+            assert self.happened and other.happened
             return (other.at - self.at) * 1e3
 
-        record = synchronize = lambda self: None
+        def record(self) -> None:
+            pass
+
+        def synchronize(self) -> None:
+            self.happened = True
 
     cuda = SimpleNamespace(Event=Event)
     monkeypatch.setattr(worker_module.torch, "cuda", cuda)

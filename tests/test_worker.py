@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import mmap
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from model import PiecewiseGraphs
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
 from startup import Startup, graph_sizes, pinned, start_worker
+from upkeep import KeptWorker
 from worker import Worker
 
 SHAPE = {
@@ -40,6 +42,10 @@ LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
     "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
     "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 0, "routed_scaling_factor": 1.0,
+}  # fmt: skip
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
 WINDOWS = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 8 * 4  # layers, K and V, KV heads, tokens, head size, float32
@@ -180,6 +186,18 @@ def test_rows_that_only_fill_up_a_step_leave_states_alone(make):
     assert (worker.states != 1).any(1).tolist() == [False, True, *[False] * 6]
 
 
+def test_rows_that_only_fill_up_a_step_meet_no_expert(make, monkeypatch):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    worker, seen = make(ONE_LAYER | experts | {"architectures": ["Qwen3MoeForCausalLM"]}), []
+    plan_experts = worker.ops.plan_experts
+    monkeypatch.setattr(worker.ops, "plan_experts", lambda w, ids, *a: seen.append(ids) or plan_experts(w, ids, *a))
+    worker.graph_sizes = [4]
+    worker.step(StepPlan(0, rows=[(1, 1)], new=[row(1, [5])]))
+    worker.step(StepPlan(1, rows=[(0, 3)], new=[row(0, [5, 6, 7])]))
+    assert [ids.shape for ids in seen] == [(4, 2), (3, 2)]
+    assert (seen[0][0] >= 0).all() and (seen[0][1:] == -1).all() and (seen[1] >= 0).all()
+
+
 @pytest.mark.parametrize(
     ("fields", "snapshots", "host"),
     [
@@ -248,24 +266,73 @@ def test_a_round_trip_goes_out_and_in_and_changes_nothing(make, monkeypatch):
     assert torch.equal(worker.pool, before) and torch.equal(worker.host_pool[:4], before[:4])
 
 
-@pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
-def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, caplog, most, blocks):
-    """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
-    registered, zeros = [], torch.zeros
+def test_a_gpus_prompts_are_timed_once_their_kernels_are_loaded(make, monkeypatch):
+    """A made-up GPU takes a second for kernels that it has not loaded yet, and 3 ms for the step."""
+    ready, loaded, now = make().startup, set(), [0.0]
+
+    def execute(plan: StepPlan) -> SimpleNamespace:
+        kinds = {row.temperature for row in plan.new} - loaded
+        loaded.update(kinds)
+        now[0] += len(kinds) + 0.003
+        return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr(startup.time, "perf_counter", lambda: now[0])
+    ready.device, ready.worker = "cuda", SimpleNamespace(execute=execute, host_states=())
+    count, length = ready.warm_up_prompts()
+    assert ready.run_prompts() == pytest.approx(0.003 / (count * length)) and len(loaded) == 2
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    """Stands in for CUDA's runtime. It registers `most` bytes at a time, and keeps a list of what it is asked for."""
+    asked: list[tuple[str, ...]] = []
 
     def register(address: int, size: int, flags: int) -> int:
-        registered.append((address, size))
-        return 0 if size <= most else 2
+        asked.append(("register", address, size))
+        return 0 if size <= runtime.most else 2
 
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
-    taken = []
+    runtime = SimpleNamespace(asked=asked, most=10**9, cudaHostRegister=register)
+    runtime.cudaHostUnregister = lambda address: asked.append(("unregister", address))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: asked.append(("synchronize",)))
+    return runtime
+
+
+@pytest.mark.parametrize(("most", "blocks"), [(10**9, 10), (5 * BLOCK_BYTES, 5), (3 * BLOCK_BYTES, 2), (0, 0)])
+def test_pinned_memory_is_as_large_as_asked_for_or_as_the_system_allows(monkeypatch, caplog, cudart, most, blocks):
+    """CUDA registers just the pool's pages, not a power of two of them. After a refusal its error is cleared."""
+    zeros, taken, cudart.most = torch.zeros, [], most
     monkeypatch.setattr(torch, "zeros", lambda *shape, **more: taken.append(more) or zeros(*shape))
     pool = pinned(10, (2, 2, 2, 16, 8), torch.float32)
-    assert pool.shape == (blocks, 2, 2, 2, 16, 8) and pool.dtype == torch.float32
+    registered = [(address, size) for _, address, size in cudart.asked]
+    assert pool.shape == (blocks, 2, 2, 2, 16, 8) and pool.dtype == torch.float32 and not pool.any()
     assert [size for _, size in registered] == [count * BLOCK_BYTES for count in (10, 5, 2, 1)[: len(registered)]]
     assert taken == [{"device": "cuda"}] * (len(registered) - bool(blocks))
     assert not blocks or registered[-1] == (pool.data_ptr(), pool.nbytes)
+    assert pool.data_ptr() % mmap.PAGESIZE == 0
     assert (f"the host pool has {blocks} blocks: no more than these of 10" in caplog.text) == (blocks < 10)
+
+
+def test_pinned_memory_is_given_back_once_no_step_uses_it(cudart):
+    """Pages that stayed registered after they were freed would be lost, and what comes next could not lie there."""
+    pool = pinned(10, (64,), torch.float32)
+    ((_, address, _),), part = cudart.asked, pool[:3]
+    del pool
+    assert len(cudart.asked) == 1 and not part.any()
+    del part
+    assert cudart.asked[1:] == [("synchronize",), ("unregister", address)]
+
+
+@pytest.mark.parametrize("most", [10**9, 0])
+def test_the_copies_of_sleeping_weights_are_pinned_where_the_system_allows_it(monkeypatch, cudart, most):
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)  # which clears CUDA's error
+    cudart.most, weight = most, torch.arange(300.0)
+    part = SimpleNamespace(pieces=[SimpleNamespace(target=weight)])
+    worker = SimpleNamespace(emptied=[], startup=SimpleNamespace(parameters={"weight": part}))
+    KeptWorker.empty(worker, keep=True)
+    ((storage, size, copy),) = worker.emptied
+    assert storage.nbytes() == 0 and size == 1200 and torch.equal(copy.view(torch.float32), torch.arange(300.0))
+    assert [asked[2] for asked in cudart.asked] == [1200]
 
 
 @pytest.mark.parametrize(
@@ -406,8 +473,7 @@ class FakeGraph:
 
     def __init__(self, worker: Worker, shape: StepShape):
         self.worker, self.shape, self.replays = worker, shape, 0
-        self.logits, ids = worker.forward(shape)
-        self.ids = ids.zero_()
+        self.ids = worker.forward(shape)[1].zero_()
 
     def replay(self) -> None:
         self.replays += 1
@@ -428,7 +494,7 @@ def test_padded_and_replayed_decode_steps_change_nothing(make, few_programs, bac
                 worker.state.enter_rows(np.zeros((0, 2), dtype=np.int32), np.zeros(0, dtype=bool), shape)
                 worker.state.apply(worker.ops)
                 graph = FakeGraph(worker, shape)
-                worker.graphs[shape] = graph, graph.logits, graph.ids
+                worker.graphs[shape] = graph, graph.ids
         new = [row(i, [3 + i, 4, 5 * i], num_logprobs=2 if i == 4 else -1, temperature=i / 4) for i in range(6)]
         result.append(worker.step(StepPlan(0, rows=[(i, 3) for i in range(6)], new=new)))
         for step, slots in enumerate(((0, 1, 2, 3, 4, 5), (4, 2, 0), (5,), (1, 0, 3, 2, 5))):
@@ -496,14 +562,20 @@ class RecordedGraph(TorchDispatchMode):
 
 
 @pytest.mark.interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN")  # which the capture leaves between its graphs
 @pytest.mark.parametrize(
     "shape",
-    [{}, pytest.param(WINDOWS, marks=pytest.mark.long), pytest.param(LATENT, marks=pytest.mark.long)],
-    ids=["plain", "windows", "latents"],
+    [{}, EXPERTS | ONE_LAYER, *(pytest.param(shape, marks=pytest.mark.long) for shape in (WINDOWS, LATENT))],
+    ids=["plain", "experts", "windows", "latents"],
 )
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
-    """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs."""
-    worker, told, pools = make(shape, backend="triton", max_num_batched_tokens=32), [], []
+    """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
+
+    What the ranks have exchanged is known in both cases.
+    """
+    worker, told, pools, exchanged = make(shape, backend="triton", max_num_batched_tokens=32), [], [], []
+    group = worker.group
+    group.all_reduce = lambda x: group.exchanged.append((x.shape[1:], x.dtype)) or x
     model, kinds = worker.model, range(len(worker.model.layout.windows))
     steps = [[(0, 12)], [(0, 1), (1, 5)], [(0, 1), (1, 1), (2, 3), (3, 12)], [(0, 1), (3, 1), (2, 5)]]
     entering, large, usual = [[0], [1], [2, 3], []], [], model.forward
@@ -524,8 +596,10 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
             for one in new:
                 one.blocks = [[8 * one.slot + 4 * kind, 8 * one.slot + 4 * kind + 1] for kind in kinds]
             told.append(worker.step(StepPlan(step, rows=rows, new=new)))
+            exchanged.append([*group.exchanged])
         pools.append(worker.pool.clone())
     assert large == [4] and RecordedGraph.replays == 3 * (model.config.num_layers + 1)
+    assert exchanged[:4] == exchanged[4:] and all(len(found) == 2 * model.config.num_layers for found in exchanged)
     for one, other in zip(told[:4], told[4:], strict=True):
         assert one.token_ids == other.token_ids and not one.error
         for i, scores in one.logprobs.items():

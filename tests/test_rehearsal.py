@@ -1,0 +1,161 @@
+"""A rehearsal of every family on meta tensors: it goes through, and no step waits for the device.
+
+Such a wait stops the device in each layer, and no CUDA graph can hold one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from batch_state import BatchState
+from compile_guard import CompileGuard
+from config import EngineConfig
+from families import FAMILIES
+from model_config import ModelConfig
+from startup import Startup
+from test_families import CASES
+from worker import Sampled, Worker
+
+kernels = pytest.importorskip("kernels")
+
+# Methods and functions that wait for the device, and those that copy from the host's memory.
+WAITING = {
+    "__bool__", "__float__", "__index__", "__int__", "cpu", "equal", "item", "masked_select", "nonzero", "numpy",
+    "tolist", "unique",
+}  # fmt: skip
+COPYING = {"as_tensor", "frombuffer", "from_numpy", "new_tensor", "pin_memory", "tensor"}
+
+
+class NoWaiting(TorchFunctionMode):
+    """Refuses what would wait for a GPU; a boolean mask as an index does so, too.
+
+    With `captured` it also refuses what copies from the host, which no CUDA graph can hold.
+    """
+
+    def __init__(self, captured: bool):
+        super().__init__()
+        self.refused = WAITING | COPYING if captured else WAITING
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        assert name not in self.refused, f"{name} in a step waits for the device"
+        if name in ("__getitem__", "__setitem__", "index_put_"):
+            kinds = [x.dtype for x in tree_leaves(args[1]) if isinstance(x, torch.Tensor)]
+            assert torch.bool not in kinds, "a mask as an index waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
+def architecture(case: dict[str, Any]) -> str:
+    """What config.json calls the model of a case, whose config class has another name."""
+    stem = case["config"].removesuffix("Config").removesuffix("Text")
+    return stem + ("LMHeadModel" if stem == "GPT2" else "ForCausalLM")
+
+
+def start(folder: Path, name: str, **fields: Any) -> Startup:
+    """A start on the CPU that is then to rehearse what it would run on a GPU."""
+    raw = CASES[name]["shape"] | {"architectures": [architecture(CASES[name])]}
+    (folder / "config.json").write_text(json.dumps(raw))
+    options = {"model": str(folder), "load_format": "dummy", "device": "cpu", "backend": "reference", "threads": 1}
+    options |= {"dtype": "bfloat16", "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    options |= {"max_model_len": 64, "num_gpu_blocks_override": 32, "swap_space": 0.0, "enforce_eager": True}
+    made = Startup(EngineConfig(**options | fields), ModelConfig.from_folder(str(folder)), 0, "")
+    made.ops, made.guard = kernels, CompileGuard(kernels)
+    return made
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The longest rows of the steps that have run, each of them watched."""
+    found, forward = [], Worker.forward
+
+    def watched(self: Worker, shape, *args, **kwargs):
+        found.append(shape.max_query_len)
+        with NoWaiting(captured=shape.max_query_len == 1):
+            return forward(self, shape, *args, **kwargs)
+
+    monkeypatch.setattr(Startup, "run_prompts", lambda self: 1.0)
+    monkeypatch.setattr(Worker, "forward", watched)
+    return found
+
+
+def test_every_family_is_rehearsed() -> None:
+    assert {architecture(case) for case in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_a_family_is_rehearsed_without_a_look_at_the_host(tmp_path: Path, steps: list[int], name: str) -> None:
+    made = start(tmp_path, name)
+    for invariant in (False, True):
+        made.config = replace(made.config, batch_invariant=invariant)
+        steps.clear()
+        made.rehearse()
+        assert len(steps) == 4 and min(steps) == 1 < max(steps)
+
+
+# The files whose functions run in a step, and what in them may read the host's numbers or wait: it runs at load, has
+# arrays of numpy, copies from pinned memory, or takes a step's results.
+FORWARD = (
+    "batch_state", "delta", "delta_net", "experts", "kernels", "latent", "latent_attention", "layers", "matmul",
+    "model", "parallel", "sampling", "worker",
+)  # fmt: skip
+READING = {"as_tensor", "cpu", "item", "new_tensor", "nonzero", "tensor", "tolist"}
+ALLOWED = {
+    "batch_state.__init__": {"tolist"},
+    "batch_state._enter_adjustments": {"tensor"},
+    "batch_state.advance": {"mask", "tolist"},
+    "latent_attention.rows_of": {"tensor"},
+    "layers.__init__": {"tensor"},
+    "model.__init__": {"tensor"},
+    "parallel._reduce": {"tensor"},
+    "parallel.agree": {"tensor"},
+    "worker.enter_rows": {"tolist"},
+    "worker.result": {"tolist"},
+    "worker.to_logprobs": {"tolist"},
+}
+
+
+def waits_of(function: ast.FunctionDef) -> set[str]:
+    """What in a function's source would wait for the device, or copy from the host, if its tensors are on a GPU."""
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr in READING:
+                found.add(node.func.attr)
+        elif isinstance(node, ast.Subscript) and any(isinstance(x, ast.Compare) for x in ast.walk(node.slice)):
+            found.add("mask")
+    return found
+
+
+def test_what_runs_in_a_step_reads_nothing_of_the_device() -> None:
+    found = {}
+    for name in FORWARD:
+        for node in ast.walk(ast.parse((Path(kernels.__file__).parent / f"{name}.py").read_text())):
+            if isinstance(node, ast.FunctionDef) and (waits := waits_of(node)):
+                found[f"{name}.{node.name}"] = waits
+    assert found == ALLOWED
+
+
+def test_rows_are_taken_by_their_numbers() -> None:
+    """The rows whose log-probabilities are barred, and the tokens of slots that have not changed hands meanwhile."""
+    state, logits = BatchState(2, 8, 1, 16, 40, "cpu"), torch.zeros(2, 40)
+    state.masked_logprobs[1], state.bitmask[1, 0] = True, 5
+    sampled = Sampled(state)
+    sampled.expect(np.arange(2), torch.arange(2))
+    sampled.forget([0])
+    state.token_ids.fill_(-1)
+    with NoWaiting(captured=False):
+        state.bar(logits, torch.arange(2), np.arange(2))
+        sampled.take(None, lambda count: torch.arange(7, 7 + count, dtype=torch.int32))
+    assert logits[0].isfinite().all() and logits[1].isfinite().nonzero().flatten().tolist() == [0, 2]
+    assert state.token_ids[:, -1].tolist() == [-1, 8]
