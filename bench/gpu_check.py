@@ -396,7 +396,7 @@ def profile() -> Iterator[Row]:
             if running == rows:
                 worker = llm.core.executor.worker  # type: ignore[union-attr]
                 pieces = worker.pieces
-                for graphs in (True, False, True, False):
+                for graphs in (True, False) * (2 if has_gpu() else 1):
                     worker.pieces = pieces if graphs else None
                     taken = []
                     for _ in range(6 if has_gpu() else 1):
@@ -471,7 +471,7 @@ def sweep() -> Iterator[Row]:
         return lambda more: setattr(kernel, "run", lambda *args, **options: usual(kernel, *args, **options | more))
 
     for shape in bench_kernels.SHAPES[:2]:
-        decodes = list(bench_kernels.decode_cases(shape))
+        decodes = list(bench_kernels.decode_cases(shape, layers=bench_kernels.LAYERS[:1]))
         moves = [case for case in bench_kernels.block_cases(shape) if case.op == "swap_blocks"]
         for name, values, cases in (
             ("DECODE_PROGRAMS", (1, 2, 3, 4), decodes), ("SWAP_PROGRAMS", (8, 16, 32, 64), moves),
@@ -544,19 +544,19 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "versions": Part(versions, 25),
-    "demo": Part(demo, 60),
+    "versions": Part(versions, 10),
+    "demo": Part(demo, 50),
     "blame": Part(blame, 60, {"CUDA_LAUNCH_BLOCKING": "1"}, "demo"),
     "server": Part(server, 40),
-    "small_model": Part(small_model, 70),
-    "kernel_tests": Part(kernel_tests, 110),
-    "kernels": Part(kernels_rows, 75),
+    "small_model": Part(small_model, 45),
+    "kernel_tests": Part(kernel_tests, 90),
+    "kernels": Part(kernels_rows, 70),
     "breakdown": Part(breakdown, 45),
-    "profile": Part(profile, 25),
-    "gpu_tests": Part(gpu_tests, 60),
-    "large_model": Part(large_model, 70),
-    "sweep": Part(sweep, 40),
-    "counters": Part(counters, 30),
+    "profile": Part(profile, 35),
+    "gpu_tests": Part(gpu_tests, 75),
+    "large_model": Part(large_model, 35),
+    "sweep": Part(sweep, 30),
+    "counters": Part(counters, 25),
 }
 HIDDEN_PARTS = {"one_decode": one_decode}
 WHOLE = 550  # seconds of all parts together
