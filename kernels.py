@@ -39,7 +39,7 @@ from latent import latent_decode as latent_decode
 from latent import latent_prefill as latent_prefill
 from latent import latent_store as latent_store
 from latent import rope_last as rope_last
-from matmul import DECODE_PARTIALS, LOG2E, NO_ID, _cast, _combine, _dot, _tile_rows
+from matmul import DECODE_PARTIALS, LOG2E, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
 from matmul import linear as linear
 from sampling import Adjust
 from sampling import logprobs as logprobs
@@ -53,7 +53,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")  # of an MLP with a
 
 PREFILL_ROWS = 128  # rows of a query tile: two warp groups of 64, the least for which sm_90 issues wgmma
 PROCESSORS = 132  # assumed where there is no GPU to ask
-DECODE_PROGRAMS = 2  # programs of attention_decode per processor: while one starts a row, the other keeps loading
+DECODE_PROGRAMS = 2  # of attention_decode per processor that has room: while one starts a row, the other keeps loading
 DECODE_ROWS = 512  # rows whose items are counted, or searched, at a time: with 1024 the counting kernel spills
 MOVE_BYTES = 8192  # of a block that a program moves at a time: four accesses of 16 bytes for each of its threads
 # PCIe 5 needs some 110 KB in flight between device and host. 16 programs of 256 threads with 64 bytes each hold twice
@@ -619,7 +619,8 @@ def _decode_programs(device: torch.device, kv_heads: int) -> int:
     """Programs of attention_decode for each KV head: as many as run at once. The batch does not matter."""
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
-    return max(1, DECODE_PROGRAMS * processors // kv_heads)
+    each = DECODE_PROGRAMS if _chip(device).roomy else 1
+    return max(1, each * processors // kv_heads)
 
 
 def plan_decode(
@@ -776,7 +777,7 @@ def attention_prefill_kernel(
     tl.store(out + o_q, _cast(b_acc, out.dtype.element_ty), mask=m_q)
 
 
-def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) -> tuple[int, int, int, int, int]:
+def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, chip: Chip) -> tuple[int, int, int, int, int]:
     """BLOCK_M, BLOCK_N, BLOCK_D, warps and stages of attention_prefill_kernel, chosen so that no register spills.
 
     Matrix units for warp groups read K and V from shared memory. Older units hold them in registers, so there the tiles
@@ -789,22 +790,12 @@ def _prefill_tile(head_dim: int, group: int, dtype: torch.dtype, wgmma: bool) ->
     if block_d > 256:
         return max(32, triton.next_power_of_2(group)), 32, block_d, 8, 3
     block_m = max(PREFILL_ROWS, triton.next_power_of_2(group))
-    if wgmma:
+    if chip.wgmma:
         return block_m, 128 if block_d <= 64 else 64 if block_d <= 128 else 32, block_d, 8, 3 if block_d > 128 else 5
     if block_d >= 128:
-        return max(64, triton.next_power_of_2(group)), 32, block_d, 4 if block_d == 128 else 8, 5
+        stages = 5 if block_d == 128 or chip.roomy else 4
+        return max(64, triton.next_power_of_2(group)), 32, block_d, 4 if block_d == 128 else 8, stages
     return block_m, 128 if block_d <= 32 else 64, block_d, 8, 3
-
-
-@functools.cache
-def _has_wgmma(device: torch.device) -> bool:
-    """Whether the device has matrix units for groups of warps: sm_90 and sm_100 do, sm_80 and sm_120 do not.
-
-    Without a GPU the answer is yes. A `meta` tensor stands for one of the current GPU.
-    """
-    if device.type == "cpu" or not torch.cuda.is_available():
-        return True
-    return torch.cuda.get_device_capability(device if device.type == "cuda" else None)[0] in (9, 10)
 
 
 def attention_prefill(
@@ -847,7 +838,7 @@ def attention_prefill(
 
     out = torch.empty_like(q)
 
-    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _has_wgmma(q.device))
+    block_m, block_n, block_d, warps, stages = _prefill_tile(head_dim, heads // kv_heads, q.dtype, _chip(q.device))
     tiles = triton.cdiv(max_query_len, block_m // (heads // kv_heads))
     attention_prefill_kernel[(len(slots), tiles, kv_heads)](
         q, kv, block_tables, slots, seq_lens, query_starts, sinks, slopes, out, block_tables.stride(0), kv.stride(0),

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, _cast, _combine, _dot, _tile_rows
+from matmul import DECODE_PARTIALS, LINEAR_REGISTERS, LOG2E, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
 
 PROCESSORS = 132  # assumed where there is no GPU to ask
 DECODE_ROWS = 512  # rows whose items are searched at a time
@@ -328,34 +328,26 @@ class Tile(NamedTuple):
 
 def _decode_tile(rows: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """The tile for `rows` queries, which no register spills with, and whose two stages fit into shared memory."""
-    arch = _arch(device)
-    most = 16 if dtype == torch.float32 else WIDE_ROWS if arch == 9 else WIDE_ROWS // 2
+    chip = _chip(device)
+    most = 16 if dtype == torch.float32 else WIDE_ROWS if chip.arch == 90 else WIDE_ROWS // 2
     count = next(count for count in range(triton.cdiv(rows, most), rows + 1) if rows % count == 0)
     block_q = max(16, triton.next_power_of_2(rows // count))
     # With 32 rows 8 warps divide the keys, 8 for each. With 64 rows they divide the sums, and work in groups of 4.
-    block_n = 16 if dtype == torch.float32 else 64 if block_q == 32 and arch in (9, 10) else 32
+    block_n = 16 if dtype == torch.float32 else 64 if block_q == 32 and chip.wgmma else 32
     return Tile(count, block_q, block_n, 8 if block_q > 16 else 4)
 
 
-@functools.cache
-def _arch(device: torch.device) -> int:
-    """The major version of the device's compute capability, or 9 without a GPU; 0 where a program has under 160 KiB."""
-    if device.type == "cpu" or not torch.cuda.is_available():
-        return 9
-    major, minor = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
-    return major if (major, minor) == (8, 0) or major in (9, 10) else 0
-
-
-def _stages(device: torch.device) -> int:
+def _stages(chip: Chip) -> int:
     """Stages of a loop over keys. Half of them load the block table, which latents wait for."""
-    return 5 if _arch(device) else 3
+    return 5 if chip.roomy else 3
 
 
 @functools.cache
-def _programs(device: torch.device, tiles: int, each: int) -> int:
-    """Programs of latent_decode for each tile: `each` for each processor."""
+def _programs(device: torch.device, tiles: int, block_q: int) -> int:
+    """Programs of latent_decode for each tile: as many as run at once."""
     cuda = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if cuda else PROCESSORS
+    each = 2 if block_q == 16 and _chip(device).roomy else 1
     return max(1, each * processors // tiles)
 
 
@@ -375,7 +367,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
     assert kv.shape[1:3] == (1, 1) and count == batch * plan.tokens and scale > 0
 
     tiles, block_q, block_n, warps = _decode_tile(heads * plan.tokens, q.dtype, q.device)
-    rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, 2 if block_q == 16 else 1)
+    rows, programs = heads * plan.tokens // tiles, _programs(q.device, tiles, block_q)
     out = torch.empty(count, heads, rank, dtype=q.dtype, device=q.device)
     partial = torch.empty(programs, 2, tiles, rows, rank, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(programs, 2, tiles, rows, dtype=torch.float32, device=q.device)
@@ -389,7 +381,7 @@ def latent_decode(q: torch.Tensor, kv: torch.Tensor, plan: DecodePlan, scale: fl
         q, kv, plan.block_tables, plan.slots, plan.seq_lens, plan.items, plan.arrived, out, partial, partial_lse,
         batch, plan.block_tables.stride(0), kv.stride(0), scale * LOG2E.value, heads, rank, width - rank, block_size,
         plan.tokens, tiles, least, block_q, block_n, block_r, block_p, DECODE_ROWS,
-        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=_stages(q.device),
+        max(1, DECODE_PARTIALS // (at_once * block_r)), at_once, num_warps=warps, num_stages=_stages(_chip(q.device)),
     )  # fmt: skip
     return out
 
@@ -468,14 +460,14 @@ def latent_prefill(
 
     out = torch.empty(tokens, heads, rank, dtype=q.dtype, device=q.device)
 
-    wide = _arch(q.device) in (9, 10)
+    chip = _chip(q.device)
     block_m, block_n, warps = (
-        (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if wide else WIDE_ROWS // 2, 32, 8)
+        (16, 16, 4) if q.dtype == torch.float32 else (WIDE_ROWS if chip.wgmma else WIDE_ROWS // 2, 32, 8)
     )
     block_r, block_p = max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(width - rank))
     latent_prefill_kernel[(triton.cdiv(max_query_len * heads, block_m), len(slots))](
         q, kv, block_tables, slots, seq_lens, query_starts, out, block_tables.stride(0), kv.stride(0),
         scale * LOG2E.value, heads, rank, width - rank, block_size, block_m, block_n, block_r, block_p,
-        num_warps=warps, num_stages=3 if wide else _stages(q.device),
+        num_warps=warps, num_stages=3 if chip.wgmma else _stages(chip),
     )  # fmt: skip
     return out

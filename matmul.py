@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from typing import NamedTuple
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # this is Triton's default, but unset it warns
 
@@ -22,11 +23,36 @@ LOG2E = tl.constexpr(1.4426950408889634)
 FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 NO_ID = tl.constexpr(2**31 - 1)
 
+ARCH = 90  # assumed where there is no GPU to ask: the compute capability of an H100
 DECODE_PARTIALS = 4096  # values of partial results that are added up at a time: all at once would spill registers
 LINEAR_ROWS = 64  # rows of a tile: the least for which sm_90 issues wgmma; nothing is fetched for padding rows
 LINEAR_PROGRAMS = 128  # programs to aim for, so that enough bytes of weights are in flight to fill the memory bus
 LINEAR_REGISTERS = 255  # left alone, ptxas allows 128 for some shapes and spills; two programs still fit a processor
 LINEAR_COUNTERS = 1 << 14  # tiles of outputs that several programs may share
+
+
+class Chip(NamedTuple):
+    """The GPU that a kernel is compiled for, as the launchers' choices of tiles and stages need to know it."""
+
+    arch: int  # its compute capability without the dot: 86 for sm_86
+    wgmma: bool  # whether it has matrix units for groups of four warps, as sm_90 and sm_100 have
+    roomy: bool  # whether a program may use 163 KiB of shared memory or more; elsewhere 99 (CUDA guide, table 30)
+
+
+@functools.cache
+def _capability(device: torch.device) -> int | None:
+    """The compute capability of the device, or for `meta` of the current GPU; None without one."""
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return None
+    major, minor = torch.cuda.get_device_capability(device if device.type == "cuda" else None)
+    return 10 * major + minor
+
+
+def _chip(device: torch.device) -> Chip:
+    """The GPU that kernels for the device are compiled for: ARCH where there is none to ask."""
+    arch = _capability(device) or ARCH
+    wgmma = arch // 10 in (9, 10)
+    return Chip(arch, wgmma, wgmma or arch in (80, 87))
 
 
 @triton.jit

@@ -30,6 +30,8 @@ import triton
 import triton.language as tl
 
 import kernels
+import latent
+import matmul
 
 MANY = 20 if torch.cuda.is_available() else 10  # examples; interpreted, each takes long
 few = settings(
@@ -363,6 +365,15 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(device: str, options: tuple) -
         n, both = end - begin, torch.cat((q[:5], q[begin:end]))  # beside 5 tokens of slot 1
         args = (both, paged.kv, paged.tables, ints(1, 0), ints(77, 140 + end), ints(0, 5, 5 + n), max(5, n), 0.3)
         assert torch.equal(run("attention_prefill", device, *args, *options)[5:], whole[begin:end]), (begin, end)
+
+
+@pytest.mark.parametrize("arch, each", [(90, 2), (86, 1)])
+def test_as_many_programs_of_decode_as_run_at_once(monkeypatch: pytest.MonkeyPatch, arch: int, each: int) -> None:
+    monkeypatch.setattr(matmul, "ARCH", arch)
+    for module, count in ((kernels, kernels._decode_programs), (latent, latent._programs)):
+        count.cache_clear()
+        assert count(torch.device("cpu"), *([3] if module is kernels else [3, 16])) == each * module.PROCESSORS // 3
+        count.cache_clear()
 
 
 @pytest.mark.gpu

@@ -56,3 +56,20 @@ def test_a_row_of_linear_ignores_the_others(device: str, dtype: torch.dtype, mon
     whole = run("linear", device, x, weight)
     for begin, end in ((0, 1), (66, 67), (13, 45), (3, 67)):
         assert torch.equal(run("linear", device, x[begin:end].contiguous(), weight), whole[begin:end])
+
+
+@pytest.mark.parametrize("capability, chip", [((8, 0), (80, False, True)), ((8, 6), (86, False, False))])
+def test_a_kernel_is_for_the_gpu_of_its_tensors(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chip: tuple[int, bool, bool]
+) -> None:
+    """Tensors on the CPU, and all where there is no GPU, are for the one that is assumed."""
+    matmul._capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert matmul._chip(torch.device("cuda")) == matmul._chip(torch.device("meta")) == chip
+    monkeypatch.setattr(matmul, "ARCH", 120)
+    assert matmul._chip(torch.device("cpu")) == (120, False, False)
+    matmul._capability.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert matmul._chip(torch.device("meta")) == (120, False, False)
+    matmul._capability.cache_clear()
