@@ -262,8 +262,9 @@ class Worker:
         """
         group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
         done, width = len(group.exchanged), -(-vocab // group.size)
+        tokens = self.pieces.padded(shape.tokens) if self.pieces else shape.tokens  # as the other ranks pad them
         for size, dtype in self.exchanges[done:]:
-            group.all_reduce(torch.zeros(shape.tokens, *size, dtype=dtype, device=self.device))
+            group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=self.device))
         logits = [part.shape[1] for part in self.parts(rows.scoring)[1]] if rows.scoring else []
         logits += [shape.samples] if shape.samples else []
         for count in logits[max(0, done - len(self.exchanges)) :]:
