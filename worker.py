@@ -82,8 +82,8 @@ class Worker:
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
-        self.copying: torch.cuda.Stream | None = None  # for copies beside a step,
-        self.copied: torch.Tensor | None = None  # and what they read until the next step has waited for them
+        self.copying: torch.cuda.Stream | None = None  # for copies beside a step
+        self.copied: torch.Tensor | None = None  # what these copies read, until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
