@@ -571,7 +571,7 @@ class RecordedGraph(TorchDispatchMode):
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
 
-    What the ranks have exchanged is known in both cases. After a failure, zeros have as many tokens as the others pad to.
+    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do.
     """
     worker, told, pools, exchanged = make(shape, backend="triton", max_num_batched_tokens=32), [], [], []
     group = worker.group
