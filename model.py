@@ -8,7 +8,6 @@ products are torch's. Each rank of a group holds a share of every weight. One wo
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -572,10 +571,14 @@ class PiecewiseGraphs:
         cut(None, self.forward(size, cut))
         return pieces
 
+    def padded(self, count: int) -> int:
+        """How many tokens a step of `count` is padded to: `count` itself if that is more than the largest size."""
+        return next((size for size in self.sizes if size >= count), count)
+
     def run(self, batch: Batch) -> torch.Tensor:
         """What `Transformer.forward` gives for a step of at most as many tokens as the largest size has."""
         count = len(batch.input_ids)
-        size = self.sizes[bisect_left(self.sizes, count)]
+        size = self.padded(count)
         self.input_ids[:count] = batch.input_ids
         self.positions[:count] = batch.positions
         self.slot_mapping[:, :count] = batch.slot_mapping

@@ -56,7 +56,7 @@ class Group:
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = local_size or self.world_size
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
-        self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # what of each row, in this step so far
+        self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
 
     @property
     def world_size(self) -> int:

@@ -82,8 +82,8 @@ class Worker:
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
-        self.copying: torch.cuda.Stream | None = None  # for copies beside a step,
-        self.copied: torch.Tensor | None = None  # and what they read until the next step has waited for them
+        self.copying: torch.cuda.Stream | None = None  # for copies beside a step
+        self.copied: torch.Tensor | None = None  # what these copies read, until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
         self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
         self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
@@ -262,8 +262,9 @@ class Worker:
         """
         group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
         done, width = len(group.exchanged), -(-vocab // group.size)
+        tokens = self.pieces.padded(shape.tokens) if self.pieces else shape.tokens  # as the other ranks pad them
         for size, dtype in self.exchanges[done:]:
-            group.all_reduce(torch.zeros(shape.tokens, *size, dtype=dtype, device=self.device))
+            group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=self.device))
         logits = [part.shape[1] for part in self.parts(rows.scoring)[1]] if rows.scoring else []
         logits += [shape.samples] if shape.samples else []
         for count in logits[max(0, done - len(self.exchanges)) :]:

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -305,8 +306,14 @@ def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path
         Startup(config, ModelConfig.from_folder(config.model), 0, "")
 
 
-def test_this_machines_compiler_will_do():
+def test_a_compiler_that_finds_pythons_headers_will_do(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\ncat > {tmp_path}/source\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     check_compiler()
+    assert (tmp_path / "source").read_text() == "#include <Python.h>\n"
+    assert f"-I{sysconfig.get_path('include', 'posix_prefix')} " in (tmp_path / "options").read_text()
 
 
 def test_what_is_never_compiled_for_may_change(plain):

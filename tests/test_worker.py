@@ -571,7 +571,7 @@ class RecordedGraph(TorchDispatchMode):
 def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_programs, monkeypatch, shape):
     """Tokens and what is stored are those of a worker that launches everything. Larger steps have no graphs.
 
-    What the ranks have exchanged is known in both cases.
+    What the ranks have exchanged is known in both cases. A rank that has failed pads as the others do.
     """
     worker, told, pools, exchanged = make(shape, backend="triton", max_num_batched_tokens=32), [], [], []
     group = worker.group
@@ -606,6 +606,10 @@ def test_small_steps_with_prompts_replay_what_is_between_attentions(make, few_pr
             assert scores.ids == other.logprobs[i].ids
             assert scores.values == pytest.approx(other.logprobs[i].values, abs=1e-4)
     assert torch.allclose(*pools, atol=1e-5) and torch.equal(pools[0] == 0, pools[1] == 0) and pools[0].any()
+    group.exchanged, sent = [], []
+    group.all_reduce = group.all_gather = lambda x, *_: sent.append(len(x))
+    worker.make_up(worker.rows)  # of the last step, which has 7 tokens
+    assert sent == [8] * 2 * model.config.num_layers + [worker.rows.shape.samples]
 
 
 def test_graphs_are_for_1_2_4_the_eights_and_the_most():
