@@ -7,6 +7,7 @@ products are torch's. Each rank of a group holds a share of every weight. One wo
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -527,6 +528,7 @@ class PiecewiseGraphs:
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.captured: dict[int, list[GraphPiece]] = {}
         stream = torch.cuda.Stream()
+        gc.collect()  # pinned memory that it frees waits for the device, which would break a capture
         for size in reversed(sizes):
             self.forward(size, lambda attention, q: self.hand_over(attention, q)[1])  # as before each decode graph
             torch.cuda.synchronize()

@@ -478,7 +478,7 @@ def sweep() -> Iterator[Row]:
         ):  # fmt: skip
             usual = getattr(kernels, name)
             for case in cases:
-                yield {"constant": name, "now": usual} | tried(case, (usual, *values), constant(name))
+                yield {"constant": name, "now": usual} | tried(case, values, constant(name))
                 setattr(kernels, name, usual)
         for kernel, cases in (
             (kernels.attention_decode_kernel, decodes),
