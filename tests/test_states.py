@@ -171,6 +171,18 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
     assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
 
 
+def test_copies_of_the_cache_that_were_lost_cost_a_swapped_sequence_nothing():
+    """A step that ends in an error loses what it moved, and most of that is what the prefix cache copies."""
+    engine, low = swapped()
+    admission, own = engine.scheduler.admission, low.seqs[0].host_tables[0][0]
+    other = next(block for block in range(32) if block not in low.seqs[0].host_tables[0])
+    admission.forget_moves([StepPlan(9, swap_out=[(0, other)])], 0.0)
+    assert low.status is Status.SWAPPED
+    admission.forget_moves([StepPlan(9, swap_out=[(0, other), (1, own)])], 0.0)
+    assert low.status is Status.WAITING
+    engine.scheduler.check_integrity()
+
+
 def test_without_room_for_its_state_a_sequence_computes_its_tokens_again():
     engine, low = swapped(host=0)
     assert low.status is Status.WAITING and not any(plan.state_out for plan in engine.plans)
