@@ -16,10 +16,12 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import functools
 import hmac
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -38,9 +40,10 @@ if sys.platform == "win32":  # gunicorn could not even be imported
 import gevent
 import msgspec
 from flask import Flask, Response, g, request, send_file
+from gevent.server import StreamServer
 from gunicorn import util
 from gunicorn.http import errors, wsgi
-from gunicorn.workers.ggevent import GeventWorker
+from gunicorn.workers import ggevent
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 import batch
@@ -53,7 +56,7 @@ from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
 from hub import find_model
-from logs import console, logger, set_up
+from logs import Repeated, console, logger, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
@@ -66,6 +69,8 @@ from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 from torchrun import lead_or_follow
 
+SPARE = 16  # descriptors that connections leave for the rest of the process
+PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
@@ -461,17 +466,74 @@ class NamelessResponse(wsgi.Response):
         return [line for line in super().default_headers() if not line.startswith("Server:")]
 
 
-class Worker(GeventWorker):
+class Listener(StreamServer):
+    """gevent's server, for a process whose connections may take all its descriptors (`ulimit -n`).
+
+    When they have, a new connection takes the place of the one that has waited for a request longest.
+
+    Args:
+        idle: the greenlets of connections that wait for a request; see `Worker.timeout_ctx`.
+    """
+
+    def __init__(self, idle: dict[gevent.Greenlet, None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.idle, self.crowded = idle, Repeated()
+
+    def do_read(self) -> tuple[socket.socket, Any] | None:
+        """The next connection and its address; None where there is none. This runs in gevent's hub."""
+        try:
+            accepted = super().do_read()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._make_room()
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if (
+            accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE
+        ):  # the lowest is given
+            self._make_room()
+        return accepted
+
+    def _make_room(self) -> None:
+        if oldest := next(iter(self.idle), None):
+            del self.idle[oldest]
+            oldest.kill(block=False)
+        else:
+            self.stop_accepting()
+            gevent.spawn_later(PAUSE, self._go_on)
+        what = "connections take all descriptors (ulimit -n), and new ones the places of those that wait for a request"
+        gevent.spawn(self.crowded.warn, what)  # the hub itself must not wait
+
+    def _go_on(self) -> None:
+        if self.started:
+            self.start_accepting()
+
+
+class Worker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
         """What the process does first."""
         wsgi.Response = NamelessResponse
+        self.idle: dict[gevent.Greenlet, None] = {}  # who waits for a request, in the order in which they began to
+        ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
+
+    @contextlib.contextmanager
+    def timeout_ctx(self) -> Iterator[None]:
+        """Gunicorn waits for a request inside the `with` block, which leaves it when that takes too long."""
+        me = gevent.getcurrent()
+        self.idle[me] = None
+        try:
+            with super().timeout_ctx():
+                yield
+        finally:
+            self.idle.pop(me, None)
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
         """Answer what no request could be made of, or what the app did not catch, and hang up."""
-        if not isinstance(exc, Exception):  # the process ends
+        if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc)

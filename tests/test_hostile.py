@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import resource
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -595,6 +599,26 @@ def test_clients_that_hang_up(server: Server, path: str) -> None:
                     next(line for line in file if line.startswith(b"data: "))
         check_serves(server)
     eventually(lambda: server.running() == 0, 5)
+
+
+def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Server) -> None:
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
+    api = next(pid for pid, name in names.items() if b"api 0" in name)
+    before, body = resource.prlimit(api, resource.RLIMIT_NOFILE), {"prompt": "Once", "max_tokens": 200}
+    resource.prlimit(api, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{api}/fd")) + 40, before[1]))
+    try:
+        with contextlib.ExitStack() as stack, server.connect("POST", COMPLETIONS, body) as asking:
+            for _ in range(200):
+                stack.enter_context(connect(server))
+            begun = time.monotonic()
+            for _ in range(5):
+                assert server.get("/health")[0] == 200
+            check_serves(server)
+            assert time.monotonic() < begun + 3  # much less than the 6 s after which silent ones are hung up on
+            assert b" 200 " in asking.recv(100)  # who has sent a request keeps its place
+    finally:
+        resource.prlimit(api, resource.RLIMIT_NOFILE, before)
+    assert server.log.read_text().count("connections take all descriptors") == 1
 
 
 def test_nothing_of_all_that_was_a_mistake_of_the_servers(server: Server) -> None:
