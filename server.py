@@ -374,8 +374,8 @@ def add_control_routes(app: Flask, api: Api, control: Control) -> None:
         return answer
 
     def profile(name: str) -> Response:
-        path = control.profile(name)
-        return send_file(path, "application/octet-stream", as_attachment=True, download_name=name)
+        file = control.profile(name)
+        return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
 
     for method, name, known, view in (
         ("GET", "is_sleeping", "", control.is_sleeping),
