@@ -512,8 +512,9 @@ class ServerConfig:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
             "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
-            "share_prefix_cache", "allowed_origins", "root_path", "api_server_count", "max_live_viewers",
-            "max_stored_responses", "max_stored_response_bytes", "drain_timeout", "enable_control_routes"),
+            "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path", "api_server_count",
+            "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "drain_timeout",
+            "enable_control_routes"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
@@ -549,6 +550,11 @@ class ServerConfig:
     trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
     allowed_origins: tuple[str, ...] = option(
         (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "name beside localhost by which a server without API keys on a loopback address is called, or * for any; "
+        "repeat it for several",
     )
     root_path: str = option(
         "",
@@ -592,6 +598,9 @@ class ServerConfig:
                     f"allowed_origins has {origin!r}; it must be * or an origin as browsers send it, like "
                     "https://example.com:8443, without a path"
                 )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|[a-z0-9._-]+", host):
+                raise ValueError(f"allowed_hosts has {host!r}; it must be * or a name in small letters, without a port")
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]", self.otlp_traces_endpoint):

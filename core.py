@@ -28,7 +28,7 @@ from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
 from model_config import ModelConfig
-from plan import TAGS, WEIGHTS, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
+from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
 from ring import undisturbed
@@ -388,9 +388,11 @@ class EngineCore:
             method: may be a `plan.reference_to` a function, too, if this is the engine of a script.
 
         Raises:
-            ValueError: it failed, or there is none.
+            ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
+                processes, and otherwise with their weights loaded again. What a function of the script does to a worker
+                in this process is the script's own affair.
             TimeoutError: it took longer than `timeout` seconds.
-            WorkerError: so did the worker.
+            WorkerError: the workers cannot be as they were before.
         """
         if isinstance(method, str) and ":" in method:
             if not self.config.runs_functions:
@@ -401,7 +403,18 @@ class EngineCore:
                 raise ValueError(
                     f"method is {method!r:.200}, which the engine's process cannot import: {error}"
                 ) from None
-        return self.executor.collective_rpc(method, timeout, args, kwargs)
+        try:
+            return self.executor.collective_rpc(method, timeout, args, kwargs)
+        except (CallError, WorkerError) as error:
+            if isinstance(self.executor, MpExecutor):
+                before = self.in_a_row
+                self._replace_workers(error if isinstance(error, WorkerError) else BlamelessError(str(error)))
+                self.in_a_row = before  # calls may fail as often as they like
+                raise ValueError(f"{error}; the workers were started anew, as they were before") from error
+            if isinstance(error, CallError):
+                self._start_over(True, None)
+                self._restore(error)
+            raise
 
     # --- sleep, weights and profiles ----------------------------------------------------------------------------------
 

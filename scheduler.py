@@ -567,21 +567,18 @@ class Scheduler:
         return []
 
     def _answers(self, group: SequenceGroup) -> list[EngineOutput]:
-        """The answers of a search that is over, the best first."""
+        """The answers of a search that is over, the best first; or the error that there are too few."""
         request, outputs = group.request, []
         assert group.beams is not None
+        if error := group.beams.shortage(request.params.n):
+            self._finish(group, "error")
+            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
         for index, answer in enumerate(group.beams.answers[: request.params.n]):
-            outputs.append(
-                EngineOutput(
-                    request.request_id,
-                    answer.tokens,
-                    finish_reason="stop" if answer.stopped else "length",
-                    stop_reason=answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None,
-                    num_cached_tokens=request.num_cached,
-                    index=index,
-                    cumulative_logprob=answer.score,
-                )
-            )
+            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
+            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
+            output.num_cached_tokens, output.index = request.num_cached, index
+            output.cumulative_logprob = answer.score
+            outputs.append(output)
         self.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
         self.admission.learn(group)
         self._finish(group, outputs[0].finish_reason or "")

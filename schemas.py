@@ -35,6 +35,21 @@ OPPOSITES = {
 def grammar_text(wanted: StructuredOutputsParams) -> str:
     """The grammar for llguidance of what is asked for.
 
+    Where only one text can follow, llguidance would allow that text's usual tokens alone. To find them it reads the
+    whole text before each token: 0.2 s, if there are 250,000 characters of it. So it is told not to, and any tokens
+    that spell the text are allowed.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    first, *others = grammars_of(wanted)
+    top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @asked'}
+    return json.dumps({"grammars": [top, first | {"name": "asked"}, *others]})
+
+
+def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
+    """What is asked for, as the list of grammars that llguidance takes; the first is where it begins.
+
     Raises:
         ValueError: it is malformed.
     """
@@ -42,18 +57,24 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return made(LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
-        return LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice)))
+        return made(LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice))))
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+        return [{"lark_grammar": any_to_lark(wanted.grammar)}]
     if wanted.structural_tag is not None:
         tags, triggers = read_tags(wanted.structural_tag)
-        made = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
-                for begin, schema, end in tags]  # fmt: skip
-        return StructTag.to_grammar(made, assume_special=False)
+        parts = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
+                 for begin, schema, end in tags]  # fmt: skip
+        return [{"lark_grammar": StructTag.to_grammar(parts, assume_special=False)}]
     schema, form = json_parts(wanted)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form)
+    return made(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form))
+
+
+def made(text: str) -> list[dict[str, Any]]:
+    """The grammars that llguidance has made a text of."""
+    grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
+    return grammars
 
 
 def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ import dataclasses
 import errno
 import functools
 import hmac
+import ipaddress
 import logging
 import os
 import re
@@ -27,7 +28,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ SPARE = 16  # descriptors that connections leave for the rest of the process
 PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parent / "web"
 PAGE = {  # the files of the page, and their content types
@@ -187,6 +189,32 @@ def allow_origin(response: Response, config: ServerConfig) -> Response:
             response.headers["Access-Control-Max-Age"] = "7200"  # seconds; browsers take no more
             response.vary.add("Access-Control-Request-Headers")
     return response
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine's own, wherever it is asked for."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def check_host(allowed: Sequence[str]) -> None:
+    """Refuse a request that names a host which is neither loopback nor allowed.
+
+    A page of another site may let its own name stand for 127.0.0.1 (DNS rebinding). To the browser it then speaks to
+    its own server, so that CORS does not stop it. Browsers always send the name, so a request without one is let in.
+
+    Args:
+        allowed: names without ports, or *.
+
+    Raises:
+        ApiError: the host is another one.
+    """
+    given = request.headers.get("Host", "")
+    name = HOST_PORT.sub("", given.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
+    if given and "*" not in allowed and name not in allowed and not is_loopback(name):
+        raise ApiError(403, f"the host is {given!r:.80}; without API keys it must be loopback or in allowed_hosts")
 
 
 def is_preflight() -> bool:
@@ -351,8 +379,8 @@ def add_control_routes(app: Flask, api: Api, control: Control) -> None:
         return answer
 
     def profile(name: str) -> Response:
-        path = control.profile(name)
-        return send_file(path, "application/octet-stream", as_attachment=True, download_name=name)
+        file = control.profile(name)
+        return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
 
     for method, name, known, view in (
         ("GET", "is_sleeping", "", control.is_sleeping),
@@ -367,8 +395,11 @@ def add_control_routes(app: Flask, api: Api, control: Control) -> None:
     app.add_url_rule("/profiles/<name>", "profile", profile, methods=["GET"])
 
 
-def create_app(api: Api, spans: Spans | None = None) -> Flask:
-    """The Flask app around the routes of `api`; `spans` tells of its requests."""
+def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
+    """The Flask app around the routes of `api`; `spans` tells of its requests.
+
+    `address` is the one that the server listens on (default: `ServerConfig.host`).
+    """
     app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -376,11 +407,14 @@ def create_app(api: Api, spans: Spans | None = None) -> Flask:
     add_routes(app, api)
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
+    local = not keys and is_loopback(address or config.host)  # who reaches it needs no key, and so may read everything
 
     @app.before_request
     def allow_preflight() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
         g.client = board.tag("address", request.remote_addr or "")
+        if local:
+            check_host((*config.allowed_hosts, config.host.lower()))
         return Response(status=204) if config.allowed_origins and is_preflight() else None
 
     @app.before_request
@@ -597,6 +631,7 @@ def serve(argv: list[str]) -> None:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
+        address = listener.getsockname()[0]
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:  # models take a while to download
@@ -613,7 +648,7 @@ def serve(argv: list[str]) -> None:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
             client = fleet.new_client(config.api_server_count)
-            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans)
+            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:

@@ -569,6 +569,24 @@ def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, a
     assert core.num_restarts == before + 1 and not suspects
 
 
+def fail(worker: Any, after: float) -> None:
+    time.sleep(after)
+    worker.model = None  # so it would answer no more
+    raise RuntimeError("half done")
+
+
+@pytest.mark.parametrize("after", [0.0, 0.4], ids=["in time", "given up"])
+def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after):
+    """However often: these starts do not count as ones that came to nothing."""
+    core, before = mp_llm.core, mp_llm.core.num_restarts
+    said = "has failed: RuntimeError.*half done.*as they were before" if not after else "has not replied"
+    with pytest.raises(TimeoutError if after else ValueError, match=said):
+        mp_llm.collective_rpc(fail, 0.2 if after else None, (after,))
+    assert core.in_a_row == 0 or after
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.num_restarts == before + 1
+
+
 def itself(worker: Any) -> Any:
     return worker
 

@@ -454,9 +454,9 @@ def check_serves(server: Server) -> None:
     assert status == 200 and json.loads(content)["choices"]
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 WHOLE = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 NO_HTTP = {
@@ -503,7 +503,7 @@ NO_HTTP = {
     "no head": b"\r\n\r\n\r\n\r\n\r\n\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "HTTP/3": b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n",
+    "HTTP/3": b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n",
     "HTTP/1.x": b"GET /health HTTP/1.x\r\n\r\n",
     "no version": b"GET /health HTTP\r\n\r\n",
     "HTTP/11": b"GET /health HTTP/11.1\r\n\r\n",
@@ -513,7 +513,7 @@ NO_HTTP = {
     "a long method": b"G" * 10**6 + b" / HTTP/1.1\r\n\r\n",
     "an odd method": b"G\xffT / HTTP/1.1\r\n\r\n",
     "spaces": b"GET  /health  HTTP/1.1\r\n\r\n",
-    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(range(256)),
     "NULs": b"\0" * 9999,
     "noise": bytes(range(256)) * 40,
@@ -521,7 +521,7 @@ NO_HTTP = {
     "a command": b"EHLO x\r\n",
     "a proxy": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
     "a whole address": b"GET http://evil.example/nope HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
-    "another's address": b"GET //evil.example HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "another's address": b"GET //evil.example HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     "tea": GET + b"Expect: tea\r\n\r\n",
     "a body too large": HEAD + b"Content-Length: 5000\r\n\r\n" + b" " * 5000,
 }
@@ -535,7 +535,7 @@ def test_what_is_no_http(server: Server, what: str) -> None:
     check_serves(server)
 
 
-@pytest.mark.parametrize("raw", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x", HEAD])
+@pytest.mark.parametrize("raw", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: localhost", HEAD])
 def test_half_a_head_is_no_request(server: Server, raw: bytes) -> None:
     assert not replies_to(server, raw)
     check_serves(server)
