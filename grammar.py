@@ -180,11 +180,63 @@ class Job(NamedTuple):
     clients: dict[str, float]  # those who want it, and until when they wait
 
 
+class Turns:
+    """Has grammars compiled, one at a time for each client. The client whose turn is longest ago comes next.
+
+    So whoever sends many grammars, or slow ones, holds up its own alone.
+
+    Args:
+        compile: compiles one.
+        count: threads that do.
+    """
+
+    def __init__(self, compile: Callable[[StructuredOutputsParams], Grammar], count: int):
+        self.compile, self.lock = compile, threading.Lock()
+        self.threads = ThreadPoolExecutor(count, thread_name_prefix="grammar")
+        self.jobs: dict[StructuredOutputsParams, Job] = {}
+        self.busy: set[str] = set()  # clients for whom something is compiled
+        self.latest: dict[str, float] = {}  # when the latest turn of a client ended
+
+    def ask(self, wanted: StructuredOutputsParams, client: str, future: Future[Grammar] | None = None) -> None:
+        """A client waits for a grammar for a while, which is to be compiled into a future, unless that is under way."""
+        with self.lock:
+            if future:
+                self.jobs[wanted] = Job(wanted, future, {})
+            if job := self.jobs.get(wanted):
+                job.clients[client] = time.monotonic() + COMPILE_TIMEOUT
+                submit(self.threads, self._compile_all)
+
+    def _compile_all(self) -> None:
+        """Compile until nothing is left that may be compiled now."""
+        while taken := self._take():
+            job, client = taken
+            try:
+                job.future.set_result(self.compile(job.wanted))
+            except BaseException as error:
+                job.future.set_exception(error.with_traceback(None))
+            with self.lock:
+                self.busy.discard(client)
+                self.latest[client] = time.monotonic()
+                if not self.jobs:
+                    self.latest.clear()
+
+    def _take(self) -> tuple[Job, str] | None:
+        """What is compiled next, and whose turn it is; None if all that is left has to wait for its client's turn."""
+        with self.lock:
+            now = time.monotonic()
+            for job in [job for job in self.jobs.values() if job.clients and now > max(job.clients.values())]:
+                del self.jobs[job.wanted]
+                job.future.set_exception(late())
+            waiting = {client: job for job in reversed([*self.jobs.values()]) for client in job.clients}
+            if not (free := waiting.keys() - self.busy):
+                return None
+            client = min(free, key=lambda client: (self.latest.get(client, 0.0), client))
+            self.busy.add(client)
+            return self.jobs.pop(waiting[client].wanted), client
+
+
 class Grammars:
     """Compiles the grammars of an engine's requests, and makes the masks of its steps.
-
-    A client has one grammar compiled at a time, and the client whose turn is longest ago comes next. So whoever sends
-    many grammars, or slow ones, holds up its own alone.
 
     Args:
         folder: of the model, which has the vocabulary.
@@ -199,22 +251,18 @@ class Grammars:
         self.sandbox = Sandbox(*self.vocabulary)
         # Masks never wait behind grammars, which may take long.
         self.threads = ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1), thread_name_prefix="mask")
-        self.compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self.small, self.others = Turns(self._compile_small, 1), Turns(self._compile, COMPILERS)
         self.cache: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
-        self.lock = threading.Lock()  # of the three that follow
-        self.jobs: dict[StructuredOutputsParams, Job] = {}
-        self.busy: set[str] = set()  # clients for whom something is compiled
-        self.turns: dict[str, float] = {}  # when the latest turn of a client ended
 
     def prepare(self) -> None:
         """Begin to read the model's vocabulary, so that the first grammar need not wait for it."""
-        submit(self.compilers, self._open)
+        submit(self.others.threads, self._open)
+        submit(self.others.threads, self.sandbox.start)
 
     def _open(self) -> Any:
-        """The LLTokenizer of the model, which takes seconds for a large vocabulary. The sandbox reads it meanwhile."""
+        """The LLTokenizer of the model, which takes seconds for a large vocabulary."""
         with self.opening:
             if self.tokenizer is None:
-                self.sandbox.start()
                 self.tokenizer = open_vocabulary(*self.vocabulary)
             return self.tokenizer
 
@@ -231,52 +279,25 @@ class Grammars:
             future = None
         if future is None:
             future = self.cache[wanted] = Future()
-            with self.lock:
-                self.jobs[wanted] = Job(wanted, future, {})
+            self._turns(wanted).ask(wanted, client, future)
             while len(self.cache) > 1 and sum(map(size_of, self.cache.items())) > MAX_CACHED:
                 self.cache.popitem(last=False)
+        elif not future.done():
+            self._turns(wanted).ask(wanted, client)
         self.cache.move_to_end(wanted)
-        with self.lock:
-            if job := self.jobs.get(wanted):
-                job.clients[client] = now + COMPILE_TIMEOUT
-                submit(self.compilers, self._compile_all)
         return future
 
-    def _compile_all(self) -> None:
-        """Compile until nothing is left that may be compiled now."""
-        while taken := self._take():
-            job, client = taken
-            try:
-                job.future.set_result(self._compile(job.wanted))
-            except BaseException as error:
-                job.future.set_exception(error.with_traceback(None))
-            with self.lock:
-                self.busy.discard(client)
-                self.turns[client] = time.monotonic()
-                if not self.jobs:
-                    self.turns.clear()
-
-    def _take(self) -> tuple[Job, str] | None:
-        """What is compiled next, and whose turn it is; None if all that is left has to wait for its client's turn."""
-        with self.lock:
-            now = time.monotonic()
-            for job in [job for job in self.jobs.values() if job.clients and now > max(job.clients.values())]:
-                del self.jobs[job.wanted]
-                job.future.set_exception(late())
-            waiting = {client: job for job in reversed([*self.jobs.values()]) for client in job.clients}
-            if not (free := waiting.keys() - self.busy):
-                return None
-            client = min(free, key=lambda client: (self.turns.get(client, 0.0), client))
-            self.busy.add(client)
-            return self.jobs.pop(waiting[client].wanted), client
+    def _turns(self, wanted: StructuredOutputsParams) -> Turns:
+        return self.small if is_small(wanted) else self.others
 
     def _compile(self, wanted: StructuredOutputsParams) -> Grammar:
+        self.sandbox.start()  # it reads the vocabulary meanwhile
         tokenizer = self._open()
-        if is_small(wanted):
-            text, size = text_of(wanted), LEAST_SIZE + CHAR_SIZE * wanted.size
-        else:
-            text, size = self.sandbox.check(wanted)
+        text, size = self.sandbox.check(wanted)
         return compile_text(tokenizer, text, self.words, size)
+
+    def _compile_small(self, wanted: StructuredOutputsParams) -> Grammar:
+        return compile_text(self._open(), text_of(wanted), self.words, LEAST_SIZE + CHAR_SIZE * wanted.size)
 
     def check(self, request: Request) -> None:
         """Check that a request, whose grammar has been compiled, leaves a first token.
@@ -359,7 +380,7 @@ class Grammars:
 
     def close(self) -> None:
         """Let the threads and the sandbox end."""
-        for pool in (self.threads, self.compilers):
+        for pool in (self.threads, self.small.threads, self.others.threads):
             pool.shutdown(wait=False, cancel_futures=True)
         self.sandbox.close()
 

@@ -23,7 +23,7 @@ from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
 from grammar import MAX_CHARS, Constraint, Grammars, Limits
 from plan import EngineCoreRequest, bit_words
-from schemas import FORMATS, NAMED, grammar_text, negated, plain
+from schemas import FORMATS, NAMED, grammar_text, is_small, negated, plain
 from tokenizer import Tokenizer
 
 PERSON = {
@@ -341,6 +341,9 @@ REFERENCES = {"$ref": "#/$defs/d0", "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 
 ENDLESS = {"type": "integer", "multipleOf": 99999989}
 
 
+PLAIN = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
 @pytest.fixture
 def own_grammars():
     """Those of an engine that allows a second."""
@@ -378,10 +381,33 @@ def test_a_client_waits_for_its_own_grammars_alone(own_grammars):
     endless = [StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "abcdefgh"]
     bad = [own_grammars.compile(wanted, "bad") for wanted in endless]
     assert own_grammars.compile(StructuredOutputsParams(regex="good"), "good").result(60)
+    assert own_grammars.compile(StructuredOutputsParams(json=PLAIN), "bad").result(60)  # what is small needs no turn
     assert own_grammars.compile(endless[-1], "good") is bad[-1]  # where two want the same, it is anybody's turn
     with pytest.raises(ValueError, match="more than 1 s"):
         bad[-1].result(60)
     assert not bad[-2].done()
+
+
+@pytest.mark.parametrize(
+    ("asked", "small"),
+    [
+        ({"json": PLAIN}, True),
+        ({"json": {"properties": {"multipleOf": True, "pattern": {"enum": [1, "a", None]}}}}, True),
+        ({"json": {"properties": {"a": {"items": ENDLESS}}}}, False),
+        ({"json": {"additionalProperties": {"pattern": "a"}}}, False),
+        ({"json": {"items": [ENDLESS]}}, False),
+        ({"json": {"const": {"a": [[]]}}}, False),
+        ({"json": {"enum": ["a" * 3000]}}, False),
+        ({"json": eval("{'items': " * 20 + "True" + "}" * 20)}, False),
+        ({"json": "["}, False),
+        ({"json_object": True}, True),
+        ({"json_object": True, "whitespace_pattern": "(a|b)*"}, False),
+        ({"choice": ["yes", "no"]}, True),
+        ({"regex": "a"}, False),
+    ],
+)
+def test_what_is_certainly_small(asked, small):
+    assert is_small(StructuredOutputsParams(**asked)) == small
 
 
 def test_a_grammar_that_was_refused_is_tried_again_later(grammars, monkeypatch):
