@@ -18,12 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from typing import Any
 
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
-from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
+from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
@@ -68,7 +67,7 @@ class EngineCore:
         self.config = config
         self.check_weights()
         vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
+        self.grammars = Grammars(config.folder, vocab_size, ends)
         if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
             self.grammars.prepare()  # while the workers start
         self.default_sampling = default_sampling(config)
@@ -132,7 +131,7 @@ class EngineCore:
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
-                queued.grammar = self.grammars.compile(r.params.structured_outputs)
+                queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():
@@ -165,7 +164,7 @@ class EngineCore:
                     continue
                 del self.compiling[request.request_id]
                 if not request.grammar.done():
-                    raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
+                    raise late()
                 if self.journal:
                     self.journal.tick()
                 self._queue(request)

@@ -24,6 +24,9 @@ DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 # Keywords that hold schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Keywords that hold neither patterns nor numbers to count to: no schema of them and of SMALL characters takes long.
+SMALL, SMALL_DEPTH = 2048, 16
+HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
 # The bound that holds where another one does not.
 OPPOSITES = {
@@ -75,6 +78,32 @@ def made(text: str) -> list[dict[str, Any]]:
     """The grammars that llguidance has made a text of."""
     grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
     return grammars
+
+
+def is_small(wanted: StructuredOutputsParams) -> bool:
+    """Whether what is asked for certainly compiles in milliseconds: short texts, or a short and plain schema."""
+    if wanted.size > SMALL or wanted.whitespace_pattern is not None:
+        return False
+    if wanted.json is None:
+        return wanted.choice is not None or wanted.json_object is not None
+    try:
+        return harmless(read_json(wanted.json))
+    except ValueError:
+        return False
+
+
+def harmless(schema: Any, depth: int = 0) -> bool:
+    """Whether a schema has keywords of HARMLESS alone, and parts that do not lie too deep in each other."""
+    if not isinstance(schema, dict):
+        return isinstance(schema, bool)
+    if depth == SMALL_DEPTH or not schema.keys() <= {*HARMLESS}:
+        return False
+    properties, values = schema.get("properties", {}), schema.get("enum", [])
+    if not isinstance(properties, dict) or not isinstance(values, list):
+        return False
+    parts = [*properties.values(), schema.get("items", True), schema.get("additionalProperties", True)]
+    data = [*values, schema.get("const")]
+    return all(harmless(part, depth + 1) for part in parts) and not any(isinstance(v, dict | list) for v in data)
 
 
 def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:

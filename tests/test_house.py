@@ -64,7 +64,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "core": {
         "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
         "ring", "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
-    "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
+    "grammar": {"client", "executor", "plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
     "engine_process": {
         "client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring", "torchrun"},
