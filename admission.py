@@ -185,7 +185,9 @@ class Admission:
     def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
         """Nobody knows which of these plans' moves were made, so nothing that they were to move is trusted."""
         self.space.forget_moves(plans)
-        if any(plan.swap_out or plan.state_out for plan in plans):
+        written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
+        held = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
+        if any(plan.state_out for plan in plans) or not written.isdisjoint(held):
             self.drop_swapped(now)
 
     def lose_pools(self, now: float) -> None:
