@@ -32,13 +32,13 @@ from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
 import gevent
+import gevent.lock
 import msgspec
 from flask import Flask, Response, g, request, send_file
 from gevent.server import StreamServer
@@ -57,13 +57,13 @@ from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
 from hub import find_model
-from logs import Repeated, console, logger, set_up
+from logs import Repeated, console, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
-from replies import ClientGone, Job, as_api_error, json_of, unquoted
+from replies import ClientGone, Peer, as_api_error, json_of, log_request
 from responses import message_error
 from serving import Api, Caller, Events
 from telemetry import Spans, check_telemetry
@@ -245,49 +245,15 @@ class RootPath:
         return self.app(environ, start_response)
 
 
-def log_request(
-    name: str,
-    client: str,
-    place: tuple[str, str],
-    status: int,
-    begun: float,
-    job: Job | None = None,
-    error: str = "",
-    level: int = logging.INFO,
-) -> None:
-    """Say that a request has ended, and how, without its text.
+def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
+    """The WSGI app, whose views find gunicorn's response in the environment, if it is gunicorn that calls."""
 
-    Args:
-        name: of the request, as X-Request-Id says it.
-        client: whose it is.
-        place: its method and path; empty where it is no HTTP.
-        status: of the reply.
-        begun: when it came, in seconds of `time.monotonic()`.
-        job: what the engine did for it.
-        error: what was wrong, if the reply says so.
-        level: of the record.
-    """
-    if not logger.isEnabledFor(level):
-        return
-    seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
-    ended = unquoted(error)
-    if job and not error:
-        ended = job.error or ", ".join(job.endings)
-    method, path = place[0], quote(place[1])[:256]
-    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
-    id = told.get("id", name)
-    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
-    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
-    if ended:
-        line += f": {ended}"
-    if told:
-        prompt, cached, output = told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]
-        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
-        if told["queue_seconds"] is not None:
-            line += f", {told['queue_seconds']:.3f} s in the queue"
-        if told["first_token_seconds"] is not None:
-            line += f", {told['first_token_seconds']:.3f} s to the first token"
-    logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        response = getattr(start_response, "__self__", None)
+        environ["manta.response"] = response if isinstance(response, NamelessResponse) else None
+        return app(environ, start_response)
+
+    return answer
 
 
 def body_of(api: Api) -> dict[str, Any]:
@@ -302,7 +268,9 @@ def view_of(api: Api, route: str) -> Callable[[], Response]:
 
     def view() -> Response:
         body = body_of(api)
-        caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
+        sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
+        peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
+        caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
         answer = api.answer(route, body, caller)
         return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
@@ -476,6 +444,7 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
         return response
 
     app.extensions["spans"] = spans
+    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
         app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -493,7 +462,28 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
 
 
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not say which server it is from."""
+    """Gunicorn's response, which does not say which server it is from, and can find out whether anybody reads it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+
+    def write(self, arg: bytes) -> None:
+        """Write a part of the body."""
+        with self.lock:
+            super().write(arg)
+
+    def probe(self) -> bool:
+        """Write what every client passes over: an interim reply, or a comment in a stream. False: HTTP/1.0 has neither.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        if self.headers_sent:
+            self.write(b":\n\n")
+        elif self.req.version >= (1, 1):
+            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return self.headers_sent or self.req.version >= (1, 1)
 
     def default_headers(self) -> list[str]:
         """The headers that every reply has."""

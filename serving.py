@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import reprlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from protocol import (
     without_folders,
 )
 from reading import Parsers, Reading
-from replies import Client, Job, Run, classes, ranks, run_requests, scores, vectors
+from replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores, vectors
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from structure import structure_of
@@ -65,14 +64,14 @@ class Caller:
     Attributes:
         name: of the request, unique, which is a part of the reply's id.
         client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
-        sock: the connection; None where there is none to look at.
+        peer: the other end of the connection; None where there is none to look at.
         release: is called when nothing refers to the request's body any more.
         job: what the engine does for it, once it has been sent there.
     """
 
     name: str
     client: str
-    sock: socket.socket | None = None
+    peer: Peer | None = None
     release: Callable[[], None] = lambda: None
     job: Job | None = None
 
@@ -293,7 +292,7 @@ class Api:
         with self._admitted(len(vectors), caller):
             caller.job = Job(name, fields, vectors)
             config = self.config
-            for _ in run_requests(vectors, fields, caller.client, self.client, caller.sock, config.request_timeout):
+            for _ in run_requests(vectors, fields, caller.client, self.client, caller.peer, config.request_timeout):
                 pass
         return [vector.pooled for vector in vectors]
 
@@ -519,7 +518,7 @@ class Api:
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
         run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer, reading)
-        news = run.news(self.client, caller.sock, self.config.request_timeout)
+        news = run.news(self.client, caller.peer, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
             stack.callback(news.close)

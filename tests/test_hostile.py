@@ -601,6 +601,22 @@ def test_clients_that_hang_up(server: Server, path: str) -> None:
     eventually(lambda: server.running() == 0, 5)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_has_ended_what_it_sends_gets_its_answer(server: Server, streams: bool) -> None:
+    """But not one that has hung up, which cannot be told from it before something is written."""
+    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": streams}
+    for reads in (True, False):
+        with server.connect("POST", COMPLETIONS, body | {"max_tokens": 60 if reads else 900}) as sock:
+            if not reads:
+                continue
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.closing(HTTPResponse(sock)) as response:
+                response.begin()
+                content = response.read()
+        assert response.status == 200 and (b"[DONE]" in content if streams else json.loads(content)["choices"])
+    eventually(lambda: server.running() == 0, 2)  # much less than 900 tokens take
+
+
 def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Server) -> None:
     names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
     api = next(pid for pid, name in names.items() if b"api 0" in name)
