@@ -564,8 +564,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
-    max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
-    max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept; each API key has an equal share", 0
+    )
+    max_stored_response_bytes: int = option(
+        2**28, "size of these, with their conversations, shared in the same way", 1024
+    )
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)

@@ -145,7 +145,7 @@ class Api:
             fields["store"] = not self.store.closed
         elif fields["store"] and self.store.closed:
             raise ApiError(400, f"store is true; {self.store.closed}", "store")
-        owner, previous, items = self._owner(caller.client), fields["previous_response_id"], fields.pop("input")
+        owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
         for i, item in enumerate(items):
             item["id"] = item["id"] or f"msg_{caller.name}_{i}"
         if previous is not None:
@@ -332,30 +332,30 @@ class Api:
     def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A stored response of this client's; an `ApiError` if there is none."""
         refuse_query(query)
-        return self.store.response(self._owner(client), id)
+        return self.store.response(client, id)
 
     def input_items(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the items that such a response was made from."""
-        return self.store.page(self._owner(client), id, query)
+        return self.store.page(client, id, query)
 
     def delete_response(self, id: str, client: str) -> dict[str, Any]:
         """Forget such a response."""
-        return self.store.delete(self._owner(client), id)
+        return self.store.delete(client, id)
 
     def cancel_response(self, id: str, client: str) -> dict[str, Any]:
         """Refuses, as no response is made in the background, and only such can be cancelled."""
-        status = self.store.response(self._owner(client), id)["status"]
+        status = self.store.response(client, id)["status"]
         message = f"the response is {status}, but not in the background; to cancel it, close the connection"
         raise ApiError(400, message, "response_id")
 
     def live(self, client: str) -> Events:
         """What the engines do, as it happens; see `viewers.py`."""
-        viewer = self.viewers.enter(self._owner(client))
+        viewer = self.viewers.enter(client)
         return Events(self.viewers.events(viewer), functools.partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.utility("explain_prompts", id, self.config.max_prompts, self._owner(client))
+        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client)
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
         )
@@ -369,10 +369,6 @@ class Api:
             message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
-
-    def _owner(self, client: str) -> str | None:
-        """Whose requests and responses a client may see. Without API keys that is None, and all clients are one."""
-        return client if self.config.api_key else None
 
     def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A request for Anthropic's Messages API as one for chat completions."""
