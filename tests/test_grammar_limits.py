@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -118,7 +119,7 @@ def test_a_refusal_does_not_grow(grammars):
     refused.exception(30)
     for _ in range(3):
         with pytest.raises(ValueError, match="cannot be compiled"):
-            grammars.check(Stub(grammar=refused))
+            grammars.check(SimpleNamespace(grammar=refused))
     assert refused.exception().__traceback__ is None
 
 
