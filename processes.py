@@ -182,7 +182,9 @@ class Child:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
-                logger.warning(f"{self.name} has ended (pid {self.process.pid}); another is started")
+                code = self.process.returncode
+                how = f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
+                logger.warning(f"{self.name} has ended {how} (pid {self.process.pid}); another is started")
                 self._close_pipes()
                 self._launch()
         elif self.starting and self._said():
