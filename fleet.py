@@ -261,6 +261,11 @@ class Fleet:
         for child in self.children:
             child.disown()
 
+    def reap(self) -> None:
+        """See `Child.reap`."""
+        for child in self.children:
+            child.reap()
+
     def stop(self) -> None:
         """See `Child.stop`."""
         for child in self.children:
