@@ -44,6 +44,7 @@ from client import (
     EngineDeadError,
     MPClient,
     Stream,
+    Suspects,
     fixed_size,
     on_all_devices,
     weakly,
@@ -193,6 +194,7 @@ class DPClient:
         board: has the state of each engine, and takes the queue time.
         sizes: the numbers of engines that there may be; None: it does not change.
         resources: what a subclass has started for this client; None: nothing.
+        suspects: see `MPClient`.
     """
 
     def __init__(
@@ -203,9 +205,11 @@ class DPClient:
         board: Board,
         sizes: range | None = None,
         resources: BackgroundResources | None = None,
+        suspects: Suspects | None = None,
     ):
         self.addresses, self.router, self.board, self.sizes = addresses, router, board, sizes
         self.clients: dict[int, MPClient] = {}
+        self.suspects = suspects
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
         self.lock, self.looking = threading.Lock(), threading.Lock()
         self.resources = resources or BackgroundResources(self)
@@ -233,7 +237,7 @@ class DPClient:
             for rank, address in enumerate(self.addresses):
                 state, client = self.board.engines[rank], self.clients.get(rank)
                 if state == READY and not client:
-                    self.clients[rank] = MPClient(address, rank)
+                    self.clients[rank] = MPClient(address, rank, self.suspects)
                 elif state != READY and client:
                     with self.lock:
                         if self.adding[rank] or client.streams or client.calls:

@@ -50,6 +50,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 import batch
 import terminal
 from bodies import parse_json
+from client import Suspects
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
 from control import Control
 from executor import name_process
@@ -637,7 +638,7 @@ def serve(argv: list[str]) -> None:
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            client = fleet.new_client(config.api_server_count)
+            client = fleet.new_client(config.api_server_count, Suspects())
             return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()

@@ -72,6 +72,7 @@ def test_a_client_waits_for_its_own_grammars_alone(own_grammars):
     endless = [StructuredOutputsParams(json=ENDLESS | {"title": name}) for name in "abcdefgh"]
     bad = [own_grammars.compile(wanted, "bad") for wanted in endless]
     assert own_grammars.compile(StructuredOutputsParams(regex="good"), "good").result(60)
+    assert len(own_grammars.others.jobs) >= 5  # one, and perhaps a second after it
     assert own_grammars.compile(StructuredOutputsParams(json=PLAIN), "bad").result(60)  # what is small needs no turn
     assert own_grammars.compile(endless[-1], "good") is bad[-1]  # where two want the same, it is anybody's turn
     with pytest.raises(ValueError, match="more than 1 s"):
