@@ -167,9 +167,8 @@ def test_the_compiling_process_ends_with_its_parent(tmp_path):
     parent = subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     )
-    while not (tmp_path / "manta").exists():  # compiling has not begun
+    while not (children := psutil.Process(parent.pid).children(recursive=True)):  # compiling has not begun
         assert parent.poll() is None
-    children = psutil.Process(parent.pid).children(recursive=True)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     gone, alive = psutil.wait_procs(children, timeout=20)
