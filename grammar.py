@@ -19,7 +19,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import socket
 import subprocess

@@ -141,7 +141,13 @@ def test_scaling_needs_the_key(elastic):
 
 OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
 NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
-SIZES = {"max_model_len": 64, "max_num_batched_tokens": 16, "num_blocks": 9, "num_host_blocks": 0, "step_timeout": 30.0}
+SIZES = {
+    "max_model_len": 64,
+    "max_num_batched_tokens": 256,
+    "num_blocks": 9,
+    "num_host_blocks": 0,
+    "step_timeout": 30.0,
+}
 
 
 class PipedEngine(EngineProcess):
