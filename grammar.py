@@ -521,6 +521,8 @@ def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
     wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
     signal.setitimer(signal.ITIMER_REAL, limits.time)
     space = psutil.Process().memory_info().vms + limits.memory
+    import resource  # here, because Windows has none
+
     for name, most in (("CORE", 0), ("CPU", limits.cpu_time), ("AS", space)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
             number = getattr(resource, f"RLIMIT_{name}")

@@ -31,6 +31,8 @@ from scripted import (
 from served import Server, eventually, serving
 from server import main, with_policy
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
 
 def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
     """The engine's stories of all prompts of a request, by the id of the response."""
@@ -371,8 +373,8 @@ def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
+        POST + b"Content-Length: 10\r\n\r\n{",
+        POST + b"Content-Length: 1\r\n\r\n{",
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
@@ -386,7 +388,7 @@ def test_after_malformed_requests_it_answers_normal_ones(server: Server, raw: by
 
 
 def test_a_body_that_does_not_come_is_400(server: Server) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    head = POST + b"Content-Length: 9\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(head)
         assert b" 400 " in sock.recv(1000).partition(b"\r\n")[0]
@@ -405,7 +407,6 @@ def test_a_chunked_body_is_measured(server: Server) -> None:
 
 # --- what gunicorn refuses -------------------------------------------------------------------------------------------
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
