@@ -34,7 +34,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock  # torch itself needs this package
 
 import cpu
 import cpu_ops
@@ -144,21 +143,28 @@ def open_folders() -> None:
         path.chmod(0o700)  # others could read it, if an older version has made it
 
 
+def locked(path: Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
+    """A lock among processes; waits `timeout` seconds at most, and below 0 for ever."""
+    from filelock import FileLock  # torch needs this package itself; here, because only compiling needs it
+
+    return FileLock(path, timeout=timeout)
+
+
 @contextlib.contextmanager
 def workplace() -> Iterator[str]:
     """A folder to compile in, which is removed at the end of the `with` block, or else by the next `sweep`."""
     with contextlib.ExitStack() as stack:
-        with FileLock(folder() / "workplaces.lock"):  # else `sweep` could come between
+        with locked(folder() / "workplaces.lock"):  # else `sweep` could come between
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=folder()))
-            stack.enter_context(FileLock(f"{path}/at_work.lock"))
+            stack.enter_context(locked(Path(f"{path}/at_work.lock")))
         yield path
 
 
 def sweep() -> None:
     """Remove the workplaces of processes that were killed."""
-    with FileLock(folder() / "workplaces.lock"):
+    with locked(folder() / "workplaces.lock"):
         for left in folder().glob(f"{WORKPLACE}*/"):
-            with contextlib.suppress(OSError), FileLock(left / "at_work.lock", timeout=0):  # who is at work has it
+            with contextlib.suppress(OSError), locked(left / "at_work.lock", timeout=0):  # who is at work has it
                 shutil.rmtree(left)
 
 
@@ -276,7 +282,7 @@ def compile_job(job: Job) -> None:
             return function(*tensors)
 
     options = dict(job.options) | {"cpp.threads": job.threads}
-    with FileLock(folder() / f"{job.key()}.lock"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+    with locked(folder() / f"{job.key()}.lock"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
         if job.path():
             return
         like = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in job.like)

@@ -159,7 +159,7 @@ class PipedEngine(EngineProcess):
         self.code: int | None = None
         self.process = SimpleNamespace(
             stdin=io.BytesIO(), stdout=os.fdopen(out, "rb", 0), pid=os.getpid(), poll=lambda: self.code,
-            wait=lambda timeout: self.code, kill=lambda: None,
+            wait=lambda timeout: self.code, kill=lambda: None, returncode=-9,
         )  # type: ignore[assignment]  # fmt: skip
 
     def say(self, options: dict[str, Any]) -> None:
