@@ -260,7 +260,11 @@ def test_compiled_ops_are_the_plain_ones(compiled_ops, dtype, tokens):
         assert got.shape == want.shape and got.is_contiguous()
 
 
-@pytest.mark.parametrize("kinds", [(torch.bfloat16, None), (torch.float32, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    "kinds",
+    [(torch.bfloat16, None), pytest.param((torch.float32, torch.bfloat16), marks=pytest.mark.long)],
+    ids=["one type", "two types"],
+)
 def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
     """The first call has no bias and compiles for weights of x's own type, which the second must not be given to."""
     x, weight, bias = (None if kind is None else torch.randn(96).to(kind) for kind in (torch.bfloat16, *kinds))
@@ -279,8 +283,9 @@ def test_compiled_norms_take_weights_of_other_types(compiled_ops, kinds):
 @pytest.mark.parametrize(
     ("tokens", "norm", "rotated", "interleaved"),
     [
-        (1, HeadNorm("rms"), 32, False), (7, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
+        (7, HeadNorm("rms"), 32, False),
         *(pytest.param(*case, marks=pytest.mark.long) for case in (
+            (1, HeadNorm("rms"), 32, False), (200, HeadNorm("rms"), 32, False),
             (1, HeadNorm(), 16, True), (7, HeadNorm(), 16, True), (7, HeadNorm("layer", True, True), 16, False),
             (7, HeadNorm("scales", True, False, True), 32, False), (7, HeadNorm("layer"), 0, False),
             (7, HeadNorm("rms", values=True), 32, False),
