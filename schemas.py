@@ -60,9 +60,9 @@ def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if wanted.regex is not None:
-        return made(LLMatcher.grammar_from_regex(wanted.regex))
+        return grammars_in(LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
-        return made(LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice))))
+        return grammars_in(LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice))))
     if wanted.grammar is not None:
         return [{"lark_grammar": any_to_lark(wanted.grammar)}]
     if wanted.structural_tag is not None:
@@ -71,11 +71,11 @@ def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
                  for begin, schema, end in tags]  # fmt: skip
         return [{"lark_grammar": StructTag.to_grammar(parts, assume_special=False)}]
     schema, form = json_parts(wanted)
-    return made(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form))
+    return grammars_in(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form))
 
 
-def made(text: str) -> list[dict[str, Any]]:
-    """The grammars that llguidance has made a text of."""
+def grammars_in(text: str) -> list[dict[str, Any]]:
+    """The list of grammars in a text that llguidance has written."""
     grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
     return grammars
 
