@@ -377,13 +377,14 @@ def create_app(api: Api, spans: Spans | None = None, address: str | None = None)
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
     local = not keys and is_loopback(address or config.host)  # who reaches it needs no key, and so may read everything
+    hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
     def allow_preflight() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
         g.client = board.tag("address", request.remote_addr or "")
         if local:
-            check_host((*config.allowed_hosts, config.host.lower()))
+            check_host(hosts)
         return Response(status=204) if config.allowed_origins and is_preflight() else None
 
     @app.before_request
@@ -514,9 +515,8 @@ class Listener(StreamServer):
             self._make_room()
             return None
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        if (
-            accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE
-        ):  # the lowest is given
+        # The system gives the lowest descriptor that is free, so a high one means that few are left.
+        if accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE:
             self._make_room()
         return accepted
 
