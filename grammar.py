@@ -511,6 +511,8 @@ def sandbox_main() -> None:
 
 def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
     """In a fork: compile the grammar that a client sends, within limits, and tell what came of it."""
+    import resource  # here, because Windows has none
+
     end_with_parent(signal.SIGKILL)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library writes there how it dies
     os.nice(NICE)
@@ -521,8 +523,6 @@ def attempt(tokenizer: Any, words: int, client: socket.socket) -> None:
     wanted, limits = StructuredOutputsParams(**asked), Limits(*sizes)
     signal.setitimer(signal.ITIMER_REAL, limits.time)
     space = psutil.Process().memory_info().vms + limits.memory
-    import resource  # here, because Windows has none
-
     for name, most in (("CORE", 0), ("CPU", limits.cpu_time), ("AS", space)):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # this system lacks it, or a lower one holds
             number = getattr(resource, f"RLIMIT_{name}")
