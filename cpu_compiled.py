@@ -143,7 +143,7 @@ def open_folders() -> None:
         path.chmod(0o700)  # others could read it, if an older version has made it
 
 
-def locked(path: Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
+def locked(path: str | Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
     """A lock among processes; waits `timeout` seconds at most, and below 0 for ever."""
     from filelock import FileLock  # torch needs this package itself; here, because only compiling needs it
 
@@ -156,7 +156,7 @@ def workplace() -> Iterator[str]:
     with contextlib.ExitStack() as stack:
         with locked(folder() / "workplaces.lock"):  # else `sweep` could come between
             path = stack.enter_context(tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=folder()))
-            stack.enter_context(locked(Path(f"{path}/at_work.lock")))
+            stack.enter_context(locked(f"{path}/at_work.lock"))
         yield path
 
 
