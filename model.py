@@ -523,7 +523,7 @@ class PiecewiseGraphs:
         self.states = torch.empty(0, 0, device=model.device)
         self.input_ids = torch.zeros(sizes[-1], dtype=torch.int64, device=model.device)
         self.positions = self.input_ids.int()
-        self.slots = torch.zeros_like(self.positions)  # -1 for padding, and for tokens no matter which
+        self.slots = torch.zeros_like(self.positions)  # -1 for padding; for tokens any other number serves
         self.slot_mapping = self.input_ids.expand(len(model.layout.windows), -1) - 1
         self.buffers: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.captured: dict[int, list[GraphPiece]] = {}
