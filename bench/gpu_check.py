@@ -13,6 +13,7 @@ It needs torch, triton, numpy, safetensors, tokenizers, jinja2 and pytest, but n
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import datetime
 import functools
@@ -74,6 +75,7 @@ def has_gpu() -> bool:
 def model_folder(shape: Row) -> str:
     """A folder that holds only the config.json of a model of this shape; without a GPU the shape is tiny."""
     folder = tempfile.mkdtemp(prefix="gpu_check-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     Path(folder, "config.json").write_text(json.dumps(shape if has_gpu() else TINY))
     return folder
 
