@@ -486,14 +486,14 @@ def sweep() -> Iterator[Row]:
             (kernels.attention_decode_kernel, decodes),
             (kernels.attention_prefill_kernel, list(bench_kernels.prefill_cases(shape))),
         ):
-            options = [{}, *({"num_stages": stages} for stages in (2, 3, 4, 6)), {"num_warps": 8}]
+            variants = [{}, *({"num_stages": stages} for stages in (2, 3, 4, 6)), {"num_warps": 8}]
             for case in cases:
-                yield {"constant": "launch options"} | tried(case, options, launched(kernel))
+                yield {"constant": "launch options"} | tried(case, variants, launched(kernel))
                 kernel.__dict__.pop("run", None)
 
 
 def counters() -> Iterator[Row]:
-    """What Nsight Compute counts in one attention_decode, one greedy sample and one product."""
+    """What Nsight Compute counts in launches of attention_decode, rms_norm and linear."""
     if not (has_gpu() and shutil.which("ncu")):
         yield {"ncu": None}
         return
@@ -504,7 +504,7 @@ def counters() -> Iterator[Row]:
         "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue %",
     }  # fmt: skip
     command = ["ncu", "--csv", "--clock-control", "none", "--target-processes", "all", "--metrics", ",".join(wanted)]
-    command += ["-k", "regex:decode_kernel|norm_kernel|linear_kernel|sample", "--launch-skip", "8", "-c", "12"]
+    command += ["-k", "regex:decode_kernel|norm_kernel|linear_kernel", "--launch-skip", "8", "-c", "12"]
     done = subprocess.run(
         [*command, sys.executable, __file__, "--part", "one_decode"], capture_output=True, text=True, timeout=60
     )
