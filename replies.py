@@ -42,7 +42,7 @@ ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESS
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
-FIRST_PROBE = 0.05  # seconds until it is seen whether a client still reads; then twice as long, and so on
+FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then twice as long, and so on
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
 
 
