@@ -21,10 +21,10 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 
 from config import EngineConfig
-from kv_cache import AllocStatus, BlockSpaceManager, Entry, by_column
+from kv_cache import AllocStatus, BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
 from queues import FairQueue, GroupQueue
-from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status
+from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed
 FIRST_GUESS = 0.7  # of the share of its allowance that a request's output uses, before any has finished (as SGLang's)
@@ -123,7 +123,7 @@ class Admission:
         self.waiting = GroupQueue(Status.WAITING) if self.fair is None else self.fair
         self.swapped = GroupQueue(Status.SWAPPED)
         # Who makes way must be worse than this by class. Under `fair` less than a step's tokens is not worth the work.
-        self.quantum = 0 if self.fair is None else config.max_num_batched_tokens
+        self.quantum = 0 if self.fair is None else config.token_budget
         self.aside, self.trial = GroupQueue(Status.ASIDE), Trial()  # those who wait for the end of a trial
         self.prompt_holders: list[Request] = []  # whose prompt blocks are kept for samples that have yet to branch off
         self.free_slots = list(range(config.max_num_seqs))[::-1]
@@ -185,7 +185,9 @@ class Admission:
     def forget_moves(self, plans: Ints[StepPlan], now: float) -> None:
         """Nobody knows which of these plans' moves were made, so nothing that they were to move is trusted."""
         self.space.forget_moves(plans)
-        if any(plan.swap_out or plan.state_out for plan in plans):
+        written = {host for plan in plans for _, host in plan.swap_out}  # most of them copies of the prefix cache
+        held = (block for group in self.swapped for seq in group.seqs for block in by_column(seq.host_tables))
+        if any(plan.state_out for plan in plans) or not written.isdisjoint(held):
             self.drop_swapped(now)
 
     def lose_pools(self, now: float) -> None:
@@ -239,9 +241,7 @@ class Admission:
                 continue
             seq = group.seqs[0]
             # The classic order cuts no prompt. One that is to be pooled may have a step of its own, however long it is.
-            room = (
-                math.inf if self.config.pools and budget.tokens == self.config.max_num_batched_tokens else budget.tokens
-            )
+            room = math.inf if self.config.pools and budget.tokens == self.config.token_budget else budget.tokens
             if not self.config.enable_chunked_prefill and len(seq.tokens) - seq.num_computed > room:
                 self.held_up = (group.name, "tokens")
                 return

@@ -34,7 +34,9 @@ import gevent
 import msgspec
 from gevent import monkey
 from gevent.event import AsyncResult, Event
+from gevent.fileobject import FileObjectPosix
 from gevent.lock import Semaphore
+from gevent.os import make_nonblocking, nb_write
 from gevent.pool import Group
 from tqdm import tqdm
 
@@ -65,9 +67,9 @@ REQUIRED = ("custom_id", "method", "url", "body")  # of a line of the input
 ROUTE_OF = {path: route for route, paths in PATHS.items() for path in paths}
 # Options of the server that mean nothing where there is no HTTP.
 HTTP_ONLY = (
-    "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "root_path",
-    "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout", "drain_timeout",
-    "api_server_count",
+    "host", "port", "api_key", "api_key_file", "metrics_key", "share_prefix_cache", "allowed_origins", "allowed_hosts",
+    "root_path", "otlp_traces_endpoint", "max_stored_responses", "max_queue", "body_timeout", "write_timeout",
+    "drain_timeout", "api_server_count",
 )  # fmt: skip
 SERVER_ONLY = (
     "headless", "data_parallel_start_rank", "data_parallel_external_lb", "data_parallel_rank", "data_parallel_size_max",
@@ -149,11 +151,18 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[Line]:
         if not text:
             return
         while not part.endswith(b"\n") and (part := file.readline(READ_AT_ONCE)):
-            pass
+            gevent.sleep(0)  # a line may have no end
         if number == 1:
             text = text.removeprefix(codecs.BOM_UTF8)
         if text.strip():
             yield Line(number, text)
+
+
+def patient(file: BinaryIO) -> BinaryIO:
+    """The same file; but if it is a pipe, whoever waits for what comes lets all other greenlets run."""
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    return FileObjectPosix(file.fileno(), "rb", closefd=False)
 
 
 def count_lines(path: str) -> int | None:
@@ -179,13 +188,17 @@ class Answered(msgspec.Struct):
 
 
 class Answers:
-    """The output file, which one batch at a time writes. A line that has not been written to its end is cut off.
+    """The output, which one batch at a time writes.
+
+    If it is a file, what an earlier run has left there is read, and a line that has no end is cut off. If it is a pipe,
+    nothing is read, and writing waits for the pipe's reader.
 
     Args:
-        path: of the file, which may be there from an earlier run.
+        path: of the file, which may be there from an earlier run, or of a pipe.
 
     Raises:
-        ValueError: it cannot be written, another batch is doing so, or it holds what no batch has written.
+        ValueError: it is something else or cannot be written, another batch is doing so, or it holds what no batch has
+            written.
 
     Attributes:
         ids: the hash of each custom_id that has an answer or is being run, and whether this run has come across it.
@@ -196,13 +209,23 @@ class Answers:
         self.path = path
         self.ids: dict[bytes, bool] = {}
         self.reported: set[str] = set()
+        self.writing = Semaphore()  # so that no line gets into another one that a pipe has not taken yet
         try:
-            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            kind = stat.S_IFMT(os.stat(path).st_mode) if os.path.exists(path) else stat.S_IFREG
+            if kind not in (stat.S_IFREG, stat.S_IFIFO):  # a device may answer reads for ever
+                raise ValueError(f"{path} is neither a file nor a pipe; the output must be one of them")
+            self.is_pipe = kind == stat.S_IFIFO
+            # As a reader, too, this process would never learn that the other readers of its pipe have gone.
+            flags = os.O_WRONLY if self.is_pipe else os.O_RDWR | os.O_CREAT | os.O_APPEND
+            self.fd = os.open(path, flags, 0o666)
         except OSError as error:
             raise ValueError(f"{path} cannot be written: {error.strerror}") from None
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lifts it when this process is gone
-            self._read()
+            if self.is_pipe:
+                make_nonblocking(self.fd)
+            else:
+                self._read()
         except OSError as error:
             os.close(self.fd)
             busy = isinstance(error, BlockingIOError)
@@ -256,8 +279,9 @@ class Answers:
         """
         text = memoryview(msgspec.json.encode(answer) + b"\n")
         assert text[: len(FIRST_BYTES)] == FIRST_BYTES
-        while text:
-            text = text[os.write(self.fd, text) :]
+        with self.writing:
+            while text:
+                text = text[nb_write(self.fd, text) if self.is_pipe else os.write(self.fd, text) :]
 
 
 def digest(custom_id: str) -> bytes:
@@ -295,7 +319,7 @@ class Batch:
     def run(self, file: BinaryIO) -> None:
         """Run all lines that have no answer yet; then, or when an answer cannot be written, set `ended`."""
         try:
-            for line in read_lines(file, self.api.config.max_body_bytes):
+            for line in read_lines(patient(file), self.api.config.max_body_bytes):
                 size = len(line.text)
                 if line.number % LINES_AT_ONCE == 0:
                     gevent.sleep(0)
@@ -338,13 +362,14 @@ class Batch:
         name = uuid.uuid4().hex
         answer: dict[str, Any] | ApiError
         try:
-            answer = self._answer(line, name)
-        except Exception as error:  # one line's mistake, or ours, is nothing to the others
-            answer = as_api_error(error)
-        finally:
+            try:
+                answer = self._answer(line, name)
+            except Exception as error:  # one line's mistake, or ours, is nothing to the others
+                answer = as_api_error(error)
+            self._write(line, name, answer, {})
+        finally:  # after the answer is written, or those that a slow pipe does not take would pile up
             self.flying, self.held = self.flying - 1, self.held - size
             self.room.set()
-        self._write(line, name, answer, {})
 
     def _answer(self, line: Line, name: str) -> dict[str, Any]:
         """What the route answers. If the engine process ends meanwhile, the line is run again by its successor."""

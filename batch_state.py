@@ -135,6 +135,7 @@ class BatchState:
         for row in plan.new:
             slot, length = row.slot, len(row.token_ids)
             self.to_compute[slot] = length - row.num_computed
+            self.scores.pop(slot, None)  # that of a step that another rank has refused
             if row.score is not None:
                 self.scores[slot] = (*row.score, length)
             self.num_logprobs[slot], self.num_blocks[slot] = row.num_logprobs, [0] * len(row.blocks)

@@ -8,7 +8,7 @@ its tokens' log-probabilities (the one that ended it included), divided by lengt
 transformers always has `width` beams and `width` answers, and makes up missing ones of log-probability -1e9. Here there
 are just fewer, and at first one beam, the empty output. It makes a difference only where fewer than `width` tokens of
 the vocabulary do not end a beam: made-up beams may then end and count, too. In the end there are `width` answers here
-as well, if the vocabulary has that many tokens.
+as well, if the request allows that many tokens.
 """
 
 from __future__ import annotations
@@ -98,6 +98,13 @@ class BeamSearch:
         del self.answers[self.width :]
         going = going[: self.width]
         return going if going and not self._over(going[0].logprob, length) else []
+
+    def shortage(self, most: int) -> str:
+        """Why a search that is over has fewer than `most` answers, which a request wants; empty: it has as many."""
+        count = len(self.answers)
+        if count >= most:
+            return ""
+        return f"n is {most}, but the request's other fields allow only {count} answers; it must be at most {count}"
 
     def _over(self, best: float, length: int) -> bool:
         """Whether no beam that still runs, of log-probability `best` at most, is expected among the answers."""

@@ -75,20 +75,21 @@ class CompileGuard:
                 self.kernels[name].pre_run_hooks.remove(hook)
 
     @contextlib.contextmanager
-    def rehearse(self) -> Iterator[None]:
+    def rehearse(self, threads: int) -> Iterator[None]:
         """Compile the kernels that are launched inside the `with` block, and run none of them.
 
-        As many threads as there are cores compile, and only the end of the block waits for them. Tensors may be on
-        torch's `meta` device, where they have no memory.
+        So many `threads` compile, and only the end of the block waits for them. Tensors may be on torch's `meta`
+        device, where they have no memory.
         """
         import triton
 
         for name, kernel in self.kernels.items():
             kernel.run = partial(self._rehearse, name, kernel.run)
         try:
-            with KernelThreads(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+            with KernelThreads(threads) as pool, triton.AsyncCompileMode(pool):
                 yield
         finally:
+            triton.runtime._async_compile.active_mode.set(None)  # which Triton 3.6 forgets after an error
             for kernel in self.kernels.values():
                 del kernel.run  # uncovers the method of the class
 

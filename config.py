@@ -24,6 +24,7 @@ VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
 DEMO = str(Path(__file__).parent / "demo")
 MAX_CONTEXT = 2**24  # tokens
+STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see memory.py
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
@@ -155,7 +156,12 @@ class EngineConfig:
         None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT
     )
     max_num_seqs: int = option(256, "sequences in one step", 1, 65536)
-    max_num_batched_tokens: int = option(2048, "tokens in one step", 1, 2**20)
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens in one step (default: 2048, on a GPU 8192, on one of 80 GB 16384, and at least max_num_seqs)",
+        1,
+        2**20,
+    )
     block_size: int = option(64, "tokens in one KV block; on cuda 16, 32, 64 or 128", 1, 4096)
     gpu_memory_utilization: float = option(0.9, "share of the GPU's memory that the engine may use", 0.01, 1.0)
     num_gpu_blocks_override: int | None = option(None, "number of KV blocks, instead of what fits", 1, 2**31)
@@ -332,6 +338,11 @@ class EngineConfig:
         return self.model if self.snapshot else os.path.basename(os.path.abspath(self.model))
 
     @property
+    def token_budget(self) -> int:
+        """Tokens in one step at most. On a GPU `memory.settle_tokens` must have been called."""
+        return self.max_num_batched_tokens or max(STEP_TOKENS, self.max_num_seqs)
+
+    @property
     def world_size(self) -> int:
         """Ranks of one engine: those of all its stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -375,10 +386,9 @@ class EngineConfig:
         for name, others in (("dtype", DTYPE_NAMES), ("distributed_executor_backend", BACKEND_NAMES)):
             given = getattr(self, name)
             object.__setattr__(self, name, others.get(given, given))
-        if self.max_num_batched_tokens < self.max_num_seqs:  # else the last of them would never get a token
+        if self.token_budget < self.max_num_seqs:  # else the last of them would never get a token
             raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, "
-                f"{self.max_num_seqs}"
+                f"max_num_batched_tokens is {self.token_budget}; it must be at least max_num_seqs, {self.max_num_seqs}"
             )
         if self.num_state_snapshots and not self.enable_prefix_caching:
             raise ValueError(
@@ -502,8 +512,9 @@ class ServerConfig:
     GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "server": (
             "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
-            "share_prefix_cache", "allowed_origins", "root_path", "api_server_count", "max_live_viewers",
-            "max_stored_responses", "max_stored_response_bytes", "drain_timeout", "enable_control_routes"),
+            "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path", "api_server_count",
+            "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "drain_timeout",
+            "enable_control_routes"),
         "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
         "limits of a request": (
             "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
@@ -540,6 +551,11 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
     )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "name beside localhost by which a server without API keys on a loopback address is called, or * for any; "
+        "repeat it for several",
+    )
     root_path: str = option(
         "",
         "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
@@ -548,8 +564,12 @@ class ServerConfig:
     otlp_traces_endpoint: str | None = option(
         None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
     )
-    max_stored_responses: int = option(1024, "responses of /v1/responses that are kept, the latest", 0)
-    max_stored_response_bytes: int = option(2**28, "size of these, with their conversations", 1024)
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept; each API key has an equal share", 0
+    )
+    max_stored_response_bytes: int = option(
+        2**28, "size of these, with their conversations, shared in the same way", 1024
+    )
     max_stop_strings: int = option(64, "stop strings in one request", 1)
     max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
     max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
@@ -582,6 +602,9 @@ class ServerConfig:
                     f"allowed_origins has {origin!r}; it must be * or an origin as browsers send it, like "
                     "https://example.com:8443, without a path"
                 )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|[a-z0-9._-]+", host):
+                raise ValueError(f"allowed_hosts has {host!r}; it must be * or a name in small letters, without a port")
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]", self.otlp_traces_endpoint):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import reprlib
+import stat
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, BinaryIO
 
 from client import EngineCoreClient
 from config import ServerConfig
@@ -93,7 +95,9 @@ class Control:
             if not isinstance(value := body.get(name), kind) or isinstance(value, bool):
                 wanted = getattr(kind, "__name__", str(kind))
                 raise ApiError(400, f"{name} is {reprlib.repr(value)}; it must be {wanted}", name)
-        call = body["method"], body.get("timeout"), body.get("args") or [], body.get("kwargs") or {}
+        if (timeout := body.get("timeout")) is not None and timeout <= 0:
+            raise ApiError(400, f"timeout is {timeout}; it must be above 0", "timeout")
+        call = body["method"], timeout, body.get("args") or [], body.get("kwargs") or {}
         return {"results": list(chain.from_iterable(self._ask("collective_rpc", *call)))}
 
     def start_profile(self) -> dict[str, Any]:
@@ -105,12 +109,21 @@ class Control:
         """End that; the answer names the files."""
         return {"profiling": False, "files": list(chain.from_iterable(self._ask("stop_profile")))}
 
-    def profile(self, name: str) -> str:
-        """The path of one of these files; an `ApiError` if there is none."""
+    def profile(self, name: str) -> BinaryIO:
+        """One of these files, open; an `ApiError` if there is none."""
         folder = self.facts["torch_profiler_dir"]
-        if not folder or not PROFILE.fullmatch(name) or not os.path.isfile(path := os.path.join(folder, name)):
-            raise ApiError(404, f"there is no profile {name!r:.200}", "name")
-        return os.path.abspath(path)
+        if folder and PROFILE.fullmatch(name):
+            with contextlib.suppress(OSError), contextlib.ExitStack() as unless_kept:
+                file = unless_kept.enter_context(open(os.path.join(folder, name), "rb", opener=open_no_link))
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    unless_kept.pop_all()
+                    return file
+        raise ApiError(404, f"there is no profile {name!r:.200}", "name")
+
+
+def open_no_link(path: str, flags: int) -> int:
+    """A descriptor for `open`; an OSError if there is a link at the end of the path. No pipe is waited for."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def check_fields(body: dict[str, Any], *known: str) -> None:

@@ -18,17 +18,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from functools import partial
 from typing import Any
 
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
-from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, open_vocabulary
+from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
 from model_config import ModelConfig
-from plan import TAGS, WEIGHTS, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
+from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
 from ring import undisturbed
@@ -68,7 +67,7 @@ class EngineCore:
         self.config = config
         self.check_weights()
         vocab_size, ends = self.model_config.vocab_size, self.model_config.eos_token_ids
-        self.grammars = Grammars(partial(open_vocabulary, config.folder, vocab_size, ends), vocab_size)
+        self.grammars = Grammars(config.folder, vocab_size, ends)
         if config.beside_server and vocab_size >= LARGE_VOCABULARY and not config.pools:
             self.grammars.prepare()  # while the workers start
         self.default_sampling = default_sampling(config)
@@ -83,6 +82,7 @@ class EngineCore:
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
+        self.config = config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else ends
         states = self.facts.get("states")
@@ -131,7 +131,7 @@ class EngineCore:
         try:
             check_pooling(r.pooling, r.params, self.config, self.model_config)
             if r.params.structured_outputs is not None:
-                queued.grammar = self.grammars.compile(r.params.structured_outputs)
+                queued.grammar = self.grammars.compile(r.params.structured_outputs, r.client)
                 if at_once:
                     wait([queued.grammar], COMPILE_TIMEOUT)
                 if not queued.grammar.done():
@@ -164,7 +164,7 @@ class EngineCore:
                     continue
                 del self.compiling[request.request_id]
                 if not request.grammar.done():
-                    raise ValueError(f"structured_outputs took more than {COMPILE_TIMEOUT:g} s to compile")
+                    raise late()
                 if self.journal:
                     self.journal.tick()
                 self._queue(request)
@@ -387,9 +387,11 @@ class EngineCore:
             method: may be a `plan.reference_to` a function, too, if this is the engine of a script.
 
         Raises:
-            ValueError: it failed, or there is none.
+            ValueError: there is none; or it failed, and the workers are as they were before: new ones, if they are
+                processes, and otherwise with their weights loaded again. What a function of the script does to a worker
+                in this process is the script's own affair.
             TimeoutError: it took longer than `timeout` seconds.
-            WorkerError: so did the worker.
+            WorkerError: the workers cannot be as they were before.
         """
         if isinstance(method, str) and ":" in method:
             if not self.config.runs_functions:
@@ -400,7 +402,18 @@ class EngineCore:
                 raise ValueError(
                     f"method is {method!r:.200}, which the engine's process cannot import: {error}"
                 ) from None
-        return self.executor.collective_rpc(method, timeout, args, kwargs)
+        try:
+            return self.executor.collective_rpc(method, timeout, args, kwargs)
+        except (CallError, WorkerError) as error:
+            if isinstance(self.executor, MpExecutor):
+                before = self.in_a_row
+                self._replace_workers(error if isinstance(error, WorkerError) else BlamelessError(str(error)))
+                self.in_a_row = before  # calls may fail as often as they like
+                raise ValueError(f"{error}; the workers were started anew, as they were before") from error
+            if isinstance(error, CallError):
+                self._start_over(True, None)
+                self._restore(error)
+            raise
 
     # --- sleep, weights and profiles ----------------------------------------------------------------------------------
 

@@ -7,12 +7,17 @@
 The C++ passes over the data once or twice, where torch's operators do so up to 20 times. For few rows, most of the
 operators' time is that of calling them. torch.compile would check its guards in every call, which takes longer than the
 work on a few rows; what AOTInductor makes checks nothing. It takes seconds for each function.
+
+A library runs with this user's rights as soon as it is opened. So it is kept where only this user can write, and its
+name has the hash of its bytes, which is compared before it is opened: a file that was cut would end the process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib
 import os
 import pickle
 import shutil
@@ -22,7 +27,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +43,7 @@ from cpu_ops import _store, _unit
 from logs import logger
 
 MODULES = (sys.modules[__name__], cpu, cpu_ops, reference)  # the code of what is compiled is in these
+WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # a function of tensors, as C++
@@ -56,19 +62,36 @@ class Job(NamedTuple):
     threads: int  # of the C++
     options: tuple[tuple[str, Any], ...] = ()  # Inductor's
 
-    def path(self) -> Path:
-        """Where the C++ is kept. With another torch, CPU or code, it is another file."""
+    def key(self) -> str:
+        """The first part of the name of the file. With another torch, CPU or code, it is another one."""
         text = b"".join(Path(str(module.__file__)).read_bytes() for module in MODULES)
         machine = torch.__version__, sorted(torch.cpu.get_capabilities().items())
-        return folder() / f"{hashlib.sha256(repr((tuple(self), machine)).encode() + text).hexdigest()}.so"
+        return hashlib.sha256(repr((tuple(self), machine)).encode() + text).hexdigest()
+
+    def path(self) -> Path | None:
+        """Where the C++ is kept; None if it is not. The name ends with the hash of the file's bytes."""
+        return next(folder().glob(f"{self.key()}-*.so"), None)
 
     def load(self) -> Runner:
         """The C++ that is kept.
 
         Raises:
-            RuntimeError: there is none, or it is not for this machine.
+            FileNotFoundError: there is none.
+            OSError: it cannot be read.
+            ValueError: others could have written it, or it is not whole.
+            RuntimeError: it is not for this machine.
         """
-        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.path()), 1).run
+        if not (path := self.path()):
+            raise FileNotFoundError(f"there is no C++ of {self.name} in {folder()}")
+        check_owner(path)
+        if digest(path.read_bytes()) != path.stem.rpartition("-")[2]:
+            raise ValueError(f"{path} is not as it was written")
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(path), 1).run
+
+
+def digest(data: bytes) -> str:
+    """The hash by which a kept file is checked."""
+    return hashlib.sha256(data).hexdigest()
 
 
 class Late:
@@ -84,7 +107,65 @@ class Late:
 
 def folder() -> Path:
     """The user's folder for what is compiled."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manta" / "compiled"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return (home / "manta" / "compiled").resolve()
+
+
+def headers() -> Path:
+    """The user's folder for headers that the compiler has read, which saves it most of its time."""
+    return folder().parent / "headers"
+
+
+def check_owner(path: Path) -> None:
+    """See that nobody but this user can have written a file or a folder.
+
+    Raises:
+        OSError: it cannot be looked at.
+        ValueError: somebody else could.
+    """
+    found, me = path.stat(), os.geteuid()
+    if found.st_uid != me:
+        raise ValueError(f"{path} belongs to user {found.st_uid}; it must belong to {me}, who runs this")
+    if found.st_mode & 0o022:
+        raise ValueError(f"{path} has mode {found.st_mode & 0o777:o}; nobody but its owner may write to it")
+
+
+def open_folders() -> None:
+    """Make the folders if they are missing, and see that they are this user's alone.
+
+    Raises:
+        OSError: they cannot be made.
+        ValueError: see `check_owner`.
+    """
+    for path in (folder().parent, folder(), headers()):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_owner(path)
+        path.chmod(0o700)  # others could read it, if an older version has made it
+
+
+def locked(path: str | Path, timeout: float = -1) -> contextlib.AbstractContextManager[Any]:
+    """A lock among processes; waits `timeout` seconds at most, and below 0 for ever."""
+    from filelock import FileLock  # torch needs this package itself; here, because only compiling needs it
+
+    return FileLock(path, timeout=timeout)
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[str]:
+    """A folder to compile in, which is removed at the end of the `with` block, or else by the next `sweep`."""
+    with contextlib.ExitStack() as stack:
+        with locked(folder() / "workplaces.lock"):  # else `sweep` could come between
+            path = stack.enter_context(tempfile.TemporaryDirectory(prefix=WORKPLACE, dir=folder()))
+            stack.enter_context(locked(f"{path}/at_work.lock"))
+        yield path
+
+
+def sweep() -> None:
+    """Remove the workplaces of processes that were killed."""
+    with locked(folder() / "workplaces.lock"):
+        for left in folder().glob(f"{WORKPLACE}*/"):
+            with contextlib.suppress(OSError), locked(left / "at_work.lock", timeout=0):  # who is at work has it
+                shutil.rmtree(left)
 
 
 def has_compiler() -> bool:
@@ -108,43 +189,74 @@ class Builder:
 
     Attributes:
         failed: why something could not be compiled; empty if all could.
+        usable: whether the folders are; if not, nothing is compiled, nor is anything opened.
     """
 
     def __init__(self, jobs: int, idle: bool = False):
-        self.room, self.idle, self.failed = threading.Semaphore(jobs), idle, ""
+        self.room, self.idle = threading.Semaphore(jobs), idle
+        self.failed, self.usable = "", True
         self.threads: list[threading.Thread] = []
+        try:
+            open_folders()
+            sweep()
+        except (OSError, ValueError) as error:
+            self.usable = False
+            self._give_up(str(error))
 
     def ask(self, job: Job) -> Late:
         """The C++ of a job, which may have to be made first."""
         late = Late()
+        if not self.usable:
+            return late
         try:
             late.run = job.load()
-        except RuntimeError:
-            job.path().unlink(missing_ok=True)
-            self.threads.append(threading.Thread(target=self._make, args=(job, late), daemon=True))
-            self.threads[-1].start()
+            return late
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.info(f"the C++ of {job.name} is made again: {error}")
+            if path := job.path():
+                path.unlink(missing_ok=True)
+        self.threads.append(threading.Thread(target=self._make, args=(job, late), daemon=True))
+        self.threads[-1].start()
         return late
 
+    def _give_up(self, why: str) -> None:
+        self.failed = why
+        logger.info(f"no more C++ is made, and torch's operators serve: {why}")
+
     def _make(self, job: Job, late: Late) -> None:
-        """Run the process of a job, and load what it made. After the first failure no other is tried."""
+        """Compile a job, and load what was made. After the first failure no other is tried."""
         with self.room:
             if self.failed:
                 return
+            try:
+                self._run(job)
+                late.run = job.load()
+            except (OSError, ValueError, RuntimeError) as error:
+                self._give_up(f"{job.name}: {error}")
+
+    def _run(self, job: Job) -> None:
+        """Run the process of a job.
+
+        Raises:
+            OSError: there is no room for it.
+            RuntimeError: it fails; the last line that it has said.
+        """
+        with workplace() as path:
+            theirs = {"TORCHINDUCTOR_CACHE_DIR": f"{path}/inductor", "TMPDIR": str(headers())}  # see `use_workplace`
             process = subprocess.Popen(
                 [sys.executable, "-P", os.path.abspath(__file__)],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | theirs,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             with process:
                 assert process.stdin and process.stdout
-                pickle.dump((job, self.idle), process.stdin)
+                pickle.dump((job, self.idle, path), process.stdin)
                 process.stdin.flush()  # it stays open, which tells the process that this one lives
                 said = process.stdout.read().decode(errors="replace").strip()
             if process.returncode:
-                self.failed = said.rpartition("\n")[2] or f"status {process.returncode}"
-                logger.info(f"no more C++ is made, and torch's operators serve: {job.name}: {self.failed}")
-            else:
-                late.run = job.load()
+                raise RuntimeError(said.rpartition("\n")[2] or f"status {process.returncode}")
 
     def wait(self) -> None:
         """Wait for all that was asked for.
@@ -161,7 +273,6 @@ class Builder:
 
 def compile_job(job: Job) -> None:
     """Compile, and keep the result. Where several processes want the same, one compiles."""
-    from filelock import FileLock  # torch itself needs this package
     from torch._inductor import aot_compile
 
     function = functools.partial(getattr(sys.modules[__name__], job.name), *job.settings)
@@ -170,19 +281,36 @@ def compile_job(job: Job) -> None:
         def forward(self, *tensors: torch.Tensor) -> torch.Tensor | list[torch.Tensor]:
             return function(*tensors)
 
-    path, options = job.path(), dict(job.options) | {"cpp.threads": job.threads}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")), torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        if path.exists():
+    options = dict(job.options) | {"cpp.threads": job.threads}
+    with locked(folder() / f"{job.key()}.lock"), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        if job.path():
             return
         like = tuple(torch.empty(shape, dtype=getattr(torch, dtype)) for dtype, shape in job.like)
         dynamic = tuple(dict.fromkeys(dims, torch.export.Dim.DYNAMIC) for dims in job.dynamic)
         program = torch.export.export(Body(), like, dynamic_shapes=(dynamic,))
         made = aot_compile(program.module(), like, options=options)
         assert isinstance(made, str)  # where the C++ is, in Inductor's own folder
-        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-            shutil.copy(made, f"{beside}/it.so")
-            os.replace(f"{beside}/it.so", path)  # so that the file appears whole
+        keep(job, Path(made).read_bytes())
+
+
+def keep(job: Job, library: bytes) -> None:
+    """Write a library to its place, so that it appears whole, and stays so where the machine loses its power."""
+    with workplace() as path:
+        with open(f"{path}/library", "xb") as file:
+            file.write(library)
+            os.fchmod(file.fileno(), 0o600)  # whatever the umask is
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(file.name, folder() / f"{job.key()}-{digest(library)}.so")
+
+
+def use_workplace(path: str) -> None:
+    """Have all temporary files of this process and of the compilers that it runs lie in this folder.
+
+    Inductor's compiled headers alone stay where the temporary folder was before. They take most of the time.
+    """
+    importlib.import_module("torch._inductor.codecache")  # which settles the folder of headers
+    os.environ["TMPDIR"] = tempfile.tempdir = path
 
 
 def end_with_parent() -> None:
@@ -194,13 +322,14 @@ def end_with_parent() -> None:
 
 def main() -> None:
     """What the process runs."""
-    job, idle = pickle.load(sys.stdin.buffer)
+    job, idle, path = pickle.load(sys.stdin.buffer)
     os.setpgrp()  # not a session of its own, because Linux shares the cores among sessions evenly (autogroup)
     threading.Thread(target=end_with_parent, daemon=True).start()
     if idle and hasattr(os, "SCHED_IDLE"):  # on Linux
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     elif idle:
         os.nice(19)
+    use_workplace(path)
     compile_job(job)
 
 

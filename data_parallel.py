@@ -44,12 +44,12 @@ from client import (
     EngineDeadError,
     MPClient,
     Stream,
+    Suspects,
     fixed_size,
     on_all_devices,
     weakly,
 )
 from executor import name_process
-from kv_cache import chain
 from plan import (
     EngineCoreRequest,
     EngineOutput,
@@ -69,6 +69,7 @@ from plan import (
 )
 from processes import READY, Board, Child, FrameServer, ParentPipe
 from ring import meeting_place
+from sequence import chain
 
 WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
 CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
@@ -193,6 +194,7 @@ class DPClient:
         board: has the state of each engine, and takes the queue time.
         sizes: the numbers of engines that there may be; None: it does not change.
         resources: what a subclass has started for this client; None: nothing.
+        suspects: see `MPClient`.
     """
 
     def __init__(
@@ -203,9 +205,11 @@ class DPClient:
         board: Board,
         sizes: range | None = None,
         resources: BackgroundResources | None = None,
+        suspects: Suspects | None = None,
     ):
         self.addresses, self.router, self.board, self.sizes = addresses, router, board, sizes
         self.clients: dict[int, MPClient] = {}
+        self.suspects = suspects
         self.adding: Counter[int] = Counter()  # requests that are about to be sent, by engine
         self.lock, self.looking = threading.Lock(), threading.Lock()
         self.resources = resources or BackgroundResources(self)
@@ -233,7 +237,7 @@ class DPClient:
             for rank, address in enumerate(self.addresses):
                 state, client = self.board.engines[rank], self.clients.get(rank)
                 if state == READY and not client:
-                    self.clients[rank] = MPClient(address, rank)
+                    self.clients[rank] = MPClient(address, rank, self.suspects)
                 elif state != READY and client:
                     with self.lock:
                         if self.adding[rank] or client.streams or client.calls:

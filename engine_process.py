@@ -304,6 +304,7 @@ def sizes_of(facts: dict[str, Any]) -> dict[str, Any]:
     """The options by which another engine has the sizes of the one that has reported these facts."""
     return {
         "max_model_len": facts["max_model_len"],
+        "max_num_batched_tokens": facts["max_num_batched_tokens"],
         "num_gpu_blocks_override": facts["num_blocks"],
         "num_host_blocks": facts["num_host_blocks"],
     }

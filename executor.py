@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from tqdm import tqdm
 from config import EngineConfig
 from logs import logger, set_up
 from model_config import ModelConfig
-from plan import Call, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
+from plan import Call, CallError, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
 
 NEVER = 1e9  # seconds
@@ -104,7 +103,7 @@ class UniExecutor:
         """What a method of `Worker`, or a function of it, returns on each rank; see `LLM.collective_rpc`.
 
         Raises:
-            ValueError: there is no such method.
+            ValueError: there is no such method, or it failed. Whatever else a function raises.
             TimeoutError: it took longer than `timeout`. It runs in this thread, which cannot be interrupted.
         """
         begun = time.monotonic()
@@ -387,8 +386,8 @@ class MpExecutor:
         ranks = range(len(self.results))
         try:
             while True:
-                if errors := [reply.error for reply in self.replies.values() if reply.error]:
-                    raise ValueError(errors[0])
+                if errors := [reply.refusal() for reply in self.replies.values() if reply.error]:
+                    raise errors[0]
                 if not (late := [rank for rank in ranks if rank not in self.replies]):
                     return [self.replies[rank].value for rank in ranks]
                 if time.monotonic() > begun + timeout:
@@ -414,8 +413,8 @@ class MpExecutor:
         message = self.codec.decode(data)
         if isinstance(message, StepResult):
             self.early[rank].append(message)
-        elif self.ready and not message.call_id:
-            kind = BlamelessError if message.blameless else WorkerError
+        elif self.ready and (not message.call_id or (message.failed and rank in self.owing)):  # nobody waits for it
+            kind = BlamelessError if message.blameless or message.failed else WorkerError
             raise self._error(rank, "has failed", message.error, kind)
         elif rank in self.owing:
             self.owing.remove(rank)  # nobody waits for it any more
@@ -633,8 +632,9 @@ def answer(worker: Any, message: StepPlan | Call, codec: Codec, script: dict[str
             import_script(script)
         return codec.encode(Reply(message.call_id, message.run(worker)))
     except Exception as error:  # the caller hears of it
-        said = str(error) if isinstance(error, ValueError) else traceback.format_exc()
-        return codec.encode(Reply(message.call_id, error=said))
+        if failed := isinstance(error, CallError):
+            logger.warning(str(error), exc_info=True)
+        return codec.encode(Reply(message.call_id, error=str(error), failed=failed))
 
 
 def import_script(script: dict[str, str]) -> None:

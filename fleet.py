@@ -17,7 +17,7 @@ import sys
 import time
 from typing import Any
 
-from client import BackgroundResources, MPClient
+from client import BackgroundResources, MPClient, Suspects
 from config import PROG, EngineConfig, stamp_of, weights_in
 from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
@@ -157,14 +157,15 @@ class Fleet:
         address = self.coordinator.address if self.coordinator else None
         self.engines[rank] = EngineProcess(config, address, self.ends[rank])
 
-    def new_client(self, routers: int = 1) -> MPClient | DPClient:
-        """A client for the process that calls this, which is one of so many."""
+    def new_client(self, routers: int = 1, suspects: Suspects | None = None) -> MPClient | DPClient:
+        """A client for the process that calls this, which is one of so many; `suspects`: see `MPClient`."""
         if not self.coordinator:
             (rank,) = self.ranks
-            return MPClient(self.ends[rank][0], rank)
+            return MPClient(self.ends[rank][0], rank, suspects)
         addresses = [self.ends[rank][0] for rank in self.ranks]
         sizes = self.config.data_parallel_sizes
-        return DPClient(addresses, self.coordinator.address, self.new_router(routers), self.board, sizes)
+        coordinator, router = self.coordinator.address, self.new_router(routers)
+        return DPClient(addresses, coordinator, router, self.board, sizes, suspects=suspects)
 
     def new_router(self, routers: int = 1) -> Router:
         """A router, one of so many."""
@@ -259,6 +260,11 @@ class Fleet:
         """See `Child.disown`."""
         for child in self.children:
             child.disown()
+
+    def reap(self) -> None:
+        """See `Child.reap`."""
+        for child in self.children:
+            child.reap()
 
     def stop(self) -> None:
         """See `Child.stop`."""

@@ -30,14 +30,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from client import ACCEPTED, accept, to_frame
 from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
-from logs import console, logger, set_up
+from logs import Repeated, console, logger, set_up
 from plan import Attach, Dial, Join, Joined, Message, Ready
 from processes import Child, ParentPipe
 from ring import Codec
@@ -45,7 +45,8 @@ from ring import Codec
 MAGIC = b"manta hosts 0001"
 NONCE = 32  # bytes
 HANDSHAKE_TIMEOUT = 5.0  # seconds that a stranger may take to prove that it is none
-MOST_STRANGERS = 64  # who are about to prove it at a time
+MOST_STRANGERS = 64  # who are about to prove it at a time, and as many again from each address whose host has once
+MOST_OF_ADDRESS = 8  # of these, from one address
 MOST_BYTES = 1 << 24  # of a frame, which holds an engine's facts at most
 LINK_TIMEOUT = 20  # seconds for which a network may be cut before connections through it are given up
 PAUSE = 1.0  # seconds between two attempts to connect
@@ -240,6 +241,55 @@ class Link:
             self.sock.sendall(to_frame(self.codec, message))
 
 
+class Places:
+    """Places for connections whose other ends have not yet proved that they know the secret.
+
+    A proof takes one round trip. So whoever comes when all places are taken gets the place of the one that has waited
+    longest, and connections that say nothing keep nobody out.
+
+    Attributes:
+        known: addresses from which somebody has proved it. What comes from there takes no place of others.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.known = threading.Lock(), set[str]()
+        self.taken: dict[socket.socket, str] = {}  # in the order in which they came: their addresses
+
+    @contextlib.contextmanager
+    def place(self, sock: socket.socket, host: str) -> Iterator[None]:
+        """A connection from an address has a place inside the `with` block.
+
+        Raises:
+            Refused: the place was given to another one.
+        """
+        with self.lock:
+            self._make_room(host)
+            self.taken[sock] = host
+        try:
+            yield
+        except OSError:
+            if sock in self.taken:
+                raise
+            raise Refused("others came, and it had said nothing for the longest time") from None
+        finally:
+            with self.lock:
+                self.taken.pop(sock, None)
+
+    def _make_room(self, host: str) -> None:
+        known = host in self.known
+        near = [sock for sock, theirs in self.taken.items() if theirs == host]
+        strangers = [sock for sock, theirs in self.taken.items() if theirs not in self.known]
+        if len(near) >= (MOST_STRANGERS if known else MOST_OF_ADDRESS):
+            self._drop(near[0])
+        elif not known and len(strangers) >= MOST_STRANGERS:
+            self._drop(strangers[0])
+
+    def _drop(self, sock: socket.socket) -> None:
+        del self.taken[sock]
+        with contextlib.suppress(OSError):  # the other end has hung up
+            sock.shutdown(socket.SHUT_RDWR)
+
+
 class Gate:
     """Lets hosts in, and gives the server's processes connections to their engines.
 
@@ -269,7 +319,7 @@ class Gate:
         self.on_facts: Callable[[dict[str, Any]], None] = lambda facts: None
         self.links: dict[int, Link] = {}  # by rank
         self.waiting: dict[str, tuple[int, socket.socket]] = {}  # by ticket: a client's half, and whom it wants
-        self.ranks, self.strangers = sorted(clients), threading.Semaphore(MOST_STRANGERS)
+        self.ranks, self.places, self.refusals = sorted(clients), Places(), Repeated()
         for rank, theirs in clients.items():
             threading.Thread(target=self._take, args=(rank, theirs), daemon=True).start()
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
@@ -295,7 +345,7 @@ class Gate:
                 if listener.fileno() < 0:
                     return
                 # Too many are open.
-                logger.warning(f"no connection from another host can be taken: {error.strerror}")
+                self.refusals.warn(f"no connection from another host can be taken: {error.strerror}")
                 time.sleep(PAUSE)
                 continue
             threading.Thread(target=self._receive, args=(sock, address[0]), daemon=True).start()
@@ -303,19 +353,16 @@ class Gate:
     def _receive(self, sock: socket.socket, host: str) -> None:
         """Find out who has connected, and what for."""
         try:
-            if not self.strangers.acquire(blocking=False):
-                raise Refused(f"{MOST_STRANGERS} others are about to connect")
-            try:
+            with self.places.place(sock, host):
                 keep_up(sock)
                 admit(sock, self.secret)
+                self.places.known.add(host)
                 message = read_message(sock, Codec(), time.monotonic() + HANDSHAKE_TIMEOUT)
                 sock.settimeout(None)
-            finally:
-                self.strangers.release()
         except OSError as error:
             late = f"it has not said who it is within {HANDSHAKE_TIMEOUT:g} s"
             why = late if isinstance(error, TimeoutError) else error
-            logger.warning(f"refused a connection from {host} to the port for other hosts: {why}")
+            self.refusals.warn(f"refused a connection from {host} to the port for other hosts: {why}")
             return sock.close()
         if isinstance(message, Attach):
             self._attach(sock, message.ticket)

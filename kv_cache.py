@@ -29,19 +29,19 @@ hashes of full blocks is vLLM's automatic prefix caching.
 from __future__ import annotations
 
 import enum
-import hashlib
 import sys
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Ints
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import NamedTuple
 
 from config import EngineConfig
 from kv_layout import most_blocks
 from plan import StateRoom, StepPlan
-from sequence import Sequence
+from sequence import Sequence, by_column, chain
+
+COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 
 
 class AllocStatus(enum.Enum):
@@ -50,19 +50,6 @@ class AllocStatus(enum.Enum):
     OK = enum.auto()
     LATER = enum.auto()
     NEVER = enum.auto()
-
-
-def chain(hashes: list[bytes], tokens: Ints[int], size: int, salt: str = "") -> None:
-    """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too."""
-    for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-        parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-        data = array("q", tokens[start : start + size]).tobytes()
-        hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
-
-
-def by_column(tables: Ints[Ints[int]]) -> list[int]:
-    """The blocks of one sequence's tables in order of their tokens; -1 where a table has none."""
-    return [block for column in zip_longest(*tables, fillvalue=-1) for block in column]
 
 
 class BlockManager:
@@ -355,7 +342,7 @@ class BlockSpaceManager:
     ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
-        self.chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else sys.maxsize
+        self.chunk = config.token_budget if config.enable_chunked_prefill else sys.maxsize
         self.windows, self.windowed = tuple(windows), any(windows)
         self.marks = [bytes((kind,)) if kind else b"" for kind in range(len(windows))]  # in the keys of what they hold
         ahead = config.num_lookahead_slots
@@ -366,6 +353,8 @@ class BlockSpaceManager:
         self.states = None if room is None else StateManager(config, room)
         self.pinned: list[int] = []  # device blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and host blocks
+        self.copies_left = num_host_blocks  # copies to the host before a prompt must ask for a dropped block again
+        self.lost: OrderedDict[bytes, None] = OrderedDict()  # the keys of blocks that were dropped without a copy
 
     # --- how many blocks --------------------------------------------------------------------------------------------
 
@@ -512,6 +501,8 @@ class BlockSpaceManager:
                 if block < 0:
                     fetched[column, kind] = host[key]
                 tables[kind].append(block)
+        if fetched or (most < len(hashes) and any(hashes[most] + mark in self.lost for mark in self.marks)):
+            self.copies_left = self.host.num_blocks
         return min(most * size, last), tables, fetched
 
     def finds_prompt(self, seq: Sequence) -> bool:
@@ -599,8 +590,7 @@ class BlockSpaceManager:
 
     def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
         """Copy what `seqs` have computed to host memory, where the prefix cache can find it, too."""
-        held = by_column(self.held(seqs))
-        held = [block for block in held if block >= 0]
+        held = [block for block in by_column(self.held(seqs)) if block >= 0]
         moved = dict(zip(held, self.host.allocate(len(held)), strict=True))
         plan.swap_out += moved.items()
         for seq in seqs:
@@ -645,21 +635,39 @@ class BlockSpaceManager:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def planned(self, plan: StepPlan) -> None:
-        """The plan is made: keep what it is about to overwrite of the cache in host memory, as far as there is room."""
-        kept: list[int] = []
-        for block, digest in self.device.evicted:
-            if digest not in self.host.block_of and self.host.num_free:
-                kept += self.host.allocate(1)
-                self.host.publish(kept[-1], digest)
-                plan.swap_out.append((block, kept[-1]))
-        self.device.evicted.clear()
-        if self.device.freed:  # before what is pinned is freed: this plan's copies still read it
-            plan.freed, self.device.freed = self.device.freed, []
-        self.host.free(kept + self.host_pinned)
+        """The plan is made: keep cached blocks in host memory, as far as there is room, and free what was pinned."""
+        plan.freed, self.device.freed = self.device.freed, []  # of what is pinned the next plan tells
+        self.host.free(self._keep(plan) + self.host_pinned)
         self.device.free(self.pinned)
         self.pinned, self.host_pinned = [], []
         if self.states:
             self.states.planned()
+
+    def _keep(self, plan: StepPlan) -> list[int]:
+        """Copy cached blocks to the host: what the plan overwrites, and what later plans will overwrite next.
+
+        The latter may be copied while the step runs. A step copies no more blocks than its tokens fill and `COPIES`.
+        It copies none once a host pool's worth was copied since a prompt last asked for a block that the device had
+        dropped, because then a hit is not likely. Returns the host's blocks, which are to be freed.
+        """
+        device, host = self.device, self.host
+        most = min(COPIES + sum(count for _, count in plan.rows) // self.block_size, self.copies_left, host.num_free)
+        dropped = [pair for pair in device.evicted if pair[1] not in host.block_of]
+        first = max(0, len(dropped) - most)  # the beginnings of prompts come last, and are worth the most
+        self.lost |= dict.fromkeys(digest for _, digest in dropped[:first])
+        while len(self.lost) > host.num_blocks:
+            self.lost.popitem(last=False)
+        idle = ((block, device.hashes[block]) for block in islice(device.idle, 4 * most))
+        ahead = [(block, digest) for block, digest in idle if digest is not None and digest not in host.block_of]
+        moved = [*dropped[first:], *ahead][:most]
+        kept = host.allocate(len(moved))
+        for (block, digest), copy in zip(moved, kept, strict=True):
+            host.publish(copy, digest)
+            plan.swap_out.append((block, copy))
+        plan.ahead = len(moved) - min(len(dropped), most)
+        self.copies_left -= len(moved)
+        device.evicted.clear()
+        return kept[::-1]
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes, on the device and in host memory."""

@@ -125,6 +125,7 @@ class LatentAttention(Attention):
         self.kv_b = new(heads, latent.nope_dim + latent.v_dim, latent.kv_rank)  # (W_UK | W_UV) of each head
         self.o = new(c.hidden_size, heads * latent.v_dim)
         self.o_bias = new(c.hidden_size) if row.o_bias else None
+        self.width = heads * latent.v_dim
         self.at_once = heads_at_once(heads, c, max_model_len, self.o.itemsize)
 
     def slots(self) -> Slots:
@@ -153,7 +154,9 @@ class LatentAttention(Attention):
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        return linear(self.attend(self.store(x, step), step), self.o, self.o_bias)
+        q = self.store(x, step)
+        y = step.cut(self, q) if step.cut else self.attend(q, step)
+        return linear(y, self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:
         """Do all of it for x [T, hidden] but attention itself."""

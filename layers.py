@@ -19,6 +19,7 @@ from model_config import ModelConfig
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Cut = Callable[["Attention", torch.Tensor], torch.Tensor]  # what `attend` gives, for the layer and its queries
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Step:
     plans: list[Any]  # of `plan_decode`, for each kind of layers
     states: list[tuple[torch.Tensor, torch.Tensor]]  # of each layer that has one; see `Transformer.states_of`
     rows: list[Any] | None = None  # how latent attention goes through the longer rows, once a layer has asked
+    cut: Cut | None = None  # takes the place of each attention; see `PiecewiseGraphs`
 
 
 class Slot(NamedTuple):
@@ -131,7 +133,7 @@ class Attention:
         self.stores = c.kv_sources[i] == i  # else there is q alone, and k and v are another layer's
         kv_heads = max(1, all_kv_heads // group.size) if self.stores else 0
         self.sizes = q_size, kv_size, _ = heads * dim, kv_heads * dim, kv_heads * dim
-        self.heads, self.kv_heads, self.rope = heads, kv_heads, c.layer_ropes[i]
+        self.heads, self.kv_heads, self.rope, self.width = heads, kv_heads, c.layer_ropes[i], q_size  # of `attend`
         self.kind, self.place = c.layout(group.size, group.pipeline.layers).places[i]
         self.qkv = new(q_size + 2 * kv_size, c.hidden_size)
         self.qkv_bias = new(q_size + 2 * kv_size) if row.qkv_bias else None
@@ -212,7 +214,8 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden]."""
-        y = self.attend(self.store(linear(x, self.qkv, self.qkv_bias), step), step)
+        q = self.store(linear(x, self.qkv, self.qkv_bias), step)
+        y = step.cut(self, q) if step.cut else self.attend(q, step)
         return linear(self.gated(y, x), self.o, self.o_bias)
 
     def rehearse(self, x: torch.Tensor, step: Step) -> None:

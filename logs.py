@@ -4,6 +4,7 @@
     console     of what is said to the person who has typed the command: what was started, or why it was not
     set_up      sends the records of a process to stderr
     start_log   what an engine says when it has started
+    Repeated    a warning that comes often, in one line a while
     StatLogger  a line about an engine's throughput
 
 A record is one line, of text or of JSON, in ASCII. In text its traceback follows, indented. So nothing that a client
@@ -17,6 +18,7 @@ import datetime
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +28,7 @@ console = logger.getChild("console")
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 GROWING = ("prompt_tokens_total", "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total")
+REPEATED_INTERVAL = 30.0  # seconds between two lines of a warning that comes often
 STATS_INTERVAL = 10.0  # seconds between two lines of an engine's throughput
 
 
@@ -86,6 +89,36 @@ def set_up(level: str, format: str, name: str | None = None) -> None:
         handler = StderrHandler()
         handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
         target.addHandler(handler)
+
+
+class Repeated:
+    """Warnings that may come very often, as a stranger likes: the first is logged at once, and then one a while.
+
+    Args:
+        interval: seconds for which the others are counted and only the last is kept.
+    """
+
+    def __init__(self, interval: float = REPEATED_INTERVAL):
+        self.interval, self.lock = interval, threading.Lock()
+        self.waiting, self.count, self.last = False, 0, ""
+
+    def warn(self, message: str) -> None:
+        """Log it, or count it."""
+        with self.lock:
+            self.count, self.last = self.count + 1, message
+            waiting, self.waiting = self.waiting, True
+        if not waiting:
+            self._log()
+
+    def _log(self) -> None:
+        with self.lock:
+            count, last, self.count = self.count, self.last, 0
+            self.waiting = count > 0
+        if count:
+            logger.warning(f"{count} times in {self.interval:g} s, the last time: {last}" if count > 1 else last)
+            timer = threading.Timer(self.interval, self._log)
+            timer.daemon = True
+            timer.start()
 
 
 class StatLogger:

@@ -36,6 +36,13 @@ MIB = 2**20
 CONTEXT = 640 * MIB  # CUDA's own, the code of all kernels, cuBLAS's workspace of 32 MiB
 NCCL = 512 * MIB  # the buffers through which several ranks exchange tensors
 GRAPHS = 256 * MIB  # a few hundred KiB for each captured graph; their tensors share one pool, which is counted
+# Reading the weights takes as long for 128 tokens as for 16. From there on at most a third of a step is padding. A step
+# of more tokens than the last keeps a GPU busy for longer than Python. Each size is a graph for each layer at start.
+PIECE_SIZES = [16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024]
+PIECE = 256 * 2**10  # bytes, an allowance for what CUDA has of each graph between two attentions
+FRAGMENTS = 64 * MIB  # and a quarter of a step: on an H100 and an H200 up to 102 MB more were reserved
+GPU_STEP_TOKENS = 8192  # tokens of a step on a GPU, by default; on a large one twice as many
+LARGE_GPU = 75 * 2**30  # bytes; what a vendor calls 80 GB shows up as 79 GiB or a little more
 CPU_KV_SHARE = 0.25  # share of a CPU's free memory that the KV pool may take; the host pool may take as much again
 LOGPROBS = 64 * MIB  # workspace for log-probabilities; rows that do not fit into it together take several calls
 CHUNK = 64  # tokens of a chunk in `ops.delta_rule`
@@ -55,9 +62,11 @@ class MemoryPlan:
         sampling: the workspace of `ops.sample` for these rows.
         logprobs: the workspace of log-probabilities, whatever requests ask for.
         graphs: an allowance for CUDA graphs, and the pool that they share, as large as a step of decodes, with the
-            buffers for what goes from stage to stage.
+            buffers for what goes from stage to stage and `piece_bytes`.
         context: an allowance for CUDA and its libraries.
         block: one block of the KV pool, a page of the layers that `KVLayout` says.
+        fragments: an allowance for what torch's allocator reserves beside a step's tensors, because its segments have
+            few sizes, and pieces between tensors stay free.
     """
 
     weights: int
@@ -70,11 +79,12 @@ class MemoryPlan:
     graphs: int
     context: int
     block: int
+    fragments: int = 0
 
     @property
     def step(self) -> int:
-        """The most bytes that a step takes, be it before it has logits or with them."""
-        return max(self.activations, self.logits + max(self.sampling, self.logprobs))
+        """The most bytes that are reserved for a step, be it before it has logits or with them."""
+        return max(self.activations, self.logits + max(self.sampling, self.logprobs)) + self.fragments
 
     def room(self, budget: int, used: int, measured: int = 0) -> int:
         """Bytes that are left for the KV pool.
@@ -116,7 +126,8 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logits = sampling = one = 0
         decode = (decode[0], 0)
     passed = rows * sum(model.passed_sizes) * dtype.itemsize
-    return MemoryPlan(
+    graphs = GRAPHS + passed + max(decode[0], decode[1] + sampling) + piece_bytes(config, model)
+    plan = MemoryPlan(
         weights=count_bytes(model.owners()),
         state=count_bytes([state]),
         states=4 * model.state_size * (rows + count_snapshots(config, model)),
@@ -124,10 +135,22 @@ def plan_memory(config: EngineConfig, model: Transformer, state: object, cuda: b
         logits=logits,
         sampling=sampling,
         logprobs=max(one, min(LOGPROBS, rows * one)),
-        graphs=GRAPHS + passed + max(decode[0], decode[1] + sampling) if cuda and captures_graphs(config) else 0,
+        graphs=graphs if cuda and captures_graphs(config) else 0,
         context=CONTEXT + NCCL * (model.group.world_size > 1 or shares_experts(model.group)) if cuda else 0,
         block=model.layout.size * config.block_size * dtype.itemsize,
     )
+    return replace(plan, fragments=FRAGMENTS + plan.step // 4) if cuda else plan
+
+
+def settle_tokens(config: EngineConfig, total: int) -> EngineConfig:
+    """The options with a number of tokens in one step, for a GPU that has `total` bytes; as they are if that is 0.
+
+    A large step reads the weights once for many tokens. A larger GPU has room for its activations.
+    """
+    if not total or config.max_num_batched_tokens is not None:
+        return config
+    tokens = GPU_STEP_TOKENS if total < LARGE_GPU else 2 * GPU_STEP_TOKENS
+    return replace(config, max_num_batched_tokens=max(tokens, config.max_num_seqs))
 
 
 def split_layers(config: EngineConfig, model: Transformer) -> list[range]:
@@ -209,6 +232,32 @@ def captures_graphs(config: EngineConfig) -> bool:
     return config.backend != "reference" and not (config.enforce_eager or config.sanitize_kv or config.pools)
 
 
+def piece_sizes(config: EngineConfig, model: Transformer) -> list[int]:
+    """The numbers of tokens that small steps with prompts are padded to; see `PiecewiseGraphs`. Without these: empty.
+
+    Only attention may need to know of rows, which is not so for layers with recurrent states. And a step must not meet
+    other stages or engines, whose messages are no part of a graph.
+    """
+    alone = model.group.pipeline.stages == 1 and not shares_experts(model.group)
+    if not (alone and captures_graphs(config)) or model.config.delta:
+        return []
+    return [size for size in PIECE_SIZES if size <= config.token_budget]
+
+
+def piece_bytes(config: EngineConfig, model: Transformer) -> int:
+    """What these graphs keep: their tensors, those in which they meet attentions, and what CUDA has of each graph."""
+    if not (sizes := piece_sizes(config, model)):
+        return 0
+    c, most, parts = model.config, sizes[-1], [layer.attention for layer in model.layers]
+    queries = {
+        part.heads * (c.head_dim if c.latent else dim) for part, (_, dim) in zip(parts, c.kv_shapes, strict=True)
+    }
+    shared = c.hidden_size + sum(queries) + sum({part.width for part in parts})
+    inputs = 8 + 2 * 4 + 8 * len(model.layout.windows)
+    graphs = len(sizes) * (len(parts) + 1)
+    return most * (model.dtype.itemsize * shared + inputs) + step_bytes(config, model, most)[0] + graphs * PIECE
+
+
 def count_bytes(owners: Iterable[object]) -> int:
     """Bytes of the tensors that are attributes of `owners`; memory that several of them share counts once."""
     values = [value for owner in owners for value in vars(owner).values()]
@@ -220,7 +269,7 @@ def count_bytes(owners: Iterable[object]) -> int:
 
 def largest_step(config: EngineConfig, max_model_len: int) -> int:
     """How many tokens the largest step has. A prompt that is pooled may have a step of its own."""
-    most = max(config.max_num_batched_tokens, max_model_len) if config.pools else config.max_num_batched_tokens
+    most = max(config.token_budget, max_model_len) if config.pools else config.token_budget
     return min(most, config.max_num_seqs * max_model_len)
 
 
@@ -351,7 +400,7 @@ def table_columns(config: EngineConfig, max_model_len: int) -> int:
 
 def blocks_per_seq(config: EngineConfig, windows: Sequence[int], length: int) -> int:
     """Blocks that a sequence holds at most until it has `length` tokens, where `windows` are those of `KVLayout`."""
-    chunk = config.max_num_batched_tokens if config.enable_chunked_prefill else length
+    chunk = config.token_budget if config.enable_chunked_prefill else length
     return sum(most_blocks(windows, length, chunk, config.block_size, config.num_lookahead_slots))
 
 
@@ -372,7 +421,7 @@ def fit_pool(config: EngineConfig, windows: Sequence[int], fits: int, max_model_
     size, ahead, per_seq = config.block_size, config.num_lookahead_slots, blocks_per_seq(config, windows, max_model_len)
     useful = per_seq * config.max_num_seqs
     if config.pools:  # two steps may be in flight, whose rows end in blocks that are not full
-        step = max(per_seq, len(windows) * config.max_num_batched_tokens // size)
+        step = max(per_seq, len(windows) * config.token_budget // size)
         useful = min(useful, 2 * step + len(windows) * config.max_num_seqs * (1 + ahead))
     count = config.num_gpu_blocks_override or min(fits, useful)
     if count >= per_seq:
@@ -414,12 +463,14 @@ def report(config: EngineConfig, model: Transformer, plan: MemoryPlan, room: int
     if config.pools:
         yield line("largest step", plan.step, f"of {largest_step(config, max_model_len):,} tokens")
     else:
-        more = "the larger of activations, and logits with the larger of their workspaces:"
+        more = "the larger of activations, and logits with the larger of their workspaces"
         yield line("largest step", plan.step, more)
         yield line("  activations", plan.activations, f"of {largest_step(config, max_model_len):,} tokens")
         yield line("  logits", plan.logits, f"of {rows:,} rows")
         yield line("  sampling", plan.sampling)
         yield line("  log-probabilities", plan.logprobs, "at most, whatever requests ask for")
+    if plan.fragments:
+        yield line("  allocator", plan.fragments, "an allowance for what it reserves between tensors")
     if plan.context:
         yield line("CUDA graphs", plan.graphs, "an allowance")
         yield line("CUDA and libraries", plan.context, "an allowance")

@@ -56,6 +56,7 @@ class Group:
         self.experts, self.pipeline = experts, pipeline or Pipeline()
         self.local_size = local_size or self.world_size
         self.link: Any = None  # of the ranks of this stage; None: there is one stage
+        self.exchanged: list[tuple[torch.Size, torch.dtype]] = []  # in this step so far: a row's shape
 
     @property
     def world_size(self) -> int:
@@ -131,6 +132,7 @@ class Group:
         if self.size > 1 and not x.is_meta:
             with self.exchange():
                 dist.all_reduce(x, group=self.link)
+            self.exchanged.append((x.shape[1:], x.dtype))
         return x
 
     def all_gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
@@ -141,6 +143,7 @@ class Group:
         if not x.is_meta:
             with self.exchange():
                 dist.all_gather(parts, x, group=self.link)
+            self.exchanged.append((x.shape[1:], x.dtype))
         return torch.cat(parts, -1)[..., :width].contiguous()
 
     def min(self, value: int) -> int:

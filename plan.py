@@ -6,11 +6,13 @@ A plan carries differences, not batches: the workers keep the state of every seq
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import pkgutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from sampling_params import PoolingParams, SamplingParams
@@ -69,6 +71,7 @@ class StepPlan:
     released: list[int] = field(default_factory=list)  # slots whose sequence has left; applied before `new`
     # Blocks to move before the step runs, in this order; a block that an earlier one frees, a later one may fill.
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    ahead: int = 0  # the step leaves the last so many of these device blocks alone: they may move while it runs
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
     copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to)
     # Recurrent states to move likewise, where the model has some: rows of the state pools, see `StateRoom`.
@@ -118,7 +121,10 @@ class StepResult:
 
 
 def joined(results: list[StepResult], stage_size: int) -> StepResult:
-    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same."""
+    """All ranks' results as one: the last stage's tokens, all stages' phases. All ranks of a stage have the same, but
+    where one has failed, its result is that of all."""
+    if failed := [result for result in results if result.error]:
+        return failed[0]
     result, stages = results[-stage_size], results[::stage_size]
     if len(stages) > 1:
         found = ((i, *phase) for i, stage in enumerate(stages) for phase in stage.phases)
@@ -229,15 +235,37 @@ class Call:
         """What it returns when it is called with this worker.
 
         Raises:
-            ValueError: the worker has no such method. Whatever else it raises.
+            ValueError: see `_of`; nothing has run.
+            CallError: whatever else has been raised.
+        """
+        call = self._of(worker)
+        try:
+            return call()
+        except Exception as error:
+            said = str(error) if isinstance(error, ValueError) else repr(error)
+            raise CallError(f"{self.method or 'the function'} has failed: {said}") from error
+
+    def _of(self, worker: Any) -> Callable[[], Any]:
+        """What makes the call.
+
+        Raises:
+            ValueError: the worker has no such method, or it takes other arguments. Or the function cannot be imported.
         """
         if self.function:
             function, args, kwargs = pickle.loads(self.function)
-            return function(worker, *args, **kwargs)
-        method = getattr(worker, self.method, None)
+            return partial(function, worker, *args, **kwargs)
+        method = None if self.method.startswith("_") else getattr(worker, self.method, None)
         if not callable(method):
-            raise ValueError(f"the worker has no method {self.method!r}")
-        return method(*self.args, **self.kwargs)
+            raise ValueError(f"the worker has no method {self.method!r:.200}")
+        try:
+            inspect.signature(method).bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise ValueError(f"{self.method} cannot be called with these args and kwargs: {error}") from None
+        return partial(method, *self.args, **self.kwargs)
+
+
+class CallError(ValueError):
+    """A call of a worker has failed in its midst, so nobody knows what the worker is like now."""
 
 
 def reference_to(function: Callable[..., Any]) -> str:
@@ -273,6 +301,11 @@ class Reply:
     error: str | None = None
     late: bool = False  # the error is a TimeoutError
     blameless: bool = False  # the error is a PeersGone
+    failed: bool = False  # the error is a CallError
+
+    def refusal(self) -> ValueError:
+        """The error, to be raised."""
+        return (CallError if self.failed else ValueError)(self.error)
 
 
 @dataclass(slots=True)

@@ -182,7 +182,9 @@ class Child:
             self.listen()
             self.on_end()
             if time.monotonic() >= self.not_before:
-                logger.warning(f"{self.name} has ended (pid {self.process.pid}); another is started")
+                code = self.process.returncode
+                how = f"by the signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"with the code {code}"
+                logger.warning(f"{self.name} has ended {how} (pid {self.process.pid}); another is started")
                 self._close_pipes()
                 self._launch()
         elif self.starting and self._said():
@@ -239,6 +241,10 @@ class Child:
         self._close_pipes()
         self.process.returncode = 0  # not our child: there is nothing to wait for
 
+    def reap(self) -> None:
+        """Take note of how the process has ended, if it has, before somebody else waits for all children."""
+        self.process.poll()
+
     def stop(self) -> None:
         """End the process, for good."""
         self._close_pipes()
@@ -261,6 +267,9 @@ class Kept(Protocol):
 
     def disown(self) -> None:
         """See `Child.disown`."""
+
+    def reap(self) -> None:
+        """See `Child.reap`."""
 
     def stop(self) -> None:
         """See `Child.stop`."""
@@ -565,6 +574,11 @@ class DrainingArbiter(Arbiter):
     def _cut(self) -> None:
         self.stop(False)
         raise StopIteration
+
+    def reap_workers(self) -> None:
+        for child in self.children:
+            child.reap()
+        super().reap_workers()
 
     def manage_workers(self) -> None:
         if self.board.draining and not self.board.in_flight:

@@ -1,6 +1,7 @@
 """What goes out: a request on its way through the engine, and the shapes of its reply.
 
     Job         what a request has the engine do, and what a log says of it
+    log_request a line for each request that has ended
     Run         a job that makes texts; `news` runs it, `whole` and `events` shape what came of it
 
 A stream and a reply in one piece come out of the same iterator, `Run.news`.
@@ -11,12 +12,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import logging
 import queue
 import re
 import socket
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import gevent
 import msgspec
@@ -39,7 +42,21 @@ ID_PREFIXES = {COMPLETIONS: "cmpl-", CHAT: "chatcmpl-", RESPONSES: "resp_", MESS
 News = Generator[tuple[int, str], None, None]  # which choice's text has grown, and by what
 LEFT = "the client left"  # an error of a request, for the log
 QUOTED = re.compile(r"(['\"]).*\1", re.DOTALL)
+FIRST_PROBE = 0.005  # seconds until it is seen whether a client still reads; then twice as long, and so on
 NESTED = 4  # lists and objects within each other, down to the longest lists of a reply
+
+
+class Peer(NamedTuple):
+    """The HTTP client at the other end of a connection.
+
+    Attributes:
+        sock: the connection.
+        probe: writes what clients pass over; raises OSError where nobody reads, returns False if there is nothing to
+            write. None where there never is.
+    """
+
+    sock: socket.socket
+    probe: Callable[[], bool] | None = None
 
 
 class ClientGone(Exception):
@@ -101,6 +118,51 @@ class Job:
         return [*dict.fromkeys(f"{each.finish_reason}{kinds[type(each.stop_reason)]}" for each in ended)]
 
 
+def log_request(
+    name: str,
+    client: str,
+    place: tuple[str, str],
+    status: int,
+    begun: float,
+    job: Job | None = None,
+    error: str = "",
+    level: int = logging.INFO,
+) -> None:
+    """Say that a request has ended, and how, without its text.
+
+    Args:
+        name: of the request, as X-Request-Id says it.
+        client: whose it is.
+        place: its method and path; empty where it is no HTTP.
+        status: of the reply.
+        begun: when it came, in seconds of `time.monotonic()`.
+        job: what the engine did for it.
+        error: what was wrong, if the reply says so.
+        level: of the record.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
+    ended = unquoted(error)
+    if job and not error:
+        ended = job.error or ", ".join(job.endings)
+    method, path = place[0], quote(place[1])[:256]
+    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
+    id = told.get("id", name)
+    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
+    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
+    if ended:
+        line += f": {ended}"
+    if told:
+        prompt, cached, output = told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]
+        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
+        if told["queue_seconds"] is not None:
+            line += f", {told['queue_seconds']:.3f} s in the queue"
+        if told["first_token_seconds"] is not None:
+            line += f", {told['first_token_seconds']:.3f} s to the first token"
+    logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
+
+
 class Run(Job):
     """A job that makes texts.
 
@@ -147,7 +209,7 @@ class Run(Job):
         self.prompts = [Prompt(asked, tokenizer) for asked in self.requests] if echoes else []
         self.begun: dict[int, Tokens | None] = {}  # the choices of a stream that have begun, and what is told of tokens
 
-    def news(self, client: Client, sock: socket.socket | None, timeout: float) -> News:
+    def news(self, client: Client, peer: Peer | None, timeout: float) -> News:
         """Run all prompts; yields what is new (it may be no text) until all are done. See `run_requests`.
 
         A request for no tokens and no log-probabilities asks nothing of the engine.
@@ -155,7 +217,7 @@ class Run(Job):
         if self.requests[0].params.max_tokens == 0 and not self.scores:
             yield from self._echoes(client)
             return
-        for i, index, new in run_requests(self.requests, self.fields, self.owner, client, sock, timeout):
+        for i, index, new in run_requests(self.requests, self.fields, self.owner, client, peer, timeout):
             yield i * self.n + index, new
 
     def whole(self) -> dict[str, Any]:
@@ -322,7 +384,7 @@ def run_requests(
     fields: dict[str, Any],
     owner: str,
     client: Client,
-    sock: socket.socket | None,
+    peer: Peer | None,
     timeout: float,
 ) -> Iterator[tuple[int, int, str]]:
     """Run requests; yields which of them has news, which of its answers, and the new text, until all are done.
@@ -332,7 +394,7 @@ def run_requests(
         fields: of the HTTP request, for its `cache_salt` and `priority`.
         owner: whose they are.
         client: of the engine. Whatever still runs there when this ends is aborted.
-        sock: the HTTP client's connection, to see whether it is still there; None where there is none.
+        peer: the HTTP client, to see whether it is still there; None where there is none.
         timeout: seconds that all of it may take.
 
     Raises:
@@ -341,7 +403,7 @@ def run_requests(
         EngineDeadError: the engine process is gone.
     """
     live, stream, deadline = {}, Stream(), time.monotonic() + timeout
-    watcher = gevent.spawn(watch, sock, stream) if sock else None
+    watcher = gevent.spawn(watch, peer, stream) if peer else None
     salt, priority = fields.get("cache_salt", ""), fields["priority"]
     try:
         for i, asked in enumerate(requests):
@@ -377,11 +439,18 @@ def run_requests(
             watcher.kill()  # before anybody else reads from the connection
 
 
-def watch(sock: socket.socket, stream: Stream) -> None:
-    """Tell `stream` when the other end of `sock` hangs up. This runs in a greenlet of its own, so that nobody polls."""
+def watch(peer: Peer, stream: Stream) -> None:
+    """Tell `stream` when the client hangs up. This runs in a greenlet of its own, so that nobody polls.
+
+    A client that has ended what it sends may still read. Only a write can tell: where nobody reads, the next one fails.
+    """
+    pause = FIRST_PROBE
     with contextlib.suppress(OSError):
-        if sock.recv(1, socket.MSG_PEEK):  # these are bytes of its next request, after which only a write will tell
+        if peer.sock.recv(1, socket.MSG_PEEK):  # bytes of its next request, after which only a write of the reply tells
             return
+        while peer.probe and peer.probe():
+            gevent.sleep(pause)
+            pause *= 2
     stream.put(ClientGone())
 
 

@@ -345,12 +345,16 @@ def content_block(block: Block) -> dict[str, Any]:
 
 
 class Store:
-    """The latest responses of one API process, each known to its owner only. The one not used for longest goes first.
+    """The latest responses of one API process, each known to its owner only: an API key, else an address.
 
     It holds JSON, whose size is known: of each the response object, and the items of the conversation before it.
 
+    Each API key has an equal share of the room, and beyond it loses the response that it has not used for longest.
+    Addresses share all of it: where they have too much together, the one with the most loses such a response. The
+    latest is kept, however large.
+
     Args:
-        config: how many responses there may be, and how large they may be together; the latest is kept, however large.
+        config: how many responses there may be, how large they may be together, and which API keys share that.
 
     Attributes:
         closed: why nothing is kept; empty where it is.
@@ -364,10 +368,11 @@ class Store:
         elif config.api_server_count > 1:
             count = config.api_server_count
             self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
-        self.entries: OrderedDict[tuple[str | None, str], tuple[bytes, bytes]] = OrderedDict()
-        self.size = 0
+        self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
+        self.held: dict[str, tuple[int, int]] = {}  # how many of these each owner has, and how large they are
+        self.shares = len(set(config.api_key))
 
-    def keeper(self, owner: str | None, items: list[dict[str, Any]]) -> Keep:
+    def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
         """What keeps the states of a response to these items: it takes the response object, and then newer ones of it.
 
         A response that has been deleted meanwhile stays so.
@@ -381,13 +386,13 @@ class Store:
                 begun = True
                 self._drop(key)
                 self.entries[key] = entry = msgspec.json.encode(response), conversation
-                self.size += sum(map(len, entry))
-                while len(self.entries) > self.most or (self.size > self.most_bytes and len(self.entries) > 1):
-                    self._drop(next(iter(self.entries)))
+                count, size = self.held.get(owner, (0, 0))
+                self.held[owner] = count + 1, size + sum(map(len, entry))
+                self._make_room(owner)
 
         return keep
 
-    def response(self, owner: str | None, id: str) -> dict[str, Any]:
+    def response(self, owner: str, id: str) -> dict[str, Any]:
         """The response object.
 
         Raises:
@@ -395,7 +400,7 @@ class Store:
         """
         return msgspec.json.decode(self._find(owner, id)[0])
 
-    def conversation(self, owner: str | None, id: str) -> list[dict[str, Any]]:
+    def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
         """The items of a conversation up to the end of a response that has ended by itself.
 
         Raises:
@@ -412,7 +417,7 @@ class Store:
             raise ApiError(400, f"{name} is of a response that is {status}; it must be completed or incomplete", name)
         return items + response["output"]
 
-    def page(self, owner: str | None, id: str, query: Mapping[str, str]) -> dict[str, Any]:
+    def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A part of the items that a response was made from.
 
         Args:
@@ -441,7 +446,7 @@ class Store:
         ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}
         return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
 
-    def delete(self, owner: str | None, id: str) -> dict[str, Any]:
+    def delete(self, owner: str, id: str) -> dict[str, Any]:
         """Forget a response, also one in progress, which then goes on but is not kept.
 
         Raises:
@@ -451,7 +456,7 @@ class Store:
         self._drop((owner, id))
         return {"id": id, "object": "response", "deleted": True}
 
-    def _find(self, owner: str | None, id: str) -> tuple[bytes, bytes]:
+    def _find(self, owner: str, id: str) -> tuple[bytes, bytes]:
         if self.closed:
             raise ApiError(400, self.closed)
         if (owner, id) not in self.entries:
@@ -459,8 +464,28 @@ class Store:
         self.entries.move_to_end((owner, id))
         return self.entries[owner, id]
 
-    def _drop(self, key: tuple[str | None, str]) -> None:
-        self.size -= sum(map(len, self.entries.pop(key, ())))
+    @property
+    def size(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(size for _, size in self.held.values())
+
+    def _make_room(self, newest: str) -> None:
+        """Drop what is too much, now that an owner has got another response."""
+        for measure, most in enumerate((self.most, self.most_bytes)):
+            limit = most // self.shares if self.shares else most
+            while True:
+                held = {newest: self.held[newest]} if self.shares else self.held
+                several = [owner for owner, (count, _) in held.items() if count > 1 or owner != newest]
+                if not several or sum(each[measure] for each in held.values()) <= limit:
+                    break
+                largest = max(several, key=lambda owner: (self.held[owner][measure], owner == newest))
+                self._drop(next(key for key in self.entries if key[0] == largest))
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        if entry := self.entries.pop(key, None):
+            count, size = self.held.pop(key[0])
+            if count > 1:
+                self.held[key[0]] = count - 1, size - sum(map(len, entry))
 
 
 def refuse_query(query: Mapping[str, str], *known: str) -> None:

@@ -97,6 +97,7 @@ class KVSanitizer:
         self.shadow = Shadow(len(pool), block_size, device)
         self.host_shadow = Shadow(num_host_blocks, block_size, device)
         self.generations = np.zeros(len(pool) + 1, dtype=np.int64)
+        self.step = -1  # of the latest plan
         self.freed_in = np.full(len(pool) + 1, -1)  # the step whose plan freed the block
         self.names = np.full(slots, "", dtype=object)
         self.computed = np.zeros(slots, dtype=np.int64)
@@ -116,6 +117,9 @@ class KVSanitizer:
 
     def follow(self, plan: StepPlan) -> None:
         """Apply a plan's differences, after the worker has moved its blocks, and poison what the plan has freed."""
+        if plan.step > self.step + 1:  # steps that never began would have told who left; now all sequences enter anew
+            self.tables[:] = self.tags[:] = -1
+        self.step = plan.step
         freed = [block for block, _ in plan.freed]
         self.generations[freed] += 1
         self.freed_in[freed] = plan.step

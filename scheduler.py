@@ -80,9 +80,9 @@ class Scheduler:
         states: StateRoom | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        if not (config.enable_chunked_prefill or config.pools) and config.max_num_batched_tokens < max_model_len:
+        if not (config.enable_chunked_prefill or config.pools) and config.token_budget < max_model_len:
             raise ValueError(
-                f"max_num_batched_tokens is {config.max_num_batched_tokens}; without chunked prefill it must be at "
+                f"max_num_batched_tokens is {config.token_budget}; without chunked prefill it must be at "
                 f"least max_model_len, {max_model_len}"
             )
         self.config, self.max_model_len, self.vocab_size = config, max_model_len, vocab_size
@@ -228,7 +228,7 @@ class Scheduler:
             self.admission.drop_swapped(now)
             self.admission.start_turn()
         lane, most = self.lanes.take_turn(len(self.waiting) + len(self.swapped))
-        budget = SchedulingBudget(self.config.max_num_batched_tokens, most)
+        budget = SchedulingBudget(self.config.token_budget, most)
         flight = Flight(plan, lane, budget, now)
         if self.admission.trial.settled:
             reason = "trial"
@@ -247,7 +247,7 @@ class Scheduler:
         if self.admission.aside:
             reason = "trial"
         self.waits.advance(now, reason if self.waiting or self.swapped or self.admission.aside else "step")
-        computed = self.config.max_num_batched_tokens - budget.tokens
+        computed = self.config.token_budget - budget.tokens
         self.counters["num_computed_tokens_total"] += computed
         if self.admission.fair is not None:
             self.admission.fair.advance(computed + (OUTPUT_WEIGHT - 1) * len(flight.decodes.seqs))
@@ -441,7 +441,7 @@ class Scheduler:
         flight = self.in_flight.popleft()
         flight.lane.flying -= 1
         assert flight.plan is plan and plan.step == result.step and len(result.token_ids) == len(plan.rows)
-        self.stats.landed(self.config.max_num_batched_tokens - flight.budget.tokens, flight.decodes, self.clock())
+        self.stats.landed(self.config.token_budget - flight.budget.tokens, flight.decodes, self.clock())
         if flight.is_prefill:
             self.admission.prefill_seconds = self.clock() - flight.planned_at
         num_decodes, stopped = len(flight.decodes.seqs), frozenset(result.stopped)
@@ -567,21 +567,18 @@ class Scheduler:
         return []
 
     def _answers(self, group: SequenceGroup) -> list[EngineOutput]:
-        """The answers of a search that is over, the best first."""
+        """The answers of a search that is over, the best first; or the error that there are too few."""
         request, outputs = group.request, []
         assert group.beams is not None
+        if error := group.beams.shortage(request.params.n):
+            self._finish(group, "error")
+            return [EngineOutput(request.request_id, [], "error", error=error, finished=True)]
         for index, answer in enumerate(group.beams.answers[: request.params.n]):
-            outputs.append(
-                EngineOutput(
-                    request.request_id,
-                    answer.tokens,
-                    finish_reason="stop" if answer.stopped else "length",
-                    stop_reason=answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None,
-                    num_cached_tokens=request.num_cached,
-                    index=index,
-                    cumulative_logprob=answer.score,
-                )
-            )
+            output = EngineOutput(request.request_id, answer.tokens, "stop" if answer.stopped else "length")
+            output.stop_reason = answer.tokens[-1] if answer.tokens[-1] in request.params.stop_token_ids else None
+            output.num_cached_tokens, output.index = request.num_cached, index
+            output.cumulative_logprob = answer.score
+            outputs.append(output)
         self.counters["generation_tokens_total"] += sum(len(output.token_ids) for output in outputs)
         self.admission.learn(group)
         self._finish(group, outputs[0].finish_reason or "")

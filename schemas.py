@@ -24,6 +24,9 @@ DATA = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 # Keywords that hold schemas by name.
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 TYPES = ("null", "boolean", "number", "string", "array", "object")
+# Keywords that hold neither patterns nor numbers to count to: no schema of them and of SMALL characters takes long.
+SMALL, SMALL_DEPTH = 2048, 16
+HARMLESS = ("type", "properties", "required", "items", "additionalProperties", "enum", "const", "title", "description")
 NOTES = ("title", "description", "default", "examples", "$comment", "deprecated")  # keywords that allow all
 # The bound that holds where another one does not.
 OPPOSITES = {
@@ -35,6 +38,21 @@ OPPOSITES = {
 def grammar_text(wanted: StructuredOutputsParams) -> str:
     """The grammar for llguidance of what is asked for.
 
+    Where only one text can follow, llguidance would allow that text's usual tokens alone. To find them it reads the
+    whole text before each token: 0.2 s, if there are 250,000 characters of it. So it is told not to, and any tokens
+    that spell the text are allowed.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    first, *others = grammars_of(wanted)
+    top = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: @asked'}
+    return json.dumps({"grammars": [top, first | {"name": "asked"}, *others]})
+
+
+def grammars_of(wanted: StructuredOutputsParams) -> list[dict[str, Any]]:
+    """What is asked for, as the list of grammars that llguidance takes; the first is where it begins.
+
     Raises:
         ValueError: it is malformed.
     """
@@ -42,18 +60,50 @@ def grammar_text(wanted: StructuredOutputsParams) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return grammars_in(LLMatcher.grammar_from_regex(wanted.regex))
     if wanted.choice is not None:
-        return LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice)))
+        return grammars_in(LLMatcher.grammar_from_regex("|".join(map(re.escape, wanted.choice))))
     if wanted.grammar is not None:
-        return LLMatcher.grammar_from_lark(any_to_lark(wanted.grammar))
+        return [{"lark_grammar": any_to_lark(wanted.grammar)}]
     if wanted.structural_tag is not None:
         tags, triggers = read_tags(wanted.structural_tag)
-        made = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
-                for begin, schema, end in tags]  # fmt: skip
-        return StructTag.to_grammar(made, assume_special=False)
+        parts = [StructTag(trigger=trigger_of(begin, triggers), begin=begin, grammar=plain(schema), end=end)
+                 for begin, schema, end in tags]  # fmt: skip
+        return [{"lark_grammar": StructTag.to_grammar(parts, assume_special=False)}]
     schema, form = json_parts(wanted)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form)
+    return grammars_in(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=form))
+
+
+def grammars_in(text: str) -> list[dict[str, Any]]:
+    """The list of grammars in a text that llguidance has written."""
+    grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
+    return grammars
+
+
+def is_small(wanted: StructuredOutputsParams) -> bool:
+    """Whether what is asked for certainly compiles in milliseconds: short texts, or a short and plain schema."""
+    if wanted.size > SMALL or wanted.whitespace_pattern is not None:
+        return False
+    if wanted.json is None:
+        return wanted.choice is not None or wanted.json_object is not None
+    try:
+        return harmless(read_json(wanted.json))
+    except ValueError:
+        return False
+
+
+def harmless(schema: Any, depth: int = 0) -> bool:
+    """Whether a schema has keywords of HARMLESS alone, and parts that do not lie too deep in each other."""
+    if not isinstance(schema, dict):
+        return isinstance(schema, bool)
+    if depth == SMALL_DEPTH or not schema.keys() <= {*HARMLESS}:
+        return False
+    properties, values = schema.get("properties", {}), schema.get("enum", [])
+    if not isinstance(properties, dict) or not isinstance(values, list):
+        return False
+    parts = [*properties.values(), schema.get("items", True), schema.get("additionalProperties", True)]
+    data = [*values, schema.get("const")]
+    return all(harmless(part, depth + 1) for part in parts) and not any(isinstance(v, dict | list) for v in data)
 
 
 def json_parts(wanted: StructuredOutputsParams) -> tuple[Any, Any]:

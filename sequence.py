@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import Any
 
 from beam import BeamSearch
@@ -44,6 +44,19 @@ class Status(enum.Enum):
     SWAPPED = enum.auto()
     ASIDE = enum.auto()  # it would wait, but suspects run alone; see `Trial`
     FINISHED = enum.auto()
+
+
+def chain(hashes: list[bytes], tokens: Ints[int], size: int, salt: str = "") -> None:
+    """Extend `hashes`, one 128-bit hash a full block of `size` tokens; each covers everything before it too."""
+    for start in range(len(hashes) * size, len(tokens) - size + 1, size):
+        parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
+        data = array("q", tokens[start : start + size]).tobytes()
+        hashes.append(hashlib.blake2b(parent + data, digest_size=16).digest())
+
+
+def by_column(tables: Ints[Ints[int]]) -> list[int]:
+    """The blocks of one sequence's tables in order of their tokens; -1 where a table has none."""
+    return [block for column in zip_longest(*tables, fillvalue=-1) for block in column]
 
 
 class Sequence:

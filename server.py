@@ -16,36 +16,41 @@ import argparse
 import contextlib
 import dataclasses
 import errno
+import functools
 import hmac
+import ipaddress
 import logging
 import os
 import re
+import resource
 import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 if sys.platform == "win32":  # gunicorn could not even be imported
     sys.stderr.write(f"{os.path.basename(sys.argv[0])}: error: Windows has no fork; use WSL, or LLM of engine.py\n")
     sys.exit(2)
 
 import gevent
+import gevent.lock
 import msgspec
 from flask import Flask, Response, g, request, send_file
+from gevent.server import StreamServer
 from gunicorn import util
 from gunicorn.http import errors, wsgi
-from gunicorn.workers.ggevent import GeventWorker
+from gunicorn.workers import ggevent
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 import batch
 import terminal
 from bodies import parse_json
+from client import Suspects
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
 from control import Control
 from executor import name_process
@@ -53,21 +58,24 @@ from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
 from hub import find_model
-from logs import console, logger, set_up
+from logs import Repeated, console, set_up
 from model_config import ModelConfig
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
-from replies import ClientGone, Job, as_api_error, json_of, unquoted
+from replies import ClientGone, Peer, as_api_error, json_of, log_request
 from responses import message_error
 from serving import Api, Caller, Events
 from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 from torchrun import lead_or_follow
 
+SPARE = 16  # descriptors that connections leave for the rest of the process
+PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had
 BODY_PART = 2**14  # bytes of a body to read at a time
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,256}")
+HOST_PORT = re.compile(r":\d*\Z", re.ASCII)
 HEADER_NAMES = re.compile(r"[\w-]+(, *[\w-]+)*", re.ASCII)
 WEB = Path(__file__).parent / "web"
 PAGE = {  # the files of the page, and their content types
@@ -184,6 +192,32 @@ def allow_origin(response: Response, config: ServerConfig) -> Response:
     return response
 
 
+def is_loopback(name: str) -> bool:
+    """Whether a host's name or address is this machine's own, wherever it is asked for."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def check_host(allowed: Sequence[str]) -> None:
+    """Refuse a request that names a host which is neither loopback nor allowed.
+
+    A page of another site may let its own name stand for 127.0.0.1 (DNS rebinding). To the browser it then speaks to
+    its own server, so that CORS does not stop it. Browsers always send the name, so a request without one is let in.
+
+    Args:
+        allowed: names without ports, or *.
+
+    Raises:
+        ApiError: the host is another one.
+    """
+    given = request.headers.get("Host", "")
+    name = HOST_PORT.sub("", given.lower()).removeprefix("[").removesuffix("]").removesuffix(".")
+    if given and "*" not in allowed and name not in allowed and not is_loopback(name):
+        raise ApiError(403, f"the host is {given!r:.80}; without API keys it must be loopback or in allowed_hosts")
+
+
 def is_preflight() -> bool:
     """Whether this is a browser's question whether a page may send a request."""
     asks = "Origin" in request.headers and "Access-Control-Request-Method" in request.headers
@@ -212,49 +246,15 @@ class RootPath:
         return self.app(environ, start_response)
 
 
-def log_request(
-    name: str,
-    client: str,
-    place: tuple[str, str],
-    status: int,
-    begun: float,
-    job: Job | None = None,
-    error: str = "",
-    level: int = logging.INFO,
-) -> None:
-    """Say that a request has ended, and how, without its text.
+def with_response(app: Callable[..., Any]) -> Callable[..., Any]:
+    """The WSGI app, whose views find gunicorn's response in the environment, if it is gunicorn that calls."""
 
-    Args:
-        name: of the request, as X-Request-Id says it.
-        client: whose it is.
-        place: its method and path; empty where it is no HTTP.
-        status: of the reply.
-        begun: when it came, in seconds of `time.monotonic()`.
-        job: what the engine did for it.
-        error: what was wrong, if the reply says so.
-        level: of the record.
-    """
-    if not logger.isEnabledFor(level):
-        return
-    seconds, told = round(time.monotonic() - begun, 4), job.facts(begun) if job else {}
-    ended = unquoted(error)
-    if job and not error:
-        ended = job.error or ", ".join(job.endings)
-    method, path = place[0], quote(place[1])[:256]
-    facts = {"request_id": name, "client": client, "method": method, "path": path, "status": status, "ended": ended}
-    id = told.get("id", name)
-    id += "" if name in id else f" ({name})"  # the client's own, where it has sent one
-    line = f"{method} {path} {status} in {seconds:.3f} s, {id}".lstrip()
-    if ended:
-        line += f": {ended}"
-    if told:
-        prompt, cached, output = told["prompt_tokens"], told["cached_tokens"], told["output_tokens"]
-        line += f"; tokens: {prompt} prompt ({cached} cached), {output} output"
-        if told["queue_seconds"] is not None:
-            line += f", {told['queue_seconds']:.3f} s in the queue"
-        if told["first_token_seconds"] is not None:
-            line += f", {told['first_token_seconds']:.3f} s to the first token"
-    logger.log(level, line, extra={"facts": facts | told | {"seconds": seconds}})
+    def answer(environ: dict[str, Any], start_response: Any) -> Any:
+        response = getattr(start_response, "__self__", None)
+        environ["manta.response"] = response if isinstance(response, NamelessResponse) else None
+        return app(environ, start_response)
+
+    return answer
 
 
 def body_of(api: Api) -> dict[str, Any]:
@@ -269,7 +269,9 @@ def view_of(api: Api, route: str) -> Callable[[], Response]:
 
     def view() -> Response:
         body = body_of(api)
-        caller = g.caller = Caller(g.name, g.client, request.environ.get("gunicorn.socket"), g.body.close)
+        sock, reply_to = request.environ.get("gunicorn.socket"), request.environ.get("manta.response")
+        peer = Peer(sock, reply_to.probe if reply_to else None) if sock else None
+        caller = g.caller = Caller(g.name, g.client, peer, g.body.close)
         answer = api.answer(route, body, caller)
         return stream(answer, api.config) if isinstance(answer, Events) else reply(answer)
 
@@ -346,8 +348,8 @@ def add_control_routes(app: Flask, api: Api, control: Control) -> None:
         return answer
 
     def profile(name: str) -> Response:
-        path = control.profile(name)
-        return send_file(path, "application/octet-stream", as_attachment=True, download_name=name)
+        file = control.profile(name)
+        return send_file(file, "application/octet-stream", as_attachment=True, download_name=name)
 
     for method, name, known, view in (
         ("GET", "is_sleeping", "", control.is_sleeping),
@@ -362,8 +364,11 @@ def add_control_routes(app: Flask, api: Api, control: Control) -> None:
     app.add_url_rule("/profiles/<name>", "profile", profile, methods=["GET"])
 
 
-def create_app(api: Api, spans: Spans | None = None) -> Flask:
-    """The Flask app around the routes of `api`; `spans` tells of its requests."""
+def create_app(api: Api, spans: Spans | None = None, address: str | None = None) -> Flask:
+    """The Flask app around the routes of `api`; `spans` tells of its requests.
+
+    `address` is the one that the server listens on (default: `ServerConfig.host`).
+    """
     app, config, board = Flask("manta", static_folder=None), api.config, api.board
     app.config["MAX_CONTENT_LENGTH"] = config.max_body_bytes + 1  # a chunked body is cut there: one byte too many tells
     app.url_map.merge_slashes = False  # a redirect to the right spelling would be an HTML page
@@ -371,11 +376,15 @@ def create_app(api: Api, spans: Spans | None = None) -> Flask:
     add_routes(app, api)
     keys = [key.encode() for key in config.api_key]
     metrics_keys = [config.metrics_key.encode()] if config.metrics_key else keys
+    local = not keys and is_loopback(address or config.host)  # who reaches it needs no key, and so may read everything
+    hosts = (*config.allowed_hosts, config.host.lower())
 
     @app.before_request
     def allow_preflight() -> Response | None:
         g.name, g.begun = uuid.uuid4().hex, time.monotonic()
         g.client = board.tag("address", request.remote_addr or "")
+        if local:
+            check_host(hosts)
         return Response(status=204) if config.allowed_origins and is_preflight() else None
 
     @app.before_request
@@ -437,6 +446,7 @@ def create_app(api: Api, spans: Spans | None = None) -> Flask:
         return response
 
     app.extensions["spans"] = spans
+    app.wsgi_app = with_response(app.wsgi_app)  # type: ignore[method-assign]
     if config.root_path:
         app.wsgi_app = RootPath(app.wsgi_app, config.root_path)  # type: ignore[method-assign]
     return app
@@ -454,24 +464,101 @@ def http_message(error: HTTPException, config: ServerConfig) -> str:
 
 
 class NamelessResponse(wsgi.Response):
-    """Gunicorn's response, which does not say which server it is from."""
+    """Gunicorn's response, which does not say which server it is from, and can find out whether anybody reads it."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.lock = gevent.lock.RLock()  # a probe must not come in the midst of an event
+
+    def write(self, arg: bytes) -> None:
+        """Write a part of the body."""
+        with self.lock:
+            super().write(arg)
+
+    def probe(self) -> bool:
+        """Write what every client passes over: an interim reply, or a comment in a stream. False: HTTP/1.0 has neither.
+
+        Raises:
+            OSError: nobody reads any more.
+        """
+        if self.headers_sent:
+            self.write(b":\n\n")
+        elif self.req.version >= (1, 1):
+            self.sock.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return self.headers_sent or self.req.version >= (1, 1)
 
     def default_headers(self) -> list[str]:
         """The headers that every reply has."""
         return [line for line in super().default_headers() if not line.startswith("Server:")]
 
 
-class Worker(GeventWorker):
+class Listener(StreamServer):
+    """gevent's server, for a process whose connections may take all its descriptors (`ulimit -n`).
+
+    When they have, a new connection takes the place of the one that has waited for a request longest.
+
+    Args:
+        idle: the greenlets of connections that wait for a request; see `Worker.timeout_ctx`.
+    """
+
+    def __init__(self, idle: dict[gevent.Greenlet, None], *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.idle, self.crowded = idle, Repeated()
+
+    def do_read(self) -> tuple[socket.socket, Any] | None:
+        """The next connection and its address; None where there is none. This runs in gevent's hub."""
+        try:
+            accepted = super().do_read()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._make_room()
+            return None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # The system gives the lowest descriptor that is free, so a high one means that few are left.
+        if accepted and limit != resource.RLIM_INFINITY and accepted[0].fileno() >= limit - SPARE:
+            self._make_room()
+        return accepted
+
+    def _make_room(self) -> None:
+        if oldest := next(iter(self.idle), None):
+            del self.idle[oldest]
+            oldest.kill(block=False)
+        else:
+            self.stop_accepting()
+            gevent.spawn_later(PAUSE, self._go_on)
+        what = "connections take all descriptors (ulimit -n), and new ones the places of those that wait for a request"
+        gevent.spawn(self.crowded.warn, what)  # the hub itself must not wait
+
+    def _go_on(self) -> None:
+        if self.started:
+            self.start_accepting()
+
+
+class Worker(ggevent.GeventWorker):
     """Gunicorn's worker. What it refuses itself, because it is no HTTP, gets a reply like the app's, not a page."""
 
     def init_process(self) -> None:
         """What the process does first."""
         wsgi.Response = NamelessResponse
+        self.idle: dict[gevent.Greenlet, None] = {}  # who waits for a request, in the order in which they began to
+        ggevent.StreamServer = functools.partial(Listener, self.idle)
         super().init_process()
+
+    @contextlib.contextmanager
+    def timeout_ctx(self) -> Iterator[None]:
+        """Gunicorn waits for a request inside the `with` block, which leaves it when that takes too long."""
+        me = gevent.getcurrent()
+        self.idle[me] = None
+        try:
+            with super().timeout_ctx():
+                yield
+        finally:
+            self.idle.pop(me, None)
 
     def handle_error(self, req: Any, client: socket.socket, addr: Any, exc: BaseException) -> None:
         """Answer what no request could be made of, or what the app did not catch, and hang up."""
-        if not isinstance(exc, Exception):  # the process ends
+        if not isinstance(exc, Exception):  # the process ends, or another connection needs the descriptor
             return
         begun, name, config = time.monotonic(), uuid.uuid4().hex, self.app.config
         answer = api_error(exc)
@@ -535,6 +622,7 @@ def serve(argv: list[str]) -> None:
             return follow_server(engine_config, secret)
         tokenizer = Tokenizer(engine_config.folder, config.max_template_chars)
         listener = listen(config.host, config.port)
+        address = listener.getsockname()[0]
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:  # models take a while to download
@@ -550,8 +638,8 @@ def serve(argv: list[str]) -> None:
         def make_app() -> Flask:
             endpoint = config.otlp_traces_endpoint
             spans = Spans(endpoint) if endpoint else None  # here, because gevent must have patched the sockets before
-            client = fleet.new_client(config.api_server_count)
-            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans)
+            client = fleet.new_client(config.api_server_count, Suspects())
+            return create_app(Api(client, tokenizer, fleet.facts, config, names, board), spans, address)
 
         Gunicorn(make_app, Worker, listener, children, board, config).run()
     except KeyboardInterrupt:

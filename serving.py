@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import itertools
 import reprlib
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from protocol import (
     without_folders,
 )
 from reading import Parsers, Reading
-from replies import Client, Job, Run, classes, ranks, run_requests, scores, vectors
+from replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores, vectors
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from structure import structure_of
@@ -65,14 +64,14 @@ class Caller:
     Attributes:
         name: of the request, unique, which is a part of the reply's id.
         client: whose request it is, as far as fairness, cached prefixes and `explain` are concerned.
-        sock: the connection; None where there is none to look at.
+        peer: the other end of the connection; None where there is none to look at.
         release: is called when nothing refers to the request's body any more.
         job: what the engine does for it, once it has been sent there.
     """
 
     name: str
     client: str
-    sock: socket.socket | None = None
+    peer: Peer | None = None
     release: Callable[[], None] = lambda: None
     job: Job | None = None
 
@@ -146,7 +145,7 @@ class Api:
             fields["store"] = not self.store.closed
         elif fields["store"] and self.store.closed:
             raise ApiError(400, f"store is true; {self.store.closed}", "store")
-        owner, previous, items = self._owner(caller.client), fields["previous_response_id"], fields.pop("input")
+        owner, previous, items = caller.client, fields["previous_response_id"], fields.pop("input")
         for i, item in enumerate(items):
             item["id"] = item["id"] or f"msg_{caller.name}_{i}"
         if previous is not None:
@@ -293,7 +292,7 @@ class Api:
         with self._admitted(len(vectors), caller):
             caller.job = Job(name, fields, vectors)
             config = self.config
-            for _ in run_requests(vectors, fields, caller.client, self.client, caller.sock, config.request_timeout):
+            for _ in run_requests(vectors, fields, caller.client, self.client, caller.peer, config.request_timeout):
                 pass
         return [vector.pooled for vector in vectors]
 
@@ -333,30 +332,30 @@ class Api:
     def response(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A stored response of this client's; an `ApiError` if there is none."""
         refuse_query(query)
-        return self.store.response(self._owner(client), id)
+        return self.store.response(client, id)
 
     def input_items(self, id: str, client: str, query: Mapping[str, str]) -> dict[str, Any]:
         """A page of the items that such a response was made from."""
-        return self.store.page(self._owner(client), id, query)
+        return self.store.page(client, id, query)
 
     def delete_response(self, id: str, client: str) -> dict[str, Any]:
         """Forget such a response."""
-        return self.store.delete(self._owner(client), id)
+        return self.store.delete(client, id)
 
     def cancel_response(self, id: str, client: str) -> dict[str, Any]:
         """Refuses, as no response is made in the background, and only such can be cancelled."""
-        status = self.store.response(self._owner(client), id)["status"]
+        status = self.store.response(client, id)["status"]
         message = f"the response is {status}, but not in the background; to cancel it, close the connection"
         raise ApiError(400, message, "response_id")
 
     def live(self, client: str) -> Events:
         """What the engines do, as it happens; see `viewers.py`."""
-        viewer = self.viewers.enter(self._owner(client))
+        viewer = self.viewers.enter(client)
         return Events(self.viewers.events(viewer), functools.partial(self.viewers.leave, viewer))
 
     def explain(self, id: str, client: str) -> dict[str, Any]:
         """Where the time of a request went, prompt by prompt."""
-        found = self.client.utility("explain_prompts", id, self.config.max_prompts, self._owner(client))
+        found = self.client.utility("explain_prompts", id, self.config.max_prompts, client)
         prompts = sorted(
             itertools.chain(*found.values()), key=lambda story: int(story["request_id"].rpartition("-")[2])
         )
@@ -370,10 +369,6 @@ class Api:
             message = f"there is no model {reprlib.repr(name)} here; there is {', '.join(self.names)}"
             raise ApiError(404, message, "model", "model_not_found")
         return name or self.names[0]
-
-    def _owner(self, client: str) -> str | None:
-        """Whose requests and responses a client may see. Without API keys that is None, and all clients are one."""
-        return client if self.config.api_key else None
 
     def _turns(self, fields: dict[str, Any]) -> dict[str, Any]:
         """A request for Anthropic's Messages API as one for chat completions."""
@@ -519,7 +514,7 @@ class Api:
         if self.config.api_key and not self.config.share_prefix_cache:
             fields["cache_salt"] = self.board.tag("salt", caller.client, fields["cache_salt"])
         run = caller.job = shape(caller.name, caller.client, route, fields, prompts, params, self.tokenizer, reading)
-        news = run.news(self.client, caller.sock, self.config.request_timeout)
+        news = run.news(self.client, caller.peer, self.config.request_timeout)
         with contextlib.ExitStack() as stack:
             stack.enter_context(admitted)
             stack.callback(news.close)

@@ -36,13 +36,15 @@ from memory import (
     fit_pool,
     gpu_bytes,
     largest_step,
+    piece_sizes,
     plan_memory,
     plan_stage,
     report,
+    settle_tokens,
     stage_layers,
     table_columns,
 )
-from model import Transformer
+from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
@@ -94,6 +96,8 @@ class Startup:
         stages = config.pipeline_parallel_size
         self.group = Group.connect(rank, config.tensor_parallel_size, rendezvous, self.device, stages)
         self.group.experts, pipeline = ExpertGroup.of(config, rank), self.group.pipeline
+        if self.device == "cuda":
+            self.config = config = settle_tokens(config, self.group.min(torch.cuda.mem_get_info()[1]))
         if stages > 1 or config.pipeline_layer_partition:
             pipeline.layers = stage_layers(config, model_config, self.ops, dtype)[pipeline.stage]
         check_room(config, model_config, dtype, self.max_model_len, self.device)
@@ -149,6 +153,7 @@ class Startup:
             states = {"snapshots": self.num_snapshots, "host": len(worker.host_states), "blocks": size}
         return {
             "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.config.token_budget,
             "vocab_size": self.model_config.vocab_size,
             "num_blocks": self.num_blocks,
             "num_host_blocks": len(worker.host_pool),
@@ -165,7 +170,7 @@ class Startup:
             "swap_cost": float(f"{swap_seconds / token_seconds:.4g}") if auto else 0.0,
             "compile_seconds": compile_seconds,
             "step_seconds": token_seconds
-            * max(self.config.max_num_batched_tokens, largest_step(self.config, self.max_model_len)),
+            * max(self.config.token_budget, largest_step(self.config, self.max_model_len)),
         }
 
     # --- weights and kernels ------------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ class Startup:
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
             twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
-            with self.guard.rehearse():
+            with self.guard.rehearse(threads=max(1, cpu.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):
@@ -381,34 +386,36 @@ class Startup:
         """Bytes that are free for the KV pool."""
         if self.device == "cpu":
             return self.cpu_room
-        before = torch.cuda.memory_allocated()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
         peak = self.profile()
         torch.cuda.empty_cache()
-        self.measured = peak - (torch.cuda.memory_allocated() - before)  # cuBLAS's workspace stays and is not counted
+        self.measured = peak - (torch.cuda.memory_reserved() - before)  # cuBLAS's workspace stays and is not counted
         free, total = torch.cuda.mem_get_info()
         return self.memory.room(int(total * self.config.gpu_memory_utilization), total - free, self.measured)
 
     @torch.inference_mode()
     def profile(self) -> int:
-        """Run the largest step once, over a pool of one block; returns the most bytes that it allocated."""
+        """Run the largest step once, over a pool of one block; returns the most bytes that torch's allocator reserved
+        for it. Those are more than its tensors have, because pieces between them stay free."""
         config, model = self.config, self.model
-        tokens = largest_step(config, self.max_model_len) if config.pools else config.max_num_batched_tokens
+        tokens = largest_step(config, self.max_model_len) if config.pools else config.token_budget
         length = min(tokens, self.max_model_len)
         count = min(tokens // length, config.max_num_seqs)
         pool = self.new_pool(1)
         states = self.new_states(count)
         worker = self.new_worker(pool, pool[:0], states, states[:0], self.new_state(count))
         blocks = [[0] * -(-length // config.block_size)] * len(model.layout.windows)
-        held = torch.cuda.memory_allocated()
+        held = torch.cuda.memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         worker.execute(StepPlan(0, rows=[(slot, length) for slot in range(count)], new=prompts(count, length, blocks)))
         if config.pools or not self.group.pipeline.last:
-            return torch.cuda.max_memory_allocated() - held
+            return torch.cuda.max_memory_reserved() - held
         logits = self.some_logits()
         slots = torch.zeros(config.max_num_seqs, dtype=torch.int32, device=self.device)
         sampled = worker.state.sample(self.ops, logits, slots, None)
         self.ops.logprobs(logits.clone(), sampled, 1)  # on a copy, as in a step where not every row asks
-        return torch.cuda.max_memory_allocated() - held
+        return torch.cuda.max_memory_reserved() - held
 
     # --- warm-up ------------------------------------------------------------------------------------------------------
 
@@ -484,7 +491,7 @@ class Startup:
 
     def warm_up_prompts(self) -> tuple[int, int]:
         """How many prompts warm-up runs, and how many tokens each of them has."""
-        tokens = self.config.max_num_batched_tokens
+        tokens = self.config.token_budget
         length = min(self.max_model_len - 1, tokens)
         if self.device == "cpu":  # here two blocks tell as much about speed as a long prompt, and sooner
             length = min(length, 2 * self.config.block_size)
@@ -522,6 +529,8 @@ class Startup:
                 if not pipeline.last:
                     result = outgoing[: shape.tokens].copy_(result)
             worker.graphs[shape] = graph, result
+        if sizes := piece_sizes(self.config, self.model):
+            worker.pieces = PiecewiseGraphs(self.model, worker.pool, sizes, pool)
         worker.rows = None  # the batch state holds the rows of the last graph
         worker.exchange(None)
 
@@ -670,7 +679,7 @@ def print_plan(config: EngineConfig, model_config: ModelConfig, gib: float | Non
     if config.device == "cuda" and not total:
         raise ValueError("device is 'cuda'; this machine has none: tell how many GiB it should have, as in --plan 80")
     device = "cuda" if total else "cpu"
-    config, model_config = settle(config, model_config)
+    config, model_config = settle(settle_tokens(config, total), model_config)
     max_model_len = check_sizes(config, model_config, device)
     dtype = pick_dtype(config.dtype, model_config.dtype, device)
     import reference  # its shapes are every backend's

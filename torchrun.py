@@ -99,8 +99,8 @@ class ExternalExecutor(UniExecutor):
             self.channel.broadcast(self.codec.encode(call))
             replies = self.channel.all_gather(answer(self.worker, call, self.codec))
         decoded = [self.codec.decode(reply) for reply in replies]
-        if errors := [reply.error for reply in decoded if reply.error]:
-            raise ValueError(errors[0])
+        if errors := [reply.refusal() for reply in decoded if reply.error]:
+            raise errors[0]
         return [reply.value for reply in decoded]
 
     def check(self) -> None:

@@ -60,6 +60,7 @@ class KeptWorker(Worker):
     def sleep(self, level: int) -> None:
         """Give memory back: that of the KV cache, and at level 2 that of the weights; on a GPU at level 1, too."""
         self.graphs.clear()
+        self.pieces = None
         if KV_CACHE not in self.asleep:
             self.catch_up()  # what the last stage has sampled is on its way
             self.rows = self.sanitizer = None

@@ -40,10 +40,10 @@ class Viewer:
     """Somebody who watches.
 
     Args:
-        client: whose requests it may name; None: all.
+        client: whose requests it may name.
     """
 
-    def __init__(self, client: str | None):
+    def __init__(self, client: str):
         self.client = client
         self.unread: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None ends it
 
@@ -69,7 +69,7 @@ class Viewers:
         self.asking = False  # whether the thread runs
         self.totals: dict[int, dict[str, int]] = {}  # of each engine's latest answer; see `Recorder.look`
 
-    def enter(self, client: str | None) -> Viewer:
+    def enter(self, client: str) -> Viewer:
         """Let somebody watch, until `leave`; see `Viewer`.
 
         Raises:
@@ -153,12 +153,12 @@ def holdings(blocks: bytes, counts: list[tuple[int, int]]) -> Iterator[tuple[int
     return ((key, block) for key, block in zip(keys, array("i", blocks), strict=True) if block >= 0)
 
 
-def named(engine: dict[str, Any], client: str | None) -> dict[str, Any]:
-    """What a viewer is told of an engine: the ids of replies, of this client's requests only unless that is None."""
+def named(engine: dict[str, Any], client: str) -> dict[str, Any]:
+    """What a viewer is told of an engine: the ids of replies, of this client's requests only."""
 
     def name(row: dict[str, Any]) -> dict[str, Any]:
         whose, told = row["client"], {field: value for field, value in row.items() if field != "client"}
-        return told | {"id": row["id"].rpartition("-")[0] if client in (None, whose) else None}
+        return told | {"id": row["id"].rpartition("-")[0] if client == whose else None}
 
     return engine | {part: [name(row) for row in engine[part]] for part in ("requests", "finished")}
 

@@ -27,7 +27,7 @@ from compile_guard import LateCompile
 from config import EngineConfig
 from cpu import GreedyHead
 from memory import logprob_rows
-from model import Batch, Transformer
+from model import Batch, PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup
 from plan import Logprobs, StepPlan, StepResult
@@ -73,14 +73,20 @@ class Worker:
         self.greedy_head, self.watch = greedy_head, watch
         self.info: dict[str, Any] = {}  # see `facts`
         self.rows: Rows | None = None  # the rows that the batch state holds
+        self.running: Rows | None = None  # those of this step once its `forward` has begun
         self.marks: list[Mark] | None = None  # of the step that is being launched; None without a trace
         self.traces = bool(config.trace)  # whether steps tell when their phases began
         self.clock = DeviceClock() if self.traces and self.device == "cuda" else None
         self.graph_sizes: list[int] = []  # numbers of rows that decode steps are padded to; empty: they are not padded
         # With each graph what its step passes on: the news, or before the last stage the hidden states.
         self.graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.pieces: PiecewiseGraphs | None = None  # for small steps that no graph is for
         self.incoming = torch.empty(0)  # where graphs read what comes from the stage before
+        self.copying: torch.cuda.Stream | None = None  # for copies beside a step
+        self.copied: torch.Tensor | None = None  # what these copies read, until the next step has waited for them
         self.sanitizer: KVSanitizer | None = None  # set after warm-up
+        self.one_by_one = config.batch_invariant and self.ops.BACKEND != "triton"  # whether rows run alone
+        self.exchanges: list[tuple[torch.Size, torch.dtype]] = []  # what the ranks add up in each `Transformer.forward`
 
     def facts(self) -> dict[str, Any]:
         """What the engine and the start log want to know; see `Startup.facts`."""
@@ -98,15 +104,20 @@ class Worker:
         """Do the host's part of `step`. The device may still be running it afterwards."""
         self.marks = [] if self.traces else None
         self.mark("apply")
+        self.running, error = None, ""
         try:
             with torch.inference_mode(), self.watch():
                 launched = self.execute(plan)
-        except (torch.OutOfMemoryError, LateCompile) as error:
-            peers = self.group.experts  # who shares the experts, and other stages, wait for this step's messages
-            if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+        except (torch.OutOfMemoryError, LateCompile) as failure:
+            if not self.may_refuse():
                 raise
-            self.state.forget()
-            return Launched(StepResult(plan.step, [], error=str(error).partition("\n")[0]))
+            error = str(failure).partition("\n")[0] or type(failure).__name__
+        if error:  # by now the step's tensors are gone
+            if self.running and self.group.size > 1:
+                self.make_up(self.running)
+            else:
+                self.state.forget()
+            return Launched(StepResult(plan.step, [], error=error))
         if self.marks:
             launched.marks, launched.clock = self.marks, self.clock
         return launched
@@ -122,6 +133,9 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> Launched:
         """Apply the plan's differences, move its blocks and run its rows, in the caller's inference mode."""
+        if self.copying and self.copied is not None:
+            torch.cuda.current_stream().wait_stream(self.copying)
+            self.copied = None
         self.state.enter(plan)
         if plan.new:  # a slot may belong to another sequence now
             self.rows = None
@@ -140,10 +154,9 @@ class Worker:
             if self.exchanged:
                 self.model.serve()
             return Launched(StepResult(plan.step, []))
-        one_by_one = self.config.batch_invariant and self.ops.BACKEND != "triton"
-        if one_by_one and self.config.pools:
+        if self.one_by_one and self.config.pools:
             return self.run_prompts_one_by_one(plan)
-        return self.run_tokens_one_by_one(plan) if one_by_one else self.run_rows(plan)
+        return self.run_tokens_one_by_one(plan) if self.one_by_one else self.run_rows(plan)
 
     @property
     def exchanged(self) -> int | None:
@@ -211,6 +224,7 @@ class Worker:
             graph, result = self.graphs[shape]
             graph.replay()
         else:
+            self.running = rows
             logits, news = self.forward(shape, plan, rows.scoring, incoming)
             result = news if self.pipeline.last else logits
         self.mark("results")
@@ -227,6 +241,34 @@ class Worker:
             self.state.bar(logits, asked, np.array([plan.rows[row][0] for row in rows.asked], dtype=np.int64))
             launched.columns = self.logprobs(logits, result[0], asked, min(max(rows.counts), logits.shape[1]))
         return self.done(launched)
+
+    def may_refuse(self) -> bool:
+        """Whether a step that has failed on this rank may be refused, and the worker goes on.
+
+        Engines that share the experts, and other stages, wait for the step's messages. Ranks of the same stage do, too,
+        but this one can make up for them, if `forward` has begun. The engine must hear of it, and of the ranks of an
+        external launcher it asks the first alone.
+        """
+        group, peers = self.group, self.group.experts
+        if (peers and peers.engines > 1) or self.pipeline.stages > 1:
+            return False
+        heard = group.rank == 0 or self.config.distributed_executor_backend != "external_launcher"
+        return group.size == 1 or (self.running is not None and heard and not self.one_by_one)
+
+    def make_up(self, rows: Rows) -> None:
+        """Exchange zeros in what is left of a step that has failed on this rank, because the other ranks wait for it.
+
+        What they compute, and what this rank does not, is dropped: all sequences enter anew.
+        """
+        group, shape, vocab = self.group, rows.shape, self.model.config.vocab_size
+        done, width = len(group.exchanged), -(-vocab // group.size)
+        tokens = self.pieces.padded(shape.tokens) if self.pieces else shape.tokens  # as the other ranks pad them
+        for size, dtype in self.exchanges[done:]:
+            group.all_reduce(torch.zeros(tokens, *size, dtype=dtype, device=self.device))
+        logits = [part.shape[1] for part in self.parts(rows.scoring)[1]] if rows.scoring else []
+        logits += [shape.samples] if shape.samples else []
+        for count in logits[max(0, done - len(self.exchanges)) :]:
+            group.all_gather(torch.zeros(count, width, dtype=self.model.dtype, device=self.device), vocab)
 
     def done(self, launched: Launched) -> Launched:
         """Mark the end of a step whose last work has been launched."""
@@ -296,14 +338,19 @@ class Worker:
 
         They are made in parts of as many rows as the memory plan has logits for, and leave the device at once.
         """
-        vocab, index = self.model.config.vocab_size, np.concatenate(scoring.index, axis=1)
-        k = min(max(k for _, _, k in scoring.rows), vocab)
-        size = min(self.config.max_num_seqs, logprob_rows(k, vocab))
-        for begin in range(0, index.shape[1], size):
-            at, slots, places = self.to_device(index[:, begin : begin + size])
+        k, parts = self.parts(scoring)
+        for part in parts:
+            at, slots, places = self.to_device(part)
             ids = self.state.token_ids[slots, places].long()
             found = map(self.to_host, self.ops.logprobs(self.model.logits(hidden[at]), ids, k))
             scoring.columns.append(tuple(found))
+
+    def parts(self, scoring: Scoring) -> tuple[int, list[np.ndarray]]:
+        """How many of the likeliest ids are found for each scored token, and the parts [3, N] of `Scoring.index`."""
+        vocab, index = self.model.config.vocab_size, np.concatenate(scoring.index, axis=1)
+        k = min(max(k for _, _, k in scoring.rows), vocab)
+        size = min(self.config.max_num_seqs, logprob_rows(k, vocab))
+        return k, [index[:, begin : begin + size] for begin in range(0, index.shape[1], size)]
 
     def logprobs(
         self, logits: torch.Tensor, ids: torch.Tensor, asked: torch.Tensor, k: int
@@ -353,6 +400,7 @@ class Worker:
             On a stage before the last: hidden states in place of logits, and news that say nothing.
         """
         self.mark("prepare_inputs")
+        self.group.exchanged.clear()
         state, ops, n = self.state, self.ops, shape.num_decodes
         slots, starts = state.slots[: shape.rows], state.query_starts[: shape.rows + 1]
         input_ids, positions, slot_mapping, seq_lens = ops.prepare_inputs(
@@ -369,7 +417,11 @@ class Worker:
             shape.max_query_len, held,
         )  # fmt: skip
         self.mark("model")
-        hidden = self.model.forward(batch, self.pool, self.states, incoming)
+        if self.pieces and shape.tokens <= self.pieces.sizes[-1]:
+            hidden = self.pieces.run(batch)
+        else:
+            hidden = self.model.forward(batch, self.pool, self.states, incoming)
+        self.exchanges = self.exchanges or [*self.group.exchanged]
         if self.sanitizer and plan:
             self.sanitizer.check_hidden(plan, hidden)
         if not self.pipeline.last:  # the tokens that will be sampled count from now on
@@ -419,8 +471,9 @@ class Worker:
 
     def move_blocks(self, plan: StepPlan) -> None:
         """Swap and copy blocks in the plan's order: out, in, copies; and then recurrent states in the same way."""
+        begin = len(plan.swap_out) - plan.ahead
         for device, host, out, back, copies in (
-            (self.pool, self.host_pool, plan.swap_out, plan.swap_in, plan.copies),
+            (self.pool, self.host_pool, plan.swap_out[:begin], plan.swap_in, plan.copies),
             (self.states, self.host_states, plan.state_out, plan.state_in, plan.state_copies),
         ):
             if out:
@@ -429,6 +482,22 @@ class Worker:
                 self.ops.swap_blocks(host, device, self.to_device(np.array(back, dtype=np.int64)))
             if copies:
                 self.ops.copy_blocks(device, self.to_device(np.array(copies, dtype=np.int64)))
+        if plan.ahead:
+            pairs = self.to_device(np.array(plan.swap_out[begin:], dtype=np.int64))
+            with self.beside(pairs):
+                self.ops.swap_blocks(self.pool, self.host_pool, pairs)
+
+    @contextlib.contextmanager
+    def beside(self, pairs: torch.Tensor) -> Iterator[None]:
+        """Launch copies of `pairs` of blocks beside the step: after all steps before it, and ahead of all after it."""
+        if self.device == "cpu":
+            yield
+            return
+        self.copying = self.copying or torch.cuda.Stream()
+        self.copying.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.copying):
+            yield
+        self.copied = pairs
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """A copy of a host array on this worker's device; see `batch_state.to_device`."""

@@ -92,7 +92,7 @@ def scheduler_figures(repeats: int = 300) -> Figures:
     figures = []
     for running, waiting, length in ((256, 0, 200), (256, 10_000, 200), (256, 0, 8000), (32, 0, 200)):
         config = EngineConfig(max_num_seqs=running, max_num_batched_tokens=8192)
-        output = repeats + running * length // config.max_num_batched_tokens + 64  # none ends while it is timed
+        output = repeats + running * length // config.token_budget + 64  # none ends while it is timed
         blocks = running * ((length + output) // config.block_size + 2)  # who waits lacks a slot, not blocks
         scheduler = Scheduler(config, blocks, 16384, 1000, [999])
         for i in range(running + waiting):

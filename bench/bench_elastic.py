@@ -176,7 +176,7 @@ async def scale_at(port: int, begun: float, at: float, size: int) -> tuple[float
     await asyncio.sleep(begun + at - time.perf_counter())
     body = json.dumps({"data_parallel_size": size})
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /scale HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /scale HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body.encode())
     told = await reader.read()
     writer.close()

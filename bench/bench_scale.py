@@ -248,7 +248,7 @@ class ModelEngine:
         said = (len(self.waiting), self.running)
         self.reports += said != self.said
         self.said = said
-        left, context = self.config.max_num_batched_tokens - self.decoding, self.context
+        left, context = self.config.token_budget - self.decoding, self.context
         prompt = 0
         while left and (job := self.entering or self._next(now)):
             count = min(left, job.prompt - self.reached)

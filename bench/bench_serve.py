@@ -115,7 +115,7 @@ def get(port: int, path: str) -> tuple[int, Any]:
 async def post(port: int, content: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send this JSON as a request for a completion. The caller reads the reply."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Length: {len(content)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(content)}"
     writer.write(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
     return reader, writer
 
@@ -224,7 +224,7 @@ async def read_watched(port: int, viewers: int, prompts: list[str], new_tokens: 
 
     async def watch(i: int) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /live HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+        writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         with contextlib.closing(writer):
             while line := await reader.readline():
                 events[i] += line.startswith(b"data:")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from grammar import Grammars, open_vocabulary
+from grammar import Grammars
 
 Figures = list[dict[str, Any]]
 SCHEMA = {
@@ -112,7 +112,7 @@ def schema_figures(model: str, path: Path) -> Figures:
     from model_config import ModelConfig
 
     config = ModelConfig.from_folder(model)
-    grammars = Grammars(lambda: open_vocabulary(model, config.vocab_size, config.eos_token_ids), config.vocab_size)
+    grammars = Grammars(model, config.vocab_size, config.eos_token_ids)
     grammars.compile(StructuredOutputsParams(choice=("warm",))).result()
     lines, seconds, refused, wrong, count = path.read_text().splitlines(), [], 0, 0, 0
     for line in map(json.loads, lines):

@@ -13,8 +13,11 @@ It needs torch, triton, numpy, safetensors, tokenizers, jinja2 and pytest, but n
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
+import datetime
 import functools
+import itertools
 import json
 import os
 import platform
@@ -36,18 +39,17 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+if not __package__:  # from a clone: the engine's files lie one folder up
+    sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "demo")]
+
+from bench import SHAPES
+from config import VERSION
+
 ROOT = Path(__file__).parent.parent
-for folder in ("demo", "bench", "."):
-    sys.path.insert(0, str(ROOT / folder))
 
 Row = dict[str, Any]
 
-QWEN3_06B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_act": "silu",
-    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960, "rope_theta": 1000000.0, "rms_norm_eps": 1e-6, "attention_bias": False,
-}  # fmt: skip
+QWEN3_06B = SHAPES["qwen3-0.6b"]
 QWEN3_8B = QWEN3_06B | {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "tie_word_embeddings": False,
@@ -73,6 +75,7 @@ def has_gpu() -> bool:
 def model_folder(shape: Row) -> str:
     """A folder that holds only the config.json of a model of this shape; without a GPU the shape is tiny."""
     folder = tempfile.mkdtemp(prefix="gpu_check-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     Path(folder, "config.json").write_text(json.dumps(shape if has_gpu() else TINY))
     return folder
 
@@ -278,7 +281,7 @@ def ask(port: int, server: subprocess.Popen[bytes]) -> str:
 def kernel_tests() -> Iterator[Row]:
     """The kernels' tests, several at a time; the first that fails is run once more under a memory checker."""
     files = [f"tests/{name}" for name in KERNEL_TESTS] if has_gpu() else ["tests/test_kernels.py", "-k", "rms_norm"]
-    many = ["-n", "8"] if has_gpu() and find_spec("xdist") else []
+    many = ["-n", str(max(2, (os.cpu_count() or 2) - 2))] if has_gpu() and find_spec("xdist") else []
     failed = []
     try:
         for row in pytest_rows([*many, *files]):
@@ -370,57 +373,81 @@ def kernels_rows() -> Iterator[Row]:
 
 
 def breakdown() -> Iterator[Row]:
-    """Phases of a decode step by its rows, and the kernels that a profiler sees in decode and in mixed steps."""
+    """Phases of a decode step, by its rows."""
     import bench_engine
 
-    folder = model_folder(QWEN3_06B)
     if not has_gpu():  # a timeline of interpreted kernels says nothing
-        yield from profiled(folder)
         return
+    more = {key: value for key, value in options().items() if key != "distributed_executor_backend"}
     for rows in (1, 32, 256):
-        bench_options = {key: value for key, value in options().items() if key != "distributed_executor_backend"}
-        yield from bench_engine.breakdown_figures(folder, rows, 100, bench_options)
-    yield from profiled(folder)
+        yield from bench_engine.breakdown_figures(model_folder(QWEN3_06B), rows, 100, more)
 
 
-def profiled(folder: str) -> Iterator[Row]:
-    """Microseconds of each kernel and in all, a step: 20 decode steps of 256 rows, and 5 with a prompt beside them."""
-    import torch
+def profile() -> Iterator[Row]:
+    """Microseconds of each kernel and in all, a step: of decodes, and of decodes beside a prompt of 512 tokens.
 
+    Steps with prompts are timed with and without the graphs between attentions, too, where no profiler slows them down.
+    """
     from engine import LLM
+
+    rows, steps = (256, 20) if has_gpu() else (1, 1)
+    with LLM(model_folder(QWEN3_06B), **options(max_num_seqs=rows + 64, max_model_len=2048)) as llm:
+        for running in (1, rows)[: 2 if has_gpu() else 1]:
+            added = start_decodes(llm.core, running)
+            yield from profiled(llm.core, f"{running} decodes", steps, lambda: None)
+            if running == rows:
+                worker = llm.core.executor.worker  # type: ignore[union-attr]
+                pieces = worker.pieces
+                for graphs in (True, False) * (2 if has_gpu() else 1):
+                    worker.pieces = pieces if graphs else None
+                    taken = []
+                    for _ in range(6 if has_gpu() else 1):
+                        added()
+                        begun = time.perf_counter()
+                        llm.core.step()
+                        taken.append(round((time.perf_counter() - begun) * 1e6))
+                    yield {"steps": "with a prompt", "graphs between attentions": graphs, "us each": taken}
+                worker.pieces = pieces
+                yield from profiled(llm.core, "with a prompt", max(1, steps // 4), added)
+
+
+def start_decodes(core: Any, rows: int) -> Callable[[], None]:
+    """Let `rows` requests decode; returns what adds one more, whose prompt has 512 tokens."""
     from plan import EngineCoreRequest
     from sampling_params import SamplingParams
 
-    rows, steps = (256, (20, 5)) if has_gpu() else (1, (1, 1))
-    rng = random.Random(0)
-    with LLM(folder, **options(max_num_seqs=rows + 8, max_model_len=2048)) as llm:
-        core, length = llm.core, 512 if has_gpu() else 3
-        usual = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000 if has_gpu() else 30)
+    rng, length = random.Random(rows), 512 if has_gpu() else 3
+    usual = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=1000 if has_gpu() else 30)
+    names = (f"{rows} {i}" for i in itertools.count())
 
-        def add(name: str) -> None:
-            core.add(EngineCoreRequest(name, [rng.randrange(199) for _ in range(length)], usual))
+    def add() -> None:
+        core.add(EngineCoreRequest(next(names), [rng.randrange(199) for _ in range(length)], usual))
 
-        for i in range(rows):
-            add(f"decode {i}")
-        while core.metrics()["num_requests_waiting"]:
+    for _ in range(rows):
+        add()
+    while core.metrics()["num_requests_waiting"]:
+        core.step()
+    return add
+
+
+def profiled(core: Any, kind: str, steps: int, before_each: Callable[[], None]) -> Iterator[Row]:
+    """What torch's profiler sees in these steps: a row in all, and one for each of the kernels that take most."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CUDA if has_gpu() else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        begun = time.perf_counter()
+        for _ in range(steps):
+            before_each()
             core.step()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] if has_gpu() else []
-        for kind, count in zip(("decode", "mixed"), steps, strict=True):
-            with torch.profiler.profile(activities=activities) as profile:
-                begun = time.perf_counter()
-                for i in range(count):
-                    if kind == "mixed":
-                        add(f"prompt {i}")
-                    core.step()
-                seconds = time.perf_counter() - begun
-            found = [event for event in profile.key_averages() if event.self_device_time_total]
-            found.sort(key=lambda event: -event.self_device_time_total)
-            busy = sum(event.self_device_time_total for event in found)
-            yield {"steps": kind, "us a step": round(seconds / count * 1e6), "GPU busy us": round(busy / count)}
-            for event in found[:SHOWN_KERNELS]:
-                each = {"us a step": round(event.self_device_time_total / count, 1), "calls": event.count / count}
-                yield {"steps": kind, "kernel": event.key[:70], **each}
+        seconds = time.perf_counter() - begun
+    found = [event for event in profile.key_averages() if event.self_device_time_total]
+    found.sort(key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in found)
+    yield {"steps": kind, "us a step": round(seconds / steps * 1e6), "GPU busy us": round(busy / steps)}
+    for event in found[:SHOWN_KERNELS]:
+        each = {"us a step": round(event.self_device_time_total / steps, 1), "calls": event.count / steps}
+        yield {"steps": kind, "kernel": event.key[:70], **each}
 
 
 def sweep() -> Iterator[Row]:
@@ -446,27 +473,27 @@ def sweep() -> Iterator[Row]:
         return lambda more: setattr(kernel, "run", lambda *args, **options: usual(kernel, *args, **options | more))
 
     for shape in bench_kernels.SHAPES[:2]:
-        decodes = list(bench_kernels.decode_cases(shape))
+        decodes = list(bench_kernels.decode_cases(shape, layers=bench_kernels.LAYERS[:1]))
         moves = [case for case in bench_kernels.block_cases(shape) if case.op == "swap_blocks"]
         for name, values, cases in (
             ("DECODE_PROGRAMS", (1, 2, 3, 4), decodes), ("SWAP_PROGRAMS", (8, 16, 32, 64), moves),
         ):  # fmt: skip
             usual = getattr(kernels, name)
             for case in cases:
-                yield {"constant": name, "now": usual} | tried(case, (usual, *values), constant(name))
+                yield {"constant": name, "now": usual} | tried(case, values, constant(name))
                 setattr(kernels, name, usual)
         for kernel, cases in (
             (kernels.attention_decode_kernel, decodes),
             (kernels.attention_prefill_kernel, list(bench_kernels.prefill_cases(shape))),
         ):
-            options = [{}, *({"num_stages": stages} for stages in (2, 3, 4, 6)), {"num_warps": 8}]
+            variants = [{}, *({"num_stages": stages} for stages in (2, 3, 4, 6)), {"num_warps": 8}]
             for case in cases:
-                yield {"constant": "launch options"} | tried(case, options, launched(kernel))
+                yield {"constant": "launch options"} | tried(case, variants, launched(kernel))
                 kernel.__dict__.pop("run", None)
 
 
 def counters() -> Iterator[Row]:
-    """What Nsight Compute counts in one attention_decode, one greedy sample and one product."""
+    """What Nsight Compute counts in launches of attention_decode, rms_norm and linear."""
     if not (has_gpu() and shutil.which("ncu")):
         yield {"ncu": None}
         return
@@ -477,7 +504,7 @@ def counters() -> Iterator[Row]:
         "smsp__issue_active.avg.pct_of_peak_sustained_active": "issue %",
     }  # fmt: skip
     command = ["ncu", "--csv", "--clock-control", "none", "--target-processes", "all", "--metrics", ",".join(wanted)]
-    command += ["-k", "regex:decode_kernel|norm_kernel|linear_kernel|sample", "--launch-skip", "8", "-c", "12"]
+    command += ["-k", "regex:decode_kernel|norm_kernel|linear_kernel", "--launch-skip", "8", "-c", "12"]
     done = subprocess.run(
         [*command, sys.executable, __file__, "--part", "one_decode"], capture_output=True, text=True, timeout=60
     )
@@ -519,18 +546,19 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "versions": Part(versions, 25),
-    "demo": Part(demo, 60),
+    "versions": Part(versions, 10),
+    "demo": Part(demo, 50),
     "blame": Part(blame, 60, {"CUDA_LAUNCH_BLOCKING": "1"}, "demo"),
     "server": Part(server, 40),
-    "small_model": Part(small_model, 70),
-    "kernel_tests": Part(kernel_tests, 110),
-    "kernels": Part(kernels_rows, 75),
-    "breakdown": Part(breakdown, 50),
-    "gpu_tests": Part(gpu_tests, 60),
-    "large_model": Part(large_model, 70),
-    "sweep": Part(sweep, 40),
-    "counters": Part(counters, 30),
+    "small_model": Part(small_model, 45),
+    "kernel_tests": Part(kernel_tests, 90),
+    "kernels": Part(kernels_rows, 70),
+    "breakdown": Part(breakdown, 45),
+    "profile": Part(profile, 35),
+    "gpu_tests": Part(gpu_tests, 75),
+    "large_model": Part(large_model, 35),
+    "sweep": Part(sweep, 30),
+    "counters": Part(counters, 25),
 }
 HIDDEN_PARTS = {"one_decode": one_decode}
 WHOLE = 550  # seconds of all parts together
@@ -598,9 +626,11 @@ def run_all(names: list[str], out: Path, budget: float) -> int:
 
 
 def show(out: Path) -> None:
-    """Print all rows, shortly, with the parts in their order."""
-    for line in (out / "gpu_check.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    """Print all rows, shortly, with the parts in their order, and write them to gpu_check.json as other benches do."""
+    rows = [json.loads(line) for line in (out / "gpu_check.jsonl").read_text().splitlines()]
+    machine = {"date": datetime.date.today().isoformat(), "manta": VERSION, "command": "python bench/gpu_check.py"}
+    (out / "gpu_check.json").write_text(json.dumps({"machine": machine, "figures": rows}, indent=1) + "\n")
+    for row in rows:
         name = row.pop("part")
         cells = ", ".join(f"{key} {value}" for key, value in row.items())
         print(f"{name}: {cells}"[:400])

@@ -71,6 +71,11 @@ def expected_beams(prompt: list[int], max_tokens: int, limit: int, width: int, n
     return [answer.tokens for answer in search.answers[:n]]
 
 
+def ahead_of(plan: StepPlan) -> list[tuple[int, int]]:
+    """Which blocks may move to the host while the plan's step runs."""
+    return plan.swap_out[len(plan.swap_out) - plan.ahead :]
+
+
 class FakeWorker:
     """Follows plans over a pool of integers, and over one of states: what a sequence's has seen, all of its tokens."""
 
@@ -106,7 +111,7 @@ class FakeWorker:
     def move(self, plan: StepPlan, most: int = NUM_MOVES) -> None:
         """Make a plan's moves, or only the first `most` kinds of them."""
         for pairs, origin, goal in (
-            (plan.swap_out, self.pool, self.host),
+            (plan.swap_out[: len(plan.swap_out) - plan.ahead], self.pool, self.host),
             (plan.swap_in, self.host, self.pool),
             (plan.copies, self.pool, self.pool),
             (plan.state_out, self.states, self.host_states),
@@ -160,6 +165,8 @@ class FakeWorker:
                     logprobs[i] = known_logprobs([*tokens, sampled[-1]], len(tokens), wanted)
                 row["tokens"] = [*tokens, sampled[-1]]
                 stopped += [i] if row["row"].stops.get(sampled[-1] // 32, 0) >> sampled[-1] % 32 & 1 else []
+        for block, copy in ahead_of(plan):  # as late as a device may do it
+            self.host[copy] = list(self.pool[block])
         return StepResult(plan.step, sampled, stopped, logprobs, scores)
 
 

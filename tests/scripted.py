@@ -121,8 +121,7 @@ class ScriptedClient:
 
     def utility(self, method: str, *args: Any) -> dict[int, Any]:
         if method == "explain_prompts":
-            name, most, client = args
-            assert client is None or client in self.clients
+            name, most, _ = args
             return {0: [self.stories[id] for i in range(most) if (id := f"{name}-{i}") in self.stories]}
         if method == "live":
             return {}

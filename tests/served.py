@@ -89,9 +89,8 @@ class Server:
     def connect(self, method: str, path: str, body: dict[str, Any]) -> socket.socket:
         """A raw connection with a request on its way."""
         payload = json.dumps(body).encode()
-        head = (
-            f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
-        )
+        head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(payload)}"
         sock = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         sock.sendall(head.encode() + b"\r\n\r\n" + payload)
         return sock

@@ -167,7 +167,7 @@ def alive(pid: int) -> bool:
 async def connect(port: int, method: str, path: str, body: bytes = b"") -> tuple[Any, Any]:
     """A connection with a request on its way."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
     writer.write(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return reader, writer
 

@@ -65,6 +65,23 @@ class Files:
         return found
 
 
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises where the block takes longer: it waits as greenlets do, or blocks all of them (two seconds later)."""
+
+    def give_up(*_: Any) -> None:
+        raise AssertionError("it blocks the loop")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds + 2)
+    try:
+        with gevent.Timeout(seconds):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
     return Files(tmp_path)
@@ -241,6 +258,53 @@ def test_a_file_of_something_else_is_left_alone(files, engine, text):
     with pytest.raises(ValueError, match=r"line 1 of .*out.jsonl is no batch's"):
         files.run(engine)
     assert files.target.read_bytes() == text
+
+
+@pytest.mark.parametrize("device", ["/dev/full", "/dev/zero", "/dev/null", "/dev"])
+def test_the_output_is_a_file_or_a_pipe(files, engine, device):
+    """/dev/full answers reads with zeros without end, which were taken for an earlier run's line."""
+    files.ask(line("a"))
+    files.target = Path(device)
+    with pytest.raises(ValueError, match="neither a file nor a pipe"):
+        files.run(engine)
+
+
+def test_an_output_that_is_a_pipe_is_not_read(files, engine):
+    """Answers that it does not take yet hold up the batch, but no other greenlet; each line comes in one piece."""
+    count = 900  # more than a pipe holds
+    files.ask(*(line(str(i)) for i in range(count)))
+    os.mkfifo(files.target)
+    reader = os.open(files.target, os.O_RDONLY | os.O_NONBLOCK)
+    with within(20):
+        runner = gevent.spawn(files.run, engine)
+        told, most = b"", 0
+        while told.count(b"\n") < count:
+            gevent.sleep(0.001)
+            with contextlib.suppress(BlockingIOError):
+                told += os.read(reader, 2**16)
+            most = max(most, len(engine.added) - told.count(b"\n"))
+        runner.get()
+    assert len({json.loads(each)["custom_id"] for each in told.splitlines()}) == count
+    assert most < 400  # a pipe holds 64 KiB, which are some 200 answers
+    runner = gevent.spawn(files.run, engine)
+    gevent.sleep(0.01)
+    os.close(reader)
+    with within(20), pytest.raises(OSError, match="cannot be written: Broken pipe"):
+        runner.get()
+
+
+def test_an_input_that_is_a_pipe_holds_up_nobody(files, engine):
+    os.mkfifo(files.source)
+    writer = os.open(files.source, os.O_RDWR)
+    with within(20):
+        runner = gevent.spawn(files.run, engine)
+        for i in range(3):
+            os.write(writer, json.dumps(line(str(i))).encode() + b"\n")
+            while not files.target.exists() or files.target.read_bytes().count(b"\n") < i + 1:
+                gevent.sleep(0.001)
+        os.close(writer)
+        runner.get()
+    assert list(files.by_id()) == list("012")
 
 
 def test_two_batches_do_not_share_an_output(files, engine):

@@ -251,7 +251,8 @@ def test_a_stream_goes_on_while_20_mb_are_parsed(tmp_path: Path) -> None:
     rng = random.Random(0)
     body = {"prompt": [[rng.randrange(1000) for _ in range(1000)] for _ in range(4000)]}
     payload = json.dumps(body).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(payload)}"
     with serving(tmp_path) as running:
         for _ in range(3):  # a stream of the demo may be over too soon
             fields = {"prompt": "Once", "max_tokens": 1000, "ignore_eos": True, "stream": True}

@@ -347,7 +347,7 @@ def test_openais_sdk_runs_a_tool_and_parses_an_answer(http_client: FlaskClient, 
     transport = httpx2.WSGITransport(app=http_client.application)
     with (
         httpx2.Client(transport=transport) as http,
-        openai.OpenAI(base_url="http://manta/v1", api_key="none", http_client=http) as client,
+        openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
     ):
         ask: dict[str, Any] = {
             "model": "manta", "messages": [{"role": "user", "content": "Hi"}],

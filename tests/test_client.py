@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import json
 import os
 import socket
@@ -28,6 +29,8 @@ from client import (
     EngineDeadError,
     InprocClient,
     MPClient,
+    Stream,
+    Suspects,
     connect,
     read_frames,
     to_frame,
@@ -234,6 +237,43 @@ def test_a_client_that_does_not_read_holds_up_nobody():
     address.close()
 
 
+def test_a_request_that_ends_engine_processes_is_found_among_others():
+    """An engine ends whenever it has a certain request. All that it had is sent again, and some of it is answered."""
+    address, listener = socket.socketpair()
+    server, suspects, names = FrameServer(listener), Suspects(), itertools.count()
+    client = MPClient(address, suspects=suspects)
+
+    def send(prompt: int) -> Stream:
+        return client.add_request(EngineCoreRequest(f"{prompt}-{next(names)}", [prompt], GREEDY))
+
+    def end_with(*prompts: int) -> None:
+        eventually(lambda: client.trouble is None)
+        streams = [send(prompt) for prompt in prompts]
+        for sock in [*server.clients]:
+            sock.shutdown(socket.SHUT_RDWR)
+            server.drop(sock)
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                stream.get(timeout=10)
+
+    end_with(1, 2, 3)
+    end_with(1, 2, 3)
+    eventually(lambda: client.trouble is None)
+    innocent = send(1)
+    with pytest.raises(EngineDeadError, match="others that are suspect"):
+        send(2)
+    name, *_ = client.streams
+    server.publish(Outputs([EngineOutput(name, [5], "stop", finished=True)]))
+    assert innocent.get(timeout=10).finished
+    end_with(2, 1)  # the second is suspect no more
+    eventually(lambda: client.trouble is None)
+    refused = send(2).get(timeout=10)
+    assert refused.finished and "3 engine processes have ended" in refused.error and not refused.engine_fault
+    assert send(1).empty() and send(3).empty() and client.streams.keys() == suspects.flying.keys()
+    client.shutdown()
+    address.close()
+
+
 def test_a_client_hears_of_trouble_that_was_there_before_it_came():
     address, listener = socket.socketpair()
     server = FrameServer(listener)
@@ -289,7 +329,15 @@ def test_a_client_under_gevent_comes_back_after_it_hung_up():
 @contextlib.contextmanager
 def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
     """Check that afterwards, once the servers have dropped who has left, no more threads run and files are open."""
-    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+
+    def files() -> set[str]:
+        folder, found = "/proc/self/fd", set()
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # the folder itself, which was open while it was listed
+                found.add(os.readlink(f"{folder}/{name}"))
+        return found
+
+    threads, before = set(threading.enumerate()), files()
     yield
     gc.collect()
 
@@ -299,7 +347,7 @@ def nothing_left(servers: list[FrameServer]) -> Iterator[None]:
                 client, message = server.inbox.get()
                 if message is None:
                     server.drop(client)
-        return set(threading.enumerate()) <= threads and len(os.listdir("/proc/self/fd")) == files
+        return set(threading.enumerate()) <= threads and files() <= before
 
     eventually(is_over)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import sysconfig
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -192,7 +194,7 @@ for name, kernel in made.guard.kernels.items():
     print(name, len(compiled), "run" in vars(kernel), len(threads))
 made.guard.armed, odd = True, torch.zeros(2, 40, device="meta")
 try:
-    with made.guard.watch(), made.guard.rehearse():
+    with made.guard.watch(), made.guard.rehearse(1):
         kernels.rms_norm(odd, odd[0], 1e-6)
 except LateCompile as error:
     print(error)
@@ -242,6 +244,20 @@ def test_a_rehearsal_compiles_in_parallel_for_a_gpu(tmp_path):
         assert int(threads) > 1 or os.cpu_count() == 1
 
 
+def test_the_ranks_of_a_machine_share_its_cores_to_compile(configure, monkeypatch):
+    class Guard:
+        def rehearse(self, threads: int) -> None:
+            raise StopAsyncIteration(threads)
+
+    config = configure({}, backend="reference", device="cpu")
+    made = Startup(config, ModelConfig.from_folder(config.model), 0, "")
+    made.guard = Guard()
+    monkeypatch.setattr(startup.cpu, "available_cores", lambda: 6)  # of a container, say
+    for made.sharers, threads in ((1, 6), (4, 1), (8, 1)):
+        with pytest.raises(StopAsyncIteration, match=f"^{threads}$"):
+            made.rehearse()
+
+
 def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
     made = []
     driver = SimpleNamespace(launcher_cls=lambda src, metadata: made.append((src, metadata, threading.get_ident())))
@@ -250,6 +266,16 @@ def test_a_rehearsal_makes_each_kernels_launcher_in_its_thread(monkeypatch):
         kernel = threads.submit(lambda: SimpleNamespace(src="source", metadata="facts")).result()
         (thread,) = {thread.ident for thread in threads._threads}
     assert made == [("source", "facts", thread)] and kernel.src == "source"
+
+
+def test_after_a_kernel_that_does_not_compile_others_can_be_rehearsed():
+    guard, active = CompileGuard(kernels), triton.runtime._async_compile.active_mode
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), guard.rehearse(1):
+            submit = active.get().submit
+            afterwards = [lambda _: None] * (len(inspect.signature(submit).parameters) - 2)
+            submit("kernel", lambda: 1 / 0, *afterwards)
+        assert "run" not in vars(guard.kernels["norm_kernel"])
 
 
 @pytest.mark.parametrize(
@@ -280,8 +306,14 @@ def test_a_start_on_a_gpu_names_what_triton_lacks_to_compile(configure, tmp_path
         Startup(config, ModelConfig.from_folder(config.model), 0, "")
 
 
-def test_this_machines_compiler_will_do():
+def test_a_compiler_that_finds_pythons_headers_will_do(tmp_path, monkeypatch):
+    compiler = tmp_path / "cc"
+    compiler.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/options\ncat > {tmp_path}/source\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
     check_compiler()
+    assert (tmp_path / "source").read_text() == "#include <Python.h>\n"
+    assert f"-I{sysconfig.get_path('include', 'posix_prefix')} " in (tmp_path / "options").read_text()
 
 
 def test_what_is_never_compiled_for_may_change(plain):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import threading
 import urllib.request
@@ -116,6 +117,8 @@ def test_what_is_asked_of_the_engines(engines: Engines, controls: FlaskClient) -
         ("/collective_rpc", {"method": "a", "args": 5}, "args is 5; it must be list"),
         ("/collective_rpc", {"method": "a", "timeout": True}, "timeout is True; it must be int"),
         ("/collective_rpc", {"method": "a", "kwarg": {}}, "no field 'kwarg'"),
+        ("/collective_rpc", {"method": "a", "timeout": 0}, "timeout is 0; it must be above 0"),
+        ("/collective_rpc", {"method": "a", "timeout": -0.5}, "timeout is -0.5; it must be above 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_400(engines: Engines, controls: FlaskClient, path: str, body: Any, words: str) -> None:
@@ -138,7 +141,11 @@ def test_a_profile_is_downloaded_and_nothing_else(controls: FlaskClient, tmp_pat
         assert "Content-Encoding" not in response.headers and gzip.decompress(response.data) == b"{}"
     with controls.get("/profiles/a.steps.json") as response:
         assert response.data == b"[]"
-    for name in ("secret", "b.pt.trace.json.gz", "..%2fa.steps.json", "../secret"):
+    (tmp_path / "link.steps.json").symlink_to(tmp_path / "secret")
+    (tmp_path / "folder.steps.json").mkdir()
+    os.mkfifo(tmp_path / "pipe.steps.json")
+    others = ("link.steps.json", "folder.steps.json", "pipe.steps.json")
+    for name in ("secret", "b.pt.trace.json.gz", "..%2fa.steps.json", "../secret", *others):
         refusal(controls.get(f"/profiles/{name}"), 404)
 
 
@@ -204,6 +211,15 @@ def test_a_server_sleeps_profiles_and_takes_other_weights(server: Server, tmp_pa
     assert status == 200 and json.loads(text)["results"][0] > 0
     status, text = server.post("/collective_rpc", {"method": "os:getpid"})
     assert status == 400 and "must be the name of a method of the worker" in text
+    workers = server.family()
+    for call in ({"method": "_mask"}, {"method": "__init__"}, {"method": "block_bytes", "args": [1]}):
+        status, text = server.post("/collective_rpc", call)
+        assert status == 400 and ("no method" in text or "cannot be called" in text)
+    assert server.family() == workers
+    for folder in ("/nowhere", str(tmp_path)):
+        status, text = server.post("/collective_rpc", {"method": "load_weights", "args": [folder]})
+        assert status == 400 and "started anew, as they were before" in text and "Traceback" not in text
+        assert complete()["choices"] == before["choices"] and server.get("/health")[0] == 200
 
     shutil.copytree(DEMO, tmp_path / "other", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
     weights = load_file(f"{DEMO}/model.safetensors")

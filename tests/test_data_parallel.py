@@ -328,7 +328,7 @@ class ClientStandIn:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
-    monkeypatch.setattr("data_parallel.MPClient", lambda address, rank: ClientStandIn(rank, called, on_call))
+    monkeypatch.setattr("data_parallel.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call))
     return called
 
 
@@ -369,7 +369,7 @@ def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
     client = DPClient([None], None, Router(1, 16), board)
     other = threading.Thread(target=lambda: client._look())
 
-    def connect(address: Any, rank: int) -> ClientStandIn:
+    def connect(address: Any, rank: int, *more: Any) -> ClientStandIn:
         made.append(rank)
         if len(made) == 1:
             other.start()

@@ -141,7 +141,13 @@ def test_scaling_needs_the_key(elastic):
 
 OLD = {"weights": "", "weights_stamp": "", "weights_version": 0}
 NEW = {"weights": "/new", "weights_stamp": "s", "weights_version": 1}
-SIZES = {"max_model_len": 64, "num_blocks": 9, "num_host_blocks": 0, "step_timeout": 30.0}
+SIZES = {
+    "max_model_len": 64,
+    "max_num_batched_tokens": 256,
+    "num_blocks": 9,
+    "num_host_blocks": 0,
+    "step_timeout": 30.0,
+}
 
 
 class PipedEngine(EngineProcess):
@@ -153,7 +159,7 @@ class PipedEngine(EngineProcess):
         self.code: int | None = None
         self.process = SimpleNamespace(
             stdin=io.BytesIO(), stdout=os.fdopen(out, "rb", 0), pid=os.getpid(), poll=lambda: self.code,
-            wait=lambda timeout: self.code, kill=lambda: None,
+            wait=lambda timeout: self.code, kill=lambda: None, returncode=-9,
         )  # type: ignore[assignment]  # fmt: skip
 
     def say(self, options: dict[str, Any]) -> None:

@@ -344,6 +344,32 @@ def test_out_of_memory_costs_the_latest_request_alone(make_llm, answers, monkeyp
     llm.core.check_integrity()
 
 
+def run_out_once(worker: Any) -> None:
+    """The last rank's memory runs out in the midst of its fifth step from now."""
+    reduce, calls = worker.group.all_reduce, 0
+
+    def scarce(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 4 * (1 + 2 * worker.model.config.num_layers) + 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return reduce(x)
+
+    if worker.group.rank == 1:
+        worker.group.all_reduce = scarce
+
+
+def test_a_rank_that_runs_out_of_memory_costs_the_latest_request_alone(make_llm):
+    llm = make_llm(distributed_executor_backend="mp", tensor_parallel_size=2, threads=1, step_timeout=20.0)
+    want = tokens(llm.generate(PROMPTS, STORY, use_tqdm=False))
+    llm.collective_rpc(run_out_once, 60.0)
+    outputs = llm.generate(PROMPTS, STORY, use_tqdm=False)
+    assert tokens(outputs)[:3] == want[:3] and outputs[3].error == "CUDA out of memory. Tried to allocate 2 GiB."
+    assert tokens(llm.generate(PROMPTS, STORY, use_tqdm=False)) == want
+    assert llm.core.metrics()["num_worker_restarts_total"] == 0
+    llm.core.close()
+
+
 def test_plans_that_fit_no_chunk_of_the_ring_cost_no_worker(make_llm, answers, monkeypatch):
     """A long prompt's plan is too large for a chunk. Here chunks are small, and what does not fit comes slowly."""
     monkeypatch.setattr(executor_module, "RingBuffer", SlowRing)
@@ -541,6 +567,24 @@ def test_a_worker_that_is_lost_in_a_call_that_was_given_up_is_replaced(mp_llm, a
     os.kill(worker(mp_llm), with_signal)
     assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
     assert core.num_restarts == before + 1 and not suspects
+
+
+def fail(worker: Any, after: float) -> None:
+    time.sleep(after)
+    worker.model = None  # so it would answer no more
+    raise RuntimeError("half done")
+
+
+@pytest.mark.parametrize("after", [0.0, 0.4], ids=["in time", "given up"])
+def test_a_worker_in_which_a_call_has_failed_is_replaced(mp_llm, answers, after):
+    """However often: these starts do not count as ones that came to nothing."""
+    core, before = mp_llm.core, mp_llm.core.num_restarts
+    said = "has failed: RuntimeError.*half done.*as they were before" if not after else "has not replied"
+    with pytest.raises(TimeoutError if after else ValueError, match=said):
+        mp_llm.collective_rpc(fail, 0.2 if after else None, (after,))
+    assert core.in_a_row == 0 or after
+    assert tokens(mp_llm.generate(PROMPTS, MIXED, use_tqdm=False)) == answers
+    assert core.num_restarts == before + 1
 
 
 def itself(worker: Any) -> Any:

@@ -400,6 +400,7 @@ def run_rank(rank: int, size: int, stages: int, folder: Path) -> None:
         logits = worker.model.logits(seen[0]) if worker.pipeline.last else None
         results += [worker.step(StepPlan(i, rows=[(0, 1), (1, 1)])) for i in range(1, 5)]
         found[name] = logits, [result.token_ids[1] for result in results]
+        worker.catch_up()  # or this stage could leave before the last one has sent what it sampled
         worker.group.close()
     torch.save(found, folder / f"rank{rank}-{size}-{stages}.pt")
 

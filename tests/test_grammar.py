@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import threading
+import time
 from concurrent.futures import Future
 from itertools import cycle
 
@@ -15,7 +17,7 @@ import pytest
 
 from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
-from grammar import MAX_CHARS, Constraint, Grammars, open_vocabulary
+from grammar import MAX_CHARS, Constraint, Grammars
 from plan import EngineCoreRequest, bit_words
 from schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
@@ -36,7 +38,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def grammars():
-    made = Grammars(lambda: open_vocabulary(DEMO, 1024, [EOS]), 1024)
+    made = Grammars(str(DEMO), 1024, [EOS])
     yield made
     made.close()
 
@@ -313,16 +315,34 @@ def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint
     go_on.set()
 
 
+@pytest.mark.parametrize(
+    "asked", [{"choice": ["maybe" * 50_000]}, {"regex": "(maybe){50000}"}, {"json": {"const": "maybe" * 50_000}}]
+)
+def test_a_long_text_takes_no_longer_for_a_token(grammars, constraint, tokenizer, asked):
+    """Each of its masks took 0.2 s, because llguidance looked for the tokens of all that has to follow."""
+    begun = time.process_time()
+    text = ('"' if "json" in asked else "") + "maybe" * 20
+    made = constraint(asked)
+    ids = tokenizer.encode(text, False)
+    for i in range(1, len(ids) + 1):
+        made.advance(ids[:i])
+    assert not made.error and made.mask.any()
+    assert time.process_time() - begun < 2
+
+
 def test_grammars_are_compiled_once(grammars):
     wanted = StructuredOutputsParams(regex="abc+")
     assert grammars.compile(wanted) is grammars.compile(StructuredOutputsParams(regex="abc+"))
 
 
-def test_the_cache_is_bounded(grammars, monkeypatch):
-    monkeypatch.setattr("grammar.MAX_CACHED", 10)
-    grammars.compile(StructuredOutputsParams(regex="a" * 8))
-    grammars.compile(StructuredOutputsParams(regex="b" * 8))
-    assert [wanted.regex for wanted in grammars.cache] == ["b" * 8]
+def test_the_cache_counts_bytes(grammars, monkeypatch):
+    """2,000 texts of 20 characters take far more memory than characters."""
+    large, small = (StructuredOutputsParams(choice=[f"{i:020}" for i in range(n)]) for n in (2000, 2))
+    size = grammars.compile(large).result(30).size
+    assert size > 10 * large.size
+    monkeypatch.setattr("grammar.MAX_CACHED", size)
+    grammars.compile(small)
+    assert [*grammars.cache] == [small]
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -400,6 +420,20 @@ def test_samples_and_beams(llm):
     assert len({answer.text for answer in drawn[0].outputs}) > 1
     scores = [answer.cumulative_logprob for answer in found[0].outputs]
     assert scores == sorted(scores, reverse=True) and scores[0] > -10  # among the allowed tokens
+
+
+@pytest.mark.parametrize(("choice", "max_tokens"), [(["yes" * 30, "no" * 30], 1), (["!"], 3)])
+def test_a_search_that_finds_too_few_answers_says_so(llm, choice, max_tokens):
+    """And the `n` that it names has as many."""
+    ask = functools.partial(SamplingParams, use_beam_search=True, temperature=0, max_tokens=max_tokens)
+    asked = StructuredOutputsParams(choice=choice)
+    said = "n is 8, but the request's other fields allow only (.) answers; it must be at most"
+    with pytest.raises(ValueError, match=said) as error:
+        llm.generate("To be", ask(n=8, structured_outputs=asked), use_tqdm=False)
+    most = int(re.search(said, str(error.value))[1])
+    found = llm.generate("To be", ask(n=most, structured_outputs=asked), use_tqdm=False)[0]
+    assert len(found.outputs) == most and found.error is None
+    llm.core.scheduler.check_integrity()
 
 
 def test_logprobs_are_the_models_own_unless_asked(llm):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import resource
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Iterator
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -450,9 +454,9 @@ def check_serves(server: Server) -> None:
     assert status == 200 and json.loads(content)["choices"]
 
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 BODY = b'{"prompt": "a", "max_tokens": 1}'
 WHOLE = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 NO_HTTP = {
@@ -499,7 +503,7 @@ NO_HTTP = {
     "no head": b"\r\n\r\n\r\n\r\n\r\n\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    "HTTP/3": b"GET /health HTTP/3.0\r\nHost: x\r\n\r\n",
+    "HTTP/3": b"GET /health HTTP/3.0\r\nHost: localhost\r\n\r\n",
     "HTTP/1.x": b"GET /health HTTP/1.x\r\n\r\n",
     "no version": b"GET /health HTTP\r\n\r\n",
     "HTTP/11": b"GET /health HTTP/11.1\r\n\r\n",
@@ -509,7 +513,7 @@ NO_HTTP = {
     "a long method": b"G" * 10**6 + b" / HTTP/1.1\r\n\r\n",
     "an odd method": b"G\xffT / HTTP/1.1\r\n\r\n",
     "spaces": b"GET  /health  HTTP/1.1\r\n\r\n",
-    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(range(256)),
     "NULs": b"\0" * 9999,
     "noise": bytes(range(256)) * 40,
@@ -517,7 +521,7 @@ NO_HTTP = {
     "a command": b"EHLO x\r\n",
     "a proxy": b"CONNECT evil.example:443 HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
     "a whole address": b"GET http://evil.example/nope HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
-    "another's address": b"GET //evil.example HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "another's address": b"GET //evil.example HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
     "tea": GET + b"Expect: tea\r\n\r\n",
     "a body too large": HEAD + b"Content-Length: 5000\r\n\r\n" + b" " * 5000,
 }
@@ -531,7 +535,7 @@ def test_what_is_no_http(server: Server, what: str) -> None:
     check_serves(server)
 
 
-@pytest.mark.parametrize("raw", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: x", HEAD])
+@pytest.mark.parametrize("raw", [b"", b"G", b"GET /health HTTP/1.1\r\nHost: localhost", HEAD])
 def test_half_a_head_is_no_request(server: Server, raw: bytes) -> None:
     assert not replies_to(server, raw)
     check_serves(server)
@@ -595,6 +599,42 @@ def test_clients_that_hang_up(server: Server, path: str) -> None:
                     next(line for line in file if line.startswith(b"data: "))
         check_serves(server)
     eventually(lambda: server.running() == 0, 5)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_client_that_has_ended_what_it_sends_gets_its_answer(server: Server, streams: bool) -> None:
+    """But not one that has hung up, which cannot be told from it before something is written."""
+    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "stream": streams}
+    for reads in (True, False):
+        with server.connect("POST", COMPLETIONS, body | {"max_tokens": 60 if reads else 900}) as sock:
+            if not reads:
+                continue
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.closing(HTTPResponse(sock)) as response:
+                response.begin()
+                content = response.read()
+        assert response.status == 200 and (b"[DONE]" in content if streams else json.loads(content)["choices"])
+    eventually(lambda: server.running() == 0, 2)  # much less than 900 tokens take
+
+
+def test_silent_connections_that_take_all_descriptors_keep_nobody_out(server: Server) -> None:
+    names = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in server.family()}
+    api = next(pid for pid, name in names.items() if b"api 0" in name)
+    before, body = resource.prlimit(api, resource.RLIMIT_NOFILE), {"prompt": "Once", "max_tokens": 200}
+    resource.prlimit(api, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{api}/fd")) + 40, before[1]))
+    try:
+        with contextlib.ExitStack() as stack, server.connect("POST", COMPLETIONS, body) as asking:
+            for _ in range(200):
+                stack.enter_context(connect(server))
+            begun = time.monotonic()
+            for _ in range(5):
+                assert server.get("/health")[0] == 200
+            check_serves(server)
+            assert time.monotonic() < begun + 3  # much less than the 6 s after which silent ones are hung up on
+            assert b" 200 " in asking.recv(100)  # who has sent a request keeps its place
+    finally:
+        resource.prlimit(api, resource.RLIMIT_NOFILE, before)
+    assert server.log.read_text().count("connections take all descriptors") == 1
 
 
 def test_nothing_of_all_that_was_a_mistake_of_the_servers(server: Server) -> None:

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {  # our own modules that each file may import, in the groups of the reader's table
     # faces
     "server": {
-        "batch", "bodies", "config", "control", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
-        "openapi", "processes", "protocol", "reading", "replies", "responses", "serving", "startup", "telemetry",
-        "terminal", "tokenizer", "torchrun"},
+        "batch", "bodies", "client", "config", "control", "executor", "flags", "fleet", "hosts", "hub", "logs",
+        "model_config", "openapi", "processes", "protocol", "reading", "replies", "responses", "serving", "startup",
+        "telemetry", "terminal", "tokenizer", "torchrun"},
     "batch": {
         "bodies", "client", "config", "executor", "flags", "fleet", "hosts", "hub", "logs", "model_config",
         "processes", "protocol", "reading", "replies", "serving", "tokenizer", "torchrun"},
@@ -64,7 +64,7 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
     "core": {
         "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
         "ring", "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
-    "grammar": {"plan", "sampling_params", "schemas", "sequence", "tokenizer"},
+    "grammar": {"client", "executor", "plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
     "engine_process": {
         "client", "config", "core", "data_parallel", "executor", "logs", "plan", "processes", "ring", "torchrun"},
@@ -73,9 +73,9 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "processes", "ray_hosts"},
     "hosts": {"client", "config", "executor", "logs", "plan", "processes", "ring"},
     "ray_hosts": {"config", "engine_process", "executor", "hosts", "logs", "processes", "ray_executor", "ray_hosts"},
-    "client": {"plan", "ring"},
+    "client": {"logs", "plan", "ring"},
     "processes": {"client", "config", "executor", "logs", "plan", "ring"},
-    "data_parallel": {"client", "executor", "kv_cache", "plan", "processes", "ring"},
+    "data_parallel": {"client", "executor", "plan", "processes", "ring", "sequence"},
     # deciding
     "config": {"logs"},
     "logs": set(),

@@ -10,14 +10,19 @@ import pytest
 from flask.testing import FlaskClient
 
 from config import ServerConfig
+from processes import Board
 from scripted import (
     BODIES,
     CHAT,
     COMPLETIONS,
+    FACTS,
+    TOKENIZER,
     ScriptedClient,
     client_of,
     refusal,
 )
+from server import create_app
+from serving import Api
 
 
 @pytest.mark.parametrize(
@@ -29,15 +34,15 @@ from scripted import (
     ],
 )  # fmt: skip
 def test_routes_that_are_not_there(http_client: FlaskClient, method: str, route: str, status: int) -> None:
-    response = http_client.open(route, method=method)
+    response = http_client.open(route, method=method, headers={"Host": "localhost"})  # else that of //v1 is v1
     assert refusal(response, status)["code"] == ("model_not_found" if "models/nope" in route else None)
     if status == 405:
         assert ("GET" if route in ("/", "/health") else "POST") in response.headers["Allow"].split(", ")
 
 
-def test_a_slash_at_the_end_changes_nothing(engine: ScriptedClient) -> None:
+def test_a_slash_at_the_end_changes_nothing(http_client: FlaskClient, engine: ScriptedClient) -> None:
     for route in ("/v1/models", "/v1/models/org/other", "/v1/models/org%2Fother", "/health", "/version"):
-        assert client_of(engine).get(route + "/").json == client_of(engine).get(route).json
+        assert http_client.get(route + "/").json == http_client.get(route).json
     assert client_of(engine, api_key=("one",)).get("/health/").status_code == 200
     refusal(client_of(engine, api_key=("one",)).get("/v1/models/"), 401)
 
@@ -122,6 +127,7 @@ def test_other_pages_may_not(engine: ScriptedClient) -> None:
 @pytest.mark.parametrize(
     ("name", "bad"),
     [("allowed_origins", ("page.example",)), ("allowed_origins", ("http://a/",)), ("allowed_origins", ("http://*.a",)),
+     ("allowed_hosts", ("a:1",)), ("allowed_hosts", ("A",)),
      ("root_path", "x"), ("root_path", "/x/"), ("root_path", "/"), ("root_path", "//x"), ("root_path", "/x y")],
 )  # fmt: skip
 def test_malformed_origins_and_paths_are_refused(name: str, bad: Any) -> None:
@@ -169,6 +175,56 @@ def test_the_page_asks_for_nothing_outside_its_folder(engine: ScriptedClient) ->
         assert http_client.get("/llm/v2" + path).text == text
     moved = http_client.get("/llm/v2")
     assert (moved.status_code, moved.headers["Location"]) == (308, "/llm/v2/")
+
+
+# --- names that lead to this machine ---------------------------------------------------------------------------------
+
+
+def test_a_page_whose_name_leads_to_loopback_reads_nothing(engine: ScriptedClient) -> None:
+    """DNS rebinding: the browser takes the page's own name for the server's, so CORS does not stop it."""
+    mine = (
+        "localhost",
+        "LocalHost:8000",
+        "localhost.",
+        "127.0.0.1:1",
+        "127.1.2.3",
+        "[::1]",
+        "[::1]:8000",
+        "a.localhost",
+    )
+    others = (
+        "evil.example",
+        "evil.example:8000",
+        "127.0.0.1.evil.example",
+        "localhost.evil.example",
+        "192.168.0.1",
+        "x:y:1",
+    )
+    for address in ("127.0.0.1", "::1", "localhost"):
+        local = client_of(engine, host=address, allowed_hosts=("box.lan",))
+        for host in (*mine, "box.lan", "BOX.lan:8000", ""):
+            assert local.get("/v1/models", headers={"Host": host}).status_code == 200, host
+        for host in (*others, "a.box.lan"):
+            assert "allowed_hosts" in refusal(local.get("/v1/models", headers={"Host": host}), 403)["message"], host
+    for path in ("/live", "/health", "/", "/metrics", "/nope", "/explain/a", "/v1/responses/a"):
+        refusal(client_of(engine).get(path, headers={"Host": others[0]}), 403)
+    refusal(client_of(engine).post(COMPLETIONS, json=BODIES[COMPLETIONS], headers={"Host": others[0]}), 403)
+    refusal(client_of(engine, allowed_origins=("*",)).options(CHAT, headers=PREFLIGHT | {"Host": others[0]}), 403)
+    for open_ in (
+        client_of(engine, allowed_hosts=("*",)),
+        client_of(engine, host="0.0.0.0"),
+        client_of(engine, host="::"),
+        client_of(engine, api_key=("one",)),
+    ):
+        assert open_.get("/v1/models", headers=ONE | {"Host": others[0]}).status_code == 200
+
+
+def test_a_name_that_is_bound_to_loopback_is_the_servers_own(engine: ScriptedClient) -> None:
+    """Debian's /etc/hosts gives a machine's name the address 127.0.1.1."""
+    config = ServerConfig(host="Box.lan")
+    app = create_app(Api(engine, TOKENIZER, FACTS, config, ["manta"], Board()), address="127.0.1.1").test_client()
+    assert app.get("/v1/models", headers={"Host": "box.lan:8000"}).status_code == 200
+    refusal(app.get("/v1/models", headers={"Host": "evil.example"}), 403)
 
 
 # --- every method on every route -------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ from itertools import takewhile
 
 import pytest
 
-from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from kv_cache import AllocStatus, BlockManager, chain
-from sequence import Status
+from fake_worker import VOCAB, Engine, expected, expected_beams, prompt, sample_seed
+from kv_cache import COPIES, AllocStatus, BlockManager
+from sequence import Status, chain
 
 
 def lookup(manager: BlockManager, hashes: list[bytes]) -> list[int]:
@@ -221,6 +221,36 @@ def test_prefixes_come_back_from_host_memory():
     engine.scheduler.reset_prefix_cache()
     assert engine.add("forgotten", prompt(28), max_tokens=2, ignore_eos=True).request.num_cached == 0
     engine.run()
+
+
+def test_blocks_that_will_be_reused_next_are_copied_to_the_host_before_that():
+    """A lone sequence grows over what another one has left. Each step may copy a few blocks that it does not write."""
+    engine = Engine(num_blocks=40, max_model_len=150, num_host_blocks=64)
+    engine.add("first", prompt(120), max_tokens=1)
+    engine.run()
+    engine.add("other", prompt(20, 7), max_tokens=110, ignore_eos=True)
+    begin, host = len(engine.plans), engine.scheduler.space.host
+    engine.run()
+    plans = engine.plans[begin:]
+    assert all(len(plan.swap_out) <= COPIES + sum(count for _, count in plan.rows) // 4 for plan in plans)
+    assert sum(plan.ahead for plan in plans) == sum(len(plan.swap_out) for plan in plans) > 20
+    assert len(host.block_of) > 20
+    again = engine.add("again", prompt(120), max_tokens=2, ignore_eos=True)
+    engine.run()
+    assert again.request.num_cached == 119
+
+
+def test_nothing_is_copied_to_the_host_that_nobody_asks_for():
+    """The host's memory is filled once. It goes on when a prompt asks for what the device has dropped, as none has."""
+    engine, rng = Engine(num_blocks=20, max_model_len=64, num_host_blocks=24), random.Random(1)
+    prompts = [[rng.randrange(VOCAB) for _ in range(50)] for _ in range(12)]
+    counts = []
+    for i, ids in enumerate([*prompts, prompts[8], prompts[0]]):
+        engine.add(str(i), ids, max_tokens=2, ignore_eos=True)
+        engine.run()
+        counts.append(sum(len(plan.swap_out) for plan in engine.plans))
+    assert counts[7] == counts[11] == 24 < counts[12]
+    assert len(engine.scheduler.space.lost) <= 24
 
 
 def test_swapped_blocks_can_be_found_by_others():

@@ -282,21 +282,24 @@ def events_of(body: ClosingIterator) -> Iterator[Any]:
 
 def test_ten_viewers_cost_the_engine_one_question_a_tick(watching: Any) -> None:
     engine = Asked(Watched())
-    _, streams, _ = watching(engine, 10)
-    engine.engines[0].add("cmpl-x-0", prompt(9), max_tokens=4, ignore_eos=True)
+    _, streams, api = watching(engine, 10)
+    mine = api.board.tag("address", "")  # of those who have none
+    for name, client in (("x", mine), ("y", "another's")):
+        engine.engines[0].add(f"cmpl-{name}-0", prompt(9), client=client, max_tokens=4, ignore_eos=True)
     for asked in range(1, 4):
         engine.ticks.release()
         events = [next(stream) for stream in streams]
         assert engine.asked == asked and all(event == events[0] for event in events)
-        assert events[0]["engines"][0]["requests"][0]["id"] == "cmpl-x"
+        assert [request["id"] for request in events[0]["engines"][0]["requests"]] == ["cmpl-x", None]
         assert [len(event["engines"][0]["steps"]) for event in events] == [asked > 1] * 10
         engine.engines[0].step()
 
 
 def test_an_event_has_the_fields_that_it_promises(watching: Any) -> None:
     engine = Asked(Watched(rank=0), Watched(rank=1, num_blocks=8, num_host_blocks=4))
-    _, (stream,), _ = watching(engine)
-    engine.engines[1].add("cmpl-x-0", prompt(9), max_tokens=4, ignore_eos=True)
+    _, (stream,), api = watching(engine)
+    mine = api.board.tag("address", "")
+    engine.engines[1].add("cmpl-x-0", prompt(9), client=mine, max_tokens=4, ignore_eos=True)
     engine.engines[1].step()
     engine.ticks.release()
     event = next(stream)

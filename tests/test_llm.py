@@ -158,6 +158,11 @@ def test_metrics_cache_and_calls_of_the_worker(make_llm):
     assert llm.collective_rpc("block_bytes") == [llm.core.executor.worker.block_bytes()]
     with pytest.raises(ValueError, match="the worker has no method 'nonsense'"):
         llm.collective_rpc("nonsense")
+    before = llm.generate("To be", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
+    with pytest.raises(ValueError, match="load_weights has failed"):
+        llm.collective_rpc("load_weights", args=["/nowhere"])
+    again = llm.generate("To be", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
+    assert again == before
     assert llm.get_tokenizer().encode("To be") == llm.tokenizer.encode("To be")
 
 

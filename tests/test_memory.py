@@ -28,11 +28,22 @@ import reference
 import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
+from core import EngineCore
 from logs import memory_note
-from memory import MIB, MemoryPlan, check_room, count_bytes, fit_pool, gpu_bytes, plan_memory, table_columns
+from memory import (
+    MIB,
+    MemoryPlan,
+    check_room,
+    count_bytes,
+    fit_pool,
+    gpu_bytes,
+    plan_memory,
+    settle_tokens,
+    table_columns,
+)
 from model import Transformer
 from model_config import ModelConfig
-from parallel import Group
+from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from startup import Startup, print_plan, start_worker
 
@@ -288,6 +299,76 @@ def test_captured_graphs_share_what_their_steps_take(make, monkeypatch, layers):
     assert live.peak <= plan_memory(config, model, worker.state, cuda=True).graphs - memory.GRAPHS
 
 
+class EmptyGraph:
+    """Stands in for a CUDA graph that nobody replays."""
+
+    def __init__(self) -> None:
+        self.capture_begin = self.capture_end = lambda **_: None
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "shape",
+    [
+        WIDE,
+        pytest.param(LATENT, marks=pytest.mark.long),
+        pytest.param({"architectures": ["Gemma4ForCausalLM"], **GEMMA4}, marks=pytest.mark.long),
+    ],
+    ids=["plain", "latents", "two kinds"],
+)
+def test_graphs_between_attentions_have_their_room(make, monkeypatch, shape):
+    """The start captures them after those of decodes, and again after a sleep, and the plan has what they keep."""
+    made = make(shape, max_num_seqs=2, max_num_batched_tokens=40)
+    for name in ("Stream", "graph_pool_handle", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("graph", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", EmptyGraph)
+    worker = made.worker
+    with LiveBytes(*tensors(worker, worker.state, *worker.model.owners())) as live:
+        made.capture()
+        gc.collect()
+        kept, pieces = live.now, worker.pieces
+    layers = made.model.config.num_layers
+    assert pieces.sizes == [16, 32] and len(worker.graphs) == 4
+    assert [len(found) for found in pieces.captured.values()] == [layers + 1] * 2
+    own = [pieces.input_ids, pieces.positions, pieces.slots, pieces.slot_mapping, *pieces.buffers.values()]
+    step, graphs = memory.step_bytes(made.config, made.model, 32)[0], 2 * (layers + 1) * memory.PIECE
+    assert memory.piece_bytes(made.config, made.model) - step - graphs == sum(map(lambda x: x.nbytes, own)) <= kept
+    planned = plan_memory(made.config, made.model, worker.state, True).graphs - memory.GRAPHS - graphs
+    assert live.peak <= planned
+    worker.sleep(1)
+    assert worker.pieces is None
+    worker.wake_up(["weights", "kv_cache"], "")
+    assert worker.pieces.pool is worker.pool
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "sizes"),
+    [
+        ({}, {"max_num_batched_tokens": 256}, [16, 32, 64, 128, 192, 256]),
+        ({}, {"enforce_eager": True}, []),
+        ({}, {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, []),
+        ({"architectures": ["Qwen3_5ForCausalLM"], **DELTA}, {}, []),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+            {"max_num_batched_tokens": 256},
+            [16, 32, 64, 128, 192, 256],
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS},
+            {"enable_expert_parallel": True, "data_parallel_size": 2, "distributed_executor_backend": "mp"},
+            [],
+        ),
+    ],
+)
+def test_which_models_are_cut_at_attention(folder, shape, fields, sizes):
+    config = EngineConfig(folder(**shape), **fields)
+    group = Group(0, 1, experts=ExpertGroup.of(config), pipeline=Pipeline(0, config.pipeline_parallel_size))
+    model = Transformer(ModelConfig.from_folder(config.model), reference, "meta", torch.bfloat16, 70, group)
+    assert memory.piece_sizes(config, model) == sizes
+
+
 @pytest.mark.interpreted
 def test_products_of_our_own_have_room_for_their_parts(make):
     made = make(WIDE, batch_invariant=True, max_num_seqs=3, max_num_batched_tokens=48)
@@ -338,15 +419,16 @@ def test_a_prompt_that_is_scored_takes_no_more_than_a_step_may(make, monkeypatch
 
 @pytest.mark.interpreted
 def test_profile_runs_as_many_tokens_as_a_step_may_have(make, monkeypatch):
-    """There are several rows where one cannot be so long. A count of CPU tensors stands in for CUDA's."""
+    """There are several rows where one cannot be so long. A count of CPU tensors stands in for what CUDA's allocator
+    reserves."""
     made, seen = make(WIDE, max_model_len=12, max_num_seqs=6, max_num_batched_tokens=40, block_size=8), []
     forward = made.model.forward
     made.model.forward = lambda batch, *args: seen.append(len(batch.input_ids)) or forward(batch, *args)
     with LiveBytes(*tensors(*made.model.owners())) as live:
         fake = SimpleNamespace(
-            memory_allocated=lambda: live.now,
+            memory_reserved=lambda: live.now,
             reset_peak_memory_stats=lambda: setattr(live, "peak", live.now),
-            max_memory_allocated=lambda: live.peak,
+            max_memory_reserved=lambda: live.peak,
         )
         monkeypatch.setattr(torch, "cuda", fake)
         took = made.profile()
@@ -373,15 +455,15 @@ def test_start_takes_the_larger_of_predicted_and_measured(make, monkeypatch):
     """A made-up GPU has 1,000 MB, of which 90% may be used and 120 are in use already."""
     made = make(max_num_seqs=2, max_num_batched_tokens=8)
     plan = plan_of(weights=70 * 10**6, state=5 * 10**6, activations=30 * 10**6, graphs=10**6, block=10**6)
-    made.device, made.memory, allocated = "cuda", plan, [80, 83]  # MB, before and after the profile
+    made.device, made.memory, reserved = "cuda", plan, []  # MB, with the cache; without it; both after the profile
     fake = SimpleNamespace(
-        memory_allocated=lambda: allocated.pop(0) * 10**6,
-        empty_cache=lambda: None,
+        memory_reserved=lambda: reserved[0] * 10**6,
+        empty_cache=lambda: reserved.pop(0),
         mem_get_info=lambda: (880 * 10**6, 1000 * 10**6),
     )
     monkeypatch.setattr(torch, "cuda", fake)
     for peak, step in ((20, 30), (63, 60)):
-        allocated[:] = [80, 83]
+        reserved[:] = [99, 80, 83]
         made.profile = lambda peak=peak: peak * 10**6
         assert made.free_bytes() == (900 - 120 - step - 5 - 1) * 10**6
         assert made.measured == (peak - 3) * 10**6
@@ -418,6 +500,30 @@ def test_the_start_log_warns_where_a_step_took_more_than_was_planned(measured):
     assert memory_note(memory | {"context": 0}) == ""
 
 
+@pytest.mark.parametrize(
+    ("total", "fields", "tokens"),
+    [
+        (0, {}, 2048),
+        (24 * 2**30, {}, 8192),
+        (79 * 2**30, {}, 16384),
+        (24 * 2**30, {"max_num_seqs": 9000}, 9000),
+        (79 * 2**30, {"max_num_batched_tokens": 300}, 300),
+        (0, {"max_num_seqs": 3000}, 3000),
+    ],
+)
+def test_a_larger_device_has_larger_steps(total, fields, tokens):
+    assert settle_tokens(EngineConfig(**fields), total).token_budget == tokens
+
+
+def test_the_scheduler_has_the_steps_that_the_worker_has_room_for(monkeypatch):
+    """Only the worker knows its device."""
+    facts = Startup.facts
+    monkeypatch.setattr(Startup, "facts", lambda *args: facts(*args) | {"max_num_batched_tokens": 777})
+    core = EngineCore(EngineConfig(device="cpu", max_num_seqs=2))
+    assert core.config.token_budget == core.scheduler.config.token_budget == 777
+    core.close()
+
+
 def plan_lines(capsys, gib: float | None = None, **fields) -> dict[str, str]:
     config = EngineConfig(**fields)
     print_plan(config, ModelConfig.from_folder(config.model), gib)
@@ -434,6 +540,7 @@ def test_plan_of_a_gpu_adds_up(capsys, folder):
     found = []
     for size in (1, 2):
         lines = plan_lines(capsys, 80.0, model=model, tensor_parallel_size=size, distributed_executor_backend="mp")
+        assert lines["activations"].endswith("of 16,384 tokens")
         mib = {name: float(rest.split()[0].replace(",", "")) for name, rest in lines.items() if "MiB" in rest}
         taken = ("weights", "batch state", "largest step", "CUDA graphs", "CUDA and libraries", "KV pool")
         block = 32 * 2 * 8 * 64 * 128 * 2 / size / MIB

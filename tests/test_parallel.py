@@ -102,6 +102,42 @@ def exchange(group: Group) -> None:
     assert group.min(10 - rank) == 10 - (size - 1)
 
 
+def refuse(worker: Worker, fails: bool) -> list[tuple]:
+    """Steps of which each fails at another exchange, on the rank that `fails` alone, and what this rank says of them.
+
+    Each is followed by a step that was planned meanwhile, and by one in which all begin anew.
+    """
+    group, told, calls = worker.group, [], 0
+    group.set_timeout(30)
+
+    def planted(exchange, at):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            if fails and calls == at:
+                raise torch.OutOfMemoryError("CUDA out of memory.\nAnd more that nobody reads")
+            return exchange(*args)
+
+        return call
+
+    names = ((group, "all_reduce"), (group, "all_gather"), (worker.state, "sample"))
+    for at in range(99):
+        calls, originals = 0, [getattr(owner, name) for owner, name in names]
+        for (owner, name), original in zip(names, originals, strict=True):
+            setattr(owner, name, planted(original, at))
+        new = [NewRow(slot=i, token_ids=[5, 6 + i, 7, 8], blocks=[[i]], score=(1, 1, 4) if i else None)
+               for i in range(2)]  # fmt: skip
+        first = worker.step(StepPlan(2 * at, rows=[(0, 4), (1, 4)], new=new, released=[0, 1]))
+        last = calls < at
+        for (owner, name), original in zip(names, originals, strict=True):
+            setattr(owner, name, original)
+        second = worker.step(StepPlan(2 * at + 1, rows=[(0, 1), (1, 1)]))
+        told.append((first.error, first.token_ids, sorted(first.scores), second.token_ids))
+        if last:
+            return told
+    raise AssertionError("a step has no end")
+
+
 def run_rank(rank: int, size: int, folder: Path) -> None:
     """What each process runs: all that needs a group that has met. It saves its findings in a file."""
     found = {}
@@ -115,6 +151,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     fields = {"tensor_parallel_size": size, "max_num_seqs": 64, "swap_space": 1.0}
     worker = make_worker(folder / "mistral-window", rank, f"file://{folder}/memory-{size}", **fields)
     found["memory"] = worker.facts()
+    found["refused"] = refuse(worker, rank == size - 1)
     torch.save(found, folder / f"{size}.{rank}.pt")
     worker.group.close()
 
@@ -156,6 +193,17 @@ def test_blocks_are_those_of_the_rank_with_the_least_memory(ranks):
     for size in SIZES:
         counts = {(f["num_blocks"], f["num_host_blocks"]) for f in (rank["memory"] for rank in ranks[size])}
         assert counts == {(20 - (size - 1),) * 2}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_that_fails_on_one_rank_is_refused_and_leaves_the_others_in_step(ranks, size):
+    """The others run it to its end. Afterwards all give the same again."""
+    *others, failed = (rank["refused"] for rank in ranks[size])
+    good = failed[0]
+    assert good[0] is None and good == failed[-1] and good[2] == [1] and len(failed) > 9
+    assert [said[:3] for said in failed[1:-1]] == [("CUDA out of memory.", [], [])] * (len(failed) - 2)
+    for rank in others:
+        assert rank[0] == rank[-1] == good and len(rank) == len(failed) and not any(said[0] for said in rank)
 
 
 @pytest.mark.parametrize("size", SIZES)

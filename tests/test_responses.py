@@ -284,6 +284,45 @@ def test_the_store_is_bounded() -> None:
     assert store.size == 0 and not store.entries
 
 
+def test_nobody_evicts_what_a_quieter_client_has_stored() -> None:
+    def put(store: Store, owner: str, *ids: Any, size: int = 10) -> None:
+        for id in ids:
+            store.keeper(owner, ["x" * size])({"id": str(id), "status": "completed", "output": []})
+
+    def owned(store: Store, owner: str) -> list[str]:
+        return [id for each, id in store.entries if each == owner]
+
+    keyed = Store(ServerConfig(api_key=("one", "two"), max_stored_responses=8, max_stored_response_bytes=8000))
+    put(keyed, "a", *range(9))
+    put(keyed, "b", *range(99))
+    assert owned(keyed, "a") == list("5678") and owned(keyed, "b") == ["95", "96", "97", "98"]  # half of it each
+    put(keyed, "b", *range(3), size=1900)
+    assert owned(keyed, "a") == list("5678") and owned(keyed, "b") == list("12")
+    put(keyed, "b", "large", size=9000)
+    assert owned(keyed, "a") == list("5678") and owned(keyed, "b") == ["large"]
+    open_ = Store(ServerConfig(max_stored_responses=8, max_stored_response_bytes=2**14))
+    put(open_, "a", *range(3))
+    for address in ("b", "c"):
+        put(open_, address, *range(99))
+    assert owned(open_, "a") == list("012") and len(open_.entries) == 8
+    put(open_, "b", *range(9), size=6000)
+    assert owned(open_, "a") == list("012") and open_.size <= 2**14
+    assert open_.size == sum(len(part) for entry in open_.entries.values() for part in entry)
+
+
+def test_without_keys_an_id_alone_shows_nothing(engine: ScriptedClient) -> None:
+    """A client is its address then."""
+    http_client, other = client_of(engine, host="0.0.0.0"), {"environ_base": {"REMOTE_ADDR": "10.0.0.2"}}
+    id = ask(http_client)["id"]
+    for path in (f"{ASK}/{id}", f"{ASK}/{id}/input_items"):
+        assert http_client.get(path).status_code == 200
+        refusal(http_client.get(path, **other), 404)
+    refusal(http_client.delete(f"{ASK}/{id}", **other), 404)
+    again = http_client.post(ASK, json={"input": "More", "previous_response_id": id}, **other)
+    assert refusal(again)["code"] == "previous_response_not_found"
+    assert http_client.delete(f"{ASK}/{id}").status_code == 200
+
+
 @pytest.mark.parametrize("config", [{"max_stored_responses": 0}, {"api_server_count": 2}])
 def test_a_server_that_keeps_nothing_says_so(engine: ScriptedClient, config: dict[str, int]) -> None:
     http_client, (flag,) = client_of(engine, **config), config

@@ -172,7 +172,7 @@ def test_openais_sdk_runs_responses_with_tools(served: Any, engine: ScriptedClie
     app = served(THINKS).application
     with (
         httpx2.Client(transport=httpx2.WSGITransport(app=app)) as http,
-        openai.OpenAI(base_url="http://manta/v1", api_key="none", http_client=http) as client,
+        openai.OpenAI(base_url="http://localhost/v1", api_key="none", http_client=http) as client,
     ):
         engine.says = f"<think>hm</think>{ADD}"
         with client.responses.stream(model="manta", input="Hi", tools=FLAT) as stream:

@@ -12,11 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_worker import NUM_MOVES, Engine, expected, expected_beams, prompt, sample_seed
 from grammar import awaits_token
-from kv_cache import chain
 from kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
-from sequence import Request, Status
+from sequence import Request, Status, chain
 
 MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it
 MOST_LATE = 20  # steps of a scenario in which masks come late

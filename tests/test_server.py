@@ -31,6 +31,8 @@ from scripted import (
 from served import Server, eventually, serving
 from server import main, with_policy
 
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
 
 def test_explain(http_client: FlaskClient, engine: ScriptedClient) -> None:
     """The engine's stories of all prompts of a request, by the id of the response."""
@@ -371,9 +373,9 @@ def test_the_sdk_sees_errors_as_its_own(server: Server) -> None:
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1\r\n\r\n{",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        POST + b"Content-Length: 10\r\n\r\n{",
+        POST + b"Content-Length: 1\r\n\r\n{",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
 def test_after_malformed_requests_it_answers_normal_ones(server: Server, raw: bytes) -> None:
@@ -386,14 +388,14 @@ def test_after_malformed_requests_it_answers_normal_ones(server: Server, raw: by
 
 
 def test_a_body_that_does_not_come_is_400(server: Server) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+    head = POST + b"Content-Length: 9\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
         sock.sendall(head)
         assert b" 400 " in sock.recv(1000).partition(b"\r\n")[0]
 
 
 def test_a_chunked_body_is_measured(server: Server) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         chunk = b" " * 2**20
@@ -405,7 +407,6 @@ def test_a_chunked_body_is_measured(server: Server) -> None:
 
 # --- what gunicorn refuses -------------------------------------------------------------------------------------------
 
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -425,11 +426,11 @@ def exchange(server: Server, raw: bytes) -> tuple[int, dict[str, str], bytes]:
     ("raw", "status"),
     [
         (b"nonsense\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n", 400),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n", 400),
-        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
-        (b"GET /health HTTP/1.1\r\nHost: x\r\nExpect: tea\r\n\r\n", 417),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: x\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n", 400),
+        (b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nExpect: tea\r\n\r\n", 417),
         (POST + b"Transfer-Encoding: gzip\r\n\r\n", 400),
         (POST + b"Transfer-Encoding: tea\r\n\r\n", 400),
         (CHUNKED + b"zz\r\n{}\r\n", 400),
@@ -451,7 +452,7 @@ def test_what_is_no_http_gets_an_error_like_any_other(server: Server, raw: bytes
 
 def test_no_reply_names_the_server(server: Server) -> None:
     for raw in (b"GET /health", b"GET /nope", b"HEAD /v1/models", b"DELETE /health"):
-        _, headers, _ = exchange(server, raw + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        _, headers, _ = exchange(server, raw + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert "server" not in headers and headers["x-request-id"]
 
 
@@ -495,7 +496,7 @@ def test_keys_are_of_a_file_and_of_the_environment(keyed: Server) -> None:
 
 
 def test_a_page_may_read_what_gunicorn_refuses_and_the_log_has_a_line(keyed: Server) -> None:
-    page = b"Host: x\r\nOrigin: http://page.example\r\n"
+    page = b"Host: localhost\r\nOrigin: http://page.example\r\n"
     for raw, status in (
         (b"GET /llm/health HTTP/1.1\r\n" + page + b"\r\n", 200),
         (b"GET /llm/v1/models HTTP/1.1\r\n" + page + b"\r\n", 401),

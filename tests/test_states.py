@@ -6,10 +6,10 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from kv_cache import StateManager, chain
+from kv_cache import StateManager
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
-from sequence import Request, Sequence, SequenceGroup, Status, WaitClock
+from sequence import Request, Sequence, SequenceGroup, Status, WaitClock, chain
 
 
 def chunks(engine: Engine) -> list[int]:
@@ -169,6 +169,18 @@ def test_host_rows_are_free_again_however_a_swapped_request_goes_on(end):
     engine.scheduler.check_integrity()
     engine.run()
     assert engine.outputs["urgent"] == expected(prompt(20, 9), 2, 32, ignore_eos=True)
+
+
+def test_copies_of_the_cache_that_were_lost_cost_a_swapped_sequence_nothing():
+    """A step that ends in an error loses what it moved, and most of that is what the prefix cache copies."""
+    engine, low = swapped()
+    admission, own = engine.scheduler.admission, low.seqs[0].host_tables[0][0]
+    other = next(block for block in range(32) if block not in low.seqs[0].host_tables[0])
+    admission.forget_moves([StepPlan(9, swap_out=[(0, other)])], 0.0)
+    assert low.status is Status.SWAPPED
+    admission.forget_moves([StepPlan(9, swap_out=[(0, other), (1, own)])], 0.0)
+    assert low.status is Status.WAITING
+    engine.scheduler.check_integrity()
 
 
 def test_without_room_for_its_state_a_sequence_computes_its_tokens_again():

@@ -203,6 +203,7 @@ def test_nothing_is_left_of_a_server_that_has_seen_deaths(tmp_path: Path) -> Non
         eventually(lambda: "new workers after" in server.log.read_text(), 60)
         os.kill(engine_of(server), signal.SIGKILL)
         eventually(lambda: "is ready again after" in server.log.read_text(), 60)
+        assert "the engine process has ended by the signal 9 (Killed)" in server.log.read_text()
         eventually(lambda: server.get("/health")[0] == 200)
         server.pids = server.family()
         os.kill(worker_of(server), signal.SIGSTOP)
