@@ -1,7 +1,7 @@
 """The Triton specializations that the shapes below need, compiled without a GPU for the chips of SHARED_LIMIT.
 
 The tests compile a part of them: the shapes of BRIEF, and matrix products and activations once for each kind. By
--m long they compile all. So does python tests/test_compile_gate.py, which prints the table of docs/kernels.md.
+-m long they compile all. So does python tests/test_compile_gate.py, which prints a table.
 """
 
 from __future__ import annotations
