@@ -164,8 +164,10 @@ def download_beside(config: EngineConfig, weights: bool) -> str:
         ValueError, KeyboardInterrupt: see `find_model`.
     """
     message = json.dumps({"config": dataclasses.asdict(config), "weights": weights}).encode()
+    command = [sys.executable, "-P", os.path.abspath(__file__)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        with subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdin and process.stdout
             process.stdin.write(message + b"\n")
             process.stdin.flush()

@@ -1,7 +1,7 @@
 """What came to the scheduler and what it decided, in lines of JSON; and a replay that must decide the same.
 
     python server.py --log-scheduler steps.jsonl        writes the journal
-    python journal.py steps.jsonl                       makes every decision again, and stops where one differs
+    python -m observe.journal steps.jsonl                       makes every decision again, and stops where one differs
 
 A step has two lines, one for its plan and one for its result; the next plan may come between them.
 The scheduler is a function of the events and results that come to it, so a journal from somebody else's machine is a
@@ -167,12 +167,12 @@ def apply_event(scheduler: Scheduler, kind: str, rest: list[Any]) -> None:
 def main() -> None:
     """Replay the journal named on the command line."""
     if len(sys.argv) != 2:
-        sys.exit("usage: python journal.py FILE")
+        sys.exit("usage: python -m observe.journal FILE")
     try:
         with open(sys.argv[1], encoding="utf-8") as file:
             scheduler = replay(file.readlines())
     except (OSError, ValueError) as error:
-        print(f"journal.py: error: {error}", file=sys.stderr)
+        print(f"journal: error: {error}", file=sys.stderr)
         sys.exit(2)
     counts = ", ".join(f"{name} {value:,.0f}" for name, value in scheduler.counters.items())
     print(f"{scheduler.step} steps, every decision the same: {counts}")

@@ -269,8 +269,11 @@ def join_cluster(option: str = "distributed_executor_backend") -> None:
         return
     options: dict[str, Any] = {"logging_level": logging.WARNING}
     os.environ.setdefault("RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES", "")  # ours, below, say all
-    if not __package__:  # the files beside this one go to the other nodes; an installed package is there
-        options["runtime_env"] = {"working_dir": str(Path(__file__).parent), "excludes": ["??*", "!/*.py"]}
+    if not __package__:  # our files go to the other nodes; an installed package is there
+        root = Path(__file__).parent.parent
+        rooms = [path.parent.name for path in root.glob("*/__init__.py")]
+        ours = ["!/*.py", *(f"!/{name}{end}" for name in rooms for end in ("", "/*.py"))]
+        options["runtime_env"] = {"working_dir": str(root), "excludes": ["??*", *ours]}
     address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if not (place := canonicalize_bootstrap_address(address)):

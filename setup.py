@@ -1,8 +1,8 @@
-"""Makes the package `manta` from the files of this folder, which import each other by bare names.
+"""Makes the package `manta` from the files of this folder and the folders in it, which import each other by bare names.
 
-Installed as they are, they would claim names like `config` and `memory` in every program. So their copies go into one
-package, and there `from config import say` reads `from manta.config import say`, and `import batch` reads
-`from manta import batch`. That binds the same names, so nothing else has to change.
+Installed as they are, they would claim names like `config` and `models` in every program. So their copies go into one
+package, and there `from config import say` reads `from manta.config import say`, and `import config` reads
+`from manta import config`. That binds the same names, so nothing else has to change.
 """
 
 import ast
@@ -13,8 +13,10 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-FOLDERS = {"manta": ".", "manta.bench": "bench", "manta.demo": "demo"}
-HOMES = {path.stem: package for package, folder in FOLDERS.items() for path in (ROOT / folder).glob("*.py")}
+ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
+FOLDERS = {"manta": "."} | {f"manta.{name}": name for name in ("bench", "demo", *ROOMS)}
+HOMES = {path.stem: f"manta.{folder}" for folder in ("bench", "demo") for path in (ROOT / folder).glob("*.py")}
+HOMES |= dict.fromkeys([*ROOMS, *(path.stem for path in ROOT.glob("*.py"))], "manta")
 INIT = '"""An LLM inference engine: `from manta.engine import LLM, SamplingParams`, or the command `manta`."""\n'
 
 
@@ -22,9 +24,8 @@ def packaged(source: str) -> str:
     """The text of a module with its imports of our other modules as they are in the package."""
     lines = source.split("\n")
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module in HOMES:
-            name = node.module
-            old, new = f"from {name} import", f"from {HOMES[name]}.{name} import"
+        if isinstance(node, ast.ImportFrom) and node.module and (home := HOMES.get(node.module.partition(".")[0])):
+            old, new = f"from {node.module} import", f"from {home}.{node.module} import"
         elif isinstance(node, ast.Import) and (name := node.names[0].name) in HOMES:
             old, new = f"import {name}", f"from {HOMES[name]} import {name}"
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from test_house import FILES, imports
+from test_house import ROOMS, imports
 
 ROOT = Path(__file__).parent.parent
 COMMAND = "import sys; sys.argv[0] = 'manta'; from manta.server import main; main()"  # as pip's script does it
@@ -52,14 +52,14 @@ def run(installed: Path, elsewhere: Path, code: str, *words: str) -> subprocess.
 def test_the_wheel_holds_everything_under_one_name(installed: Path) -> None:
     (facts,) = installed.glob("*.dist-info")
     assert {path.name for path in installed.iterdir()} == {"manta", facts.name}
-    wanted = {f"{name}.py" for name in FILES} - {"setup.py"} | {"__init__.py"}
-    for folder in ("bench", "demo", "web"):
+    wanted = {path.name for path in ROOT.glob("*.py")} - {"setup.py"} | {"__init__.py"}
+    for folder in ("bench", "demo", "web", *ROOMS):
         wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.*")}
     assert {str(path.relative_to(installed / "manta")) for path in installed.glob("manta/**/*.*")} == wanted
 
 
 def test_its_modules_import_each_other_from_the_package(installed: Path) -> None:
-    ours = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")}
+    ours = {path.stem for folder in (".", "bench", "demo") for path in (ROOT / folder).glob("*.py")} | set(ROOMS)
     for path in installed.glob("manta/**/*.py"):
         assert not imports(ast.parse(path.read_text())) & ours, path
 
