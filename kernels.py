@@ -2,9 +2,9 @@
 
 Each op is a kernel, whose docstring opens with its formula and shapes, and a launcher in three parts: check, allocate,
 launch. Inside kernels a prefix tells what a name is: i_ an index, o_ offsets, m_ a mask, p_ pointers, b_ a block of
-values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in matmul.py, those
-of experts in experts.py, those of latent attention in latent.py, those of delta-rule layers in delta.py, and those of
-sampling in sampling.py.
+values. Kernels run on CUDA, and on the CPU under TRITON_INTERPRET=1. Those of matrix products are in ops/matmul.py,
+those of experts in ops/experts.py, those of latent attention in ops/latent.py, those of delta-rule layers in
+ops/delta.py, and those of sampling in ops/sampling.py.
 
 Shapes: a step has B rows (sequences) and T tokens, and R of its rows sample. The batch state has S slots. A sequence
 has at most M blocks. H are query heads, KV key/value heads, G = H / KV, D is head_dim, V the vocabulary. A slot of -1
@@ -25,26 +25,26 @@ import torch
 import triton
 import triton.language as tl
 
-from delta import conv_silu as conv_silu  # ops like those below
-from delta import delta_rule as delta_rule
-from delta import gated_norm as gated_norm
-from delta import sigmoid_mul as sigmoid_mul
-from experts import expert_down as expert_down
-from experts import expert_gate_up as expert_gate_up
-from experts import plan_experts as plan_experts
-from experts import route as route
-from latent import _decode_tile as _latent_tile
-from latent import head_linear as head_linear
-from latent import latent_decode as latent_decode
-from latent import latent_prefill as latent_prefill
-from latent import latent_store as latent_store
-from latent import rope_last as rope_last
-from matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
-from matmul import linear as linear
-from sampling import Adjust
-from sampling import logprobs as logprobs
-from sampling import mask_words as mask_words
-from sampling import sample as sample
+from ops.delta import conv_silu as conv_silu  # ops like those below
+from ops.delta import delta_rule as delta_rule
+from ops.delta import gated_norm as gated_norm
+from ops.delta import sigmoid_mul as sigmoid_mul
+from ops.experts import expert_down as expert_down
+from ops.experts import expert_gate_up as expert_gate_up
+from ops.experts import plan_experts as plan_experts
+from ops.experts import route as route
+from ops.latent import _decode_tile as _latent_tile
+from ops.latent import head_linear as head_linear
+from ops.latent import latent_decode as latent_decode
+from ops.latent import latent_prefill as latent_prefill
+from ops.latent import latent_store as latent_store
+from ops.latent import rope_last as rope_last
+from ops.matmul import DECODE_PARTIALS, LOG2E, MOST_REGISTERS, NO_ID, Chip, _cast, _chip, _combine, _dot, _tile_rows
+from ops.matmul import linear as linear
+from ops.sampling import Adjust
+from ops.sampling import logprobs as logprobs
+from ops.sampling import mask_words as mask_words
+from ops.sampling import sample as sample
 
 __version__ = "0.1.0"
 

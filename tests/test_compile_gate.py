@@ -368,7 +368,7 @@ def specializations(arch: int, shapes: tuple[str, ...]) -> list[tuple[str, Any, 
     from triton.runtime.jit import JITFunction
 
     import kernels
-    import matmul
+    from ops import matmul
 
     found: dict[str, tuple[str, Any, dict[str, Any]]] = {}
     types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 import itertools
 
-import experts
 import kernels
+from ops import experts
 from test_experts import ACTIVATIONS, ROUTERS, check_experts, check_route, layer, router, there
 from test_kernels import dtypes, few
 

@@ -49,7 +49,9 @@ FILES = {  # by the names that an import has
     if path.stem != "__init__"
 }
 BENCHES = {path.stem: ast.parse(path.read_text()) for path in ROOT.glob("bench/*.py")}
-EVERY_FILE = [path for folder in (".", *ROOMS, "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))]
+EVERY_FILE = [
+    path for folder in (".", *ROOMS, "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))
+]
 # These may fall. They rise only when a capability with a name of its own comes.
 MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 94, 700, 80, 750
 STDLIB_ONLY = {
@@ -99,7 +101,9 @@ def test_a_folder_says_what_it_is_for(room):
 def test_a_file_imports_what_it_may(name):
     """A folder is imported by its doors alone; what decides needs the standard library alone, or at least no torch."""
     found, room = ours(FILES[name]), name.split(".")[0]
-    past = {there for there in found - ALL if room not in DOORS.get(there.split(".")[0], {room}) | {there.split(".")[0]}}
+    past = {
+        there for there in found - ALL if room not in DOORS.get(there.split(".")[0], {room}) | {there.split(".")[0]}
+    }
     assert past == {there for here, there in LEFT if here == name}
     assert "." not in name or not found & {"server", "engine"}
     if name in STDLIB_ONLY:
@@ -111,7 +115,10 @@ def test_a_file_imports_what_it_may(name):
 
 def test_no_two_files_import_each_other():
     """Not even by way of others, when they are loaded."""
-    at_once = {name: ours(ast.Module([node for node in tree.body if not hasattr(node, "body")], [])) for name, tree in FILES.items()}
+    at_once = {
+        name: ours(ast.Module([node for node in tree.body if not hasattr(node, "body")], []))
+        for name, tree in FILES.items()
+    }
 
     def follow(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " -> ".join([*path, name])
@@ -299,8 +306,9 @@ def test_the_readme_is_short():
 
 
 def test_every_option_is_described_in_one_line():
-    import config
     from api import flags
+
+    import config
 
     text = flags.OptionParser(config.EngineConfig, config.ServerConfig).format_help()
     assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text

@@ -158,7 +158,9 @@ def test_an_engine_writes_one_and_the_command_line_replays_it(make_llm, tmp_path
         llm.generate([[5 + i] * 30 for i in range(30)], SamplingParams(max_tokens=40, seed=1), use_tqdm=False)
         llm.core.reset_prefix_cache()  # a replay that missed it would find what the second round did not
     root = Path(__file__).parent.parent
-    run = subprocess.run([sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True, check=True
+    )
     assert "every decision the same" in run.stdout
     path.write_text(path.read_text().replace('"waiting":0', '"waiting":1'))
     run = subprocess.run([sys.executable, "-m", "observe.journal", path], cwd=root, capture_output=True, text=True)

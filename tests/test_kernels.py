@@ -30,8 +30,7 @@ import triton
 import triton.language as tl
 
 import kernels
-import latent
-import matmul
+from ops import latent, matmul
 
 MANY = 20 if torch.cuda.is_available() else 10  # examples; interpreted, each takes long
 few = settings(

@@ -16,7 +16,7 @@ import reference
 pytest.importorskip("triton")
 
 import kernels
-import sampling
+from ops import sampling
 from test_kernels import dtypes, few, ints, run
 
 

@@ -18,7 +18,7 @@ import reference
 pytest.importorskip("triton")
 
 import kernels
-import latent
+from ops import latent
 
 few = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -14,7 +14,7 @@ import oracles
 
 pytest.importorskip("triton")
 
-import matmul
+from ops import matmul
 from test_kernels import few, run
 
 

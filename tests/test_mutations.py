@@ -15,19 +15,15 @@ import torch
 
 pytest.importorskip("triton")
 
-import delta
-import experts
 import kernels
-import latent
-import matmul
 import oracles
-import sampling
 import test_delta
 import test_expert_kernels
 import test_kernels
 import test_kernels_sampling
 import test_latent
 import test_matmul
+from ops import delta, experts, latent, matmul, sampling
 
 F32, BF16 = torch.float32, torch.bfloat16
 HOMES = (delta, experts, kernels, latent, matmul, sampling)

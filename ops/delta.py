@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import _cast, _chip, _dot
+from ops.matmul import _cast, _chip, _dot
 
 CHUNK = 64  # tokens of a chunk: wgmma takes no fewer rows, and the inverse of a larger matrix costs more than it saves
 KEY_PART = 64  # numbers of keys and queries that are multiplied at a time

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import FLOAT_MAX, LOG2E, NO_ID
+from ops.matmul import FLOAT_MAX, LOG2E, NO_ID
 
 MAX_BIASES = tl.constexpr(1024)  # entries of logit_bias that a slot holds
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from matmul import _cast, _dot
+from ops.matmul import _cast, _dot
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NO_ID = tl.constexpr(2**31 - 1)
