@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cpu import DirectWrites
+from cpu.weights import DirectWrites
 from plan import NewRow, StepPlan, bit_words
 from sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 

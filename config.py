@@ -150,7 +150,7 @@ class EngineConfig:
     )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "where the model runs; auto takes a GPU if there is one")
     backend: Literal["auto", "triton", "cpu", "reference"] = option(
-        "auto", "kernels.py, cpu_ops.py or reference.py; auto is triton on cuda, cpu on cpu"
+        "auto", "kernels.py, cpu/ops.py or reference.py; auto is triton on cuda, cpu on cpu"
     )
     max_model_len: int | None = option(
         None, "tokens of a prompt and its output together (default: what the model allows)", 2, MAX_CONTEXT

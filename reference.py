@@ -1,4 +1,4 @@
-"""The specification: every op in the shortest correct torch. `kernels.py` and `cpu_ops.py` must give the same results.
+"""The specification: every op in the shortest correct torch. `kernels.py` and `cpu/ops.py` must give the same results.
 
 Each op is a function with the same name and signature in all three files. The tests hold this one against formulas in
 float64, and the other two against the same formulas and against this one. It is written to be read, not to be fast;

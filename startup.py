@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-import cpu
 from batch_state import BatchState
 from compile_guard import CompileGuard, check_compiler
 from config import EngineConfig
-from cpu_compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
+from cpu import weights as cpu_weights
+from cpu.compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
 from logs import logger
 from memory import (
@@ -104,12 +104,14 @@ class Startup:
         self.seconds: dict[str, float] = {}  # of each phase
         self.measured = 0  # bytes that the largest step took, on a GPU
         self.sharers = self.group.local_size * config.local_engines  # they share this machine's cores and memory
-        self.greedy_head: cpu.GreedyHead | None = None
+        self.greedy_head: cpu_weights.GreedyHead | None = None
         with self.phase("weights"):
             self.model = Transformer(model_config, self.ops, self.device, dtype, self.max_model_len, self.group)
             self.parameters = self.model.parameters()  # none once the weights are packed
             self.load()
-        self.cpu_room = int(CPU_KV_SHARE * cpu.available_bytes() / self.sharers)  # read before the KV pool takes some
+        self.cpu_room = int(
+            CPU_KV_SHARE * cpu_weights.available_bytes() / self.sharers
+        )  # read before the KV pool takes some
         self.num_snapshots = self.fit_states()
         self.guard = CompileGuard(self.ops) if self.ops.BACKEND == "triton" else None
         if self.device == "cuda" and self.guard:
@@ -183,8 +185,8 @@ class Startup:
         self.memory = plan_memory(config, model, state, self.device == "cuda")
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
-            small = self.num_parameters * model.dtype.itemsize < cpu.SMALL
-            cpu.settle(config.threads, small and config.beside_server, self.sharers)
+            small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
+            cpu_weights.settle(config.threads, small and config.beside_server, self.sharers)
         mapped = config.load_format != "dummy" and not config.weights
         self.arrange(checkpoint_files(config.folder) if mapped else [])
 
@@ -205,7 +207,7 @@ class Startup:
             if self.builder and rows == "both" and model.dtype == torch.bfloat16:
                 multiplied = self.builder.ask(multiply_job())
             self.parameters = {}
-            self.greedy_head = cpu.prepare(model, rows, files, multiplied)
+            self.greedy_head = cpu_weights.prepare(model, rows, files, multiplied)
         else:
             self.pack(model)
 
@@ -227,7 +229,7 @@ class Startup:
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
             twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
-            with self.guard.rehearse(threads=max(1, cpu.available_cores() // self.sharers)):
+            with self.guard.rehearse(threads=max(1, cpu_weights.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):
@@ -269,14 +271,14 @@ class Startup:
         """A KV pool [num_blocks, *block_shape] of zeros."""
         shape, dtype = (num_blocks, *self.block_shape()), self.model.dtype
         if self.device == "cpu":
-            return cpu.zeros(shape, dtype)
+            return cpu_weights.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def new_states(self, rows: int) -> torch.Tensor:
         """A pool of recurrent states [rows, size] of zeros; the size is 0 where the model has none."""
         shape = rows, self.model.state_size
         if self.device == "cpu" and shape[1]:
-            return cpu.zeros(shape, torch.float32)
+            return cpu_weights.zeros(shape, torch.float32)
         return torch.zeros(shape, device=self.device)
 
     def fit_states(self) -> int:
@@ -305,7 +307,9 @@ class Startup:
 
     def host_bytes(self) -> int:
         """Bytes of it that this rank may use; the ranks of a machine share its memory."""
-        room = int(PINNED_SHARE * cpu.available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
+        room = (
+            int(PINNED_SHARE * cpu_weights.available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
+        )
         return min(int(self.swap_space * 2**30 / self.group.local_size), room)
 
     def new_host_states(self) -> torch.Tensor:
@@ -442,7 +446,7 @@ class Startup:
         if self.guard:
             self.guard.armed = True
         if self.device == "cpu":
-            cpu.release()
+            cpu_weights.release()
         return token_seconds, swap_seconds, compile_seconds
 
     def run_prompts(self) -> float:
@@ -564,7 +568,7 @@ def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
     """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
     asked, pool = count, None
-    while count and (pool := cpu.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
+    while count and (pool := cpu_weights.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
         count //= 2
     if count < asked:
         logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
@@ -611,7 +615,7 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
     if asked == "auto":
         asked = checkpoint
         if device == "cpu" and checkpoint in ("bfloat16", "float16"):
-            asked = "bfloat16" if cpu.has_bfloat16() else "float32"
+            asked = "bfloat16" if cpu_weights.has_bfloat16() else "float32"
     return getattr(torch, asked)
 
 
@@ -632,7 +636,7 @@ def pick_ops(backend: str, device: str) -> ModuleType:
     if backend == "cpu":
         if device != "cpu":
             raise ValueError(f"backend is 'cpu'; the device is {device}, where it must be triton or reference")
-        import cpu_ops
+        from cpu import ops as cpu_ops
 
         return cpu_ops
     import reference
@@ -659,7 +663,7 @@ def new_builder(config: EngineConfig, backend: str) -> Builder | None:
         return Builder(jobs=os.cpu_count() or 1)
     if backend != "cpu" or config.enforce_eager or config.batch_invariant or config.load_format == "dummy":
         return None
-    small = sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu.SMALL
+    small = sum(os.path.getsize(path) for path in checkpoint_files(config.folder)) < cpu_weights.SMALL
     return None if small else Builder(jobs=1, idle=True)
 
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from batch_state import BatchState, StepShape, to_device
 from compile_guard import LateCompile
 from config import EngineConfig
-from cpu import GreedyHead
+from cpu.weights import GreedyHead
 from memory import logprob_rows
 from model import Batch, PiecewiseGraphs, Transformer
 from model_config import ModelConfig

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import cpu
 from batch_state import BatchState
+from cpu.weights import weights as cpu_weights
 from engine import LLM, SamplingParams
 from model import linear
 from plan import NewRow, StepPlan
@@ -24,7 +24,7 @@ from startup import pick_dtype
 ROOT = Path(__file__).parent.parent
 CHAT = [{"role": "user", "content": "What is 23 + 58?"}]
 
-MULTIPLIED = SimpleNamespace(run=lambda tensors: [cpu.multiply(*tensors)])  # what stands in for the C++ of it
+MULTIPLIED = SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])  # what stands in for the C++ of it
 
 
 def kind_of(dtype: torch.dtype, short: bool = False) -> type:
@@ -33,13 +33,13 @@ def kind_of(dtype: torch.dtype, short: bool = False) -> type:
     oneDNN packs no 16-bit weights on a CPU without instructions for them.
     """
     if short and dtype == torch.float32 and "fbgemm" in torch.backends.quantized.supported_engines:
-        return cpu.HalfLinear
+        return cpu_weights.HalfLinear
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(torch.zeros(1, 1, dtype=dtype))
         torch.ops.mkldnn._linear_pointwise(torch.zeros(1, 1, dtype=dtype), packed, None, "none", [], "")
     except (RuntimeError, AttributeError):
         return torch.Tensor
-    return cpu.PackedLinear
+    return cpu_weights.PackedLinear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -48,10 +48,12 @@ def kind_of(dtype: torch.dtype, short: bool = False) -> type:
 def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
     torch.manual_seed(0)
     weight, bias = torch.randn(shape, dtype=dtype), torch.randn(shape[0], dtype=dtype)
-    packed = cpu.pack(weight, rows, MULTIPLIED)
+    packed = cpu_weights.pack(weight, rows, MULTIPLIED)
     short = rows == "both" and dtype == torch.bfloat16 and shape[1] % 8 == 0
-    assert type(packed) is (cpu.PanelLinear if rows == "one" else cpu.CompressedLinear if short else kind_of(dtype))
-    for count in (1, 2, 33, cpu.PROMPT):
+    assert type(packed) is (
+        cpu_weights.PanelLinear if rows == "one" else cpu_weights.CompressedLinear if short else kind_of(dtype)
+    )
+    for count in (1, 2, 33, cpu_weights.PROMPT):
         x = torch.randn(count, 2 * shape[1], dtype=dtype)[:, : shape[1]]  # not contiguous
         for b in (None, bias):
             wanted = F.linear(x.double(), weight.double(), None if b is None else b.double())
@@ -60,16 +62,16 @@ def test_a_packed_weight_gives_the_plain_product(dtype, shape, rows):
             torch.testing.assert_close(got.double(), wanted, atol=0.02 * shape[1] ** 0.5, rtol=0.02)
 
 
-@pytest.mark.skipif(kind_of(torch.float32, short=True) is not cpu.HalfLinear, reason="needs FBGEMM")
+@pytest.mark.skipif(kind_of(torch.float32, short=True) is not cpu_weights.HalfLinear, reason="needs FBGEMM")
 @pytest.mark.parametrize("short", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (515, 257), (2 * cpu.OUTPUTS + 5, 24)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 48), (515, 257), (2 * cpu_weights.OUTPUTS + 5, 24)], ids=str)
 def test_a_float32_weight_of_16_bits_is_kept_in_16(short, shape):
     torch.manual_seed(0)
     drawn = torch.randn(shape) * torch.logspace(-1, -7, shape[1])  # float16 alone would round half of it to nothing
     weight, bias = drawn.to(short).float(), torch.randn(shape[0])
     for factor in (1.0, 2.0**-40, 2.0**20):
-        packed = cpu.pack(weight * factor, "one")
-        assert type(packed) is cpu.HalfLinear
+        packed = cpu_weights.pack(weight * factor, "one")
+        assert type(packed) is cpu_weights.HalfLinear
         for count in (0, 1, 2, 33):
             x = torch.randn(count, 2 * shape[1])[:, : shape[1]] / factor  # not contiguous
             for b in (None, bias):
@@ -81,14 +83,14 @@ def test_a_float32_weight_of_16_bits_is_kept_in_16(short, shape):
 
 
 def test_a_float32_weight_of_more_bits_is_not_rounded():
-    assert type(cpu.pack(torch.tensor([[1.0, 1 + 2**-12]]), "several")) is not cpu.HalfLinear
-    if kind_of(torch.float32, short=True) is cpu.HalfLinear:
+    assert type(cpu_weights.pack(torch.tensor([[1.0, 1 + 2**-12]]), "several")) is not cpu_weights.HalfLinear
+    if kind_of(torch.float32, short=True) is cpu_weights.HalfLinear:
         with pytest.raises(ValueError, match="floats of 16 bits"):
-            cpu.HalfLinear(torch.tensor([[1.0, 1 + 2**-12]]))
+            cpu_weights.HalfLinear(torch.tensor([[1.0, 1 + 2**-12]]))
 
 
 def test_several_rows_go_to_the_layout_for_several_and_so_does_one_without_cpp():
-    both = cpu.CompressedLinear(torch.randn(4, 8).bfloat16(), lambda x, bias: "packed", MULTIPLIED)
+    both = cpu_weights.CompressedLinear(torch.randn(4, 8).bfloat16(), lambda x, bias: "packed", MULTIPLIED)
     x = torch.randn(2, 8).bfloat16()
     assert both(x) == "packed" and both(x[:1]).shape == (1, 4)
     both.multiplied = SimpleNamespace(run=None)
@@ -98,9 +100,9 @@ def test_several_rows_go_to_the_layout_for_several_and_so_does_one_without_cpp()
 @pytest.mark.parametrize("rows", ["several", "both"])
 def test_a_weight_that_cannot_be_packed_stays_as_it_is(monkeypatch, rows):
     weight = torch.randn(4, 4)
-    for kind in (cpu.HalfLinear, cpu.PackedLinear):
+    for kind in (cpu_weights.HalfLinear, cpu_weights.PackedLinear):
         monkeypatch.setattr(kind, "__init__", lambda self, weight: torch.ops.mkldnn.there_is_no_such_operator(weight))
-    assert cpu.pack(weight, rows) is weight
+    assert cpu_weights.pack(weight, rows) is weight
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -110,16 +112,18 @@ def test_one_sequence_at_a_time_gives_the_same_tokens(dtype):
     assert [answer.text for answer in answers] == ["81", "81"]
     panels, packed = (llm.core.executor.worker.model.layers[0].attention.o for llm in (one, several))
     kind = kind_of(getattr(torch, dtype), short=True)
-    assert type(panels) is (kind if kind is cpu.HalfLinear else cpu.PanelLinear) and type(packed) is kind
+    assert (
+        type(panels) is (kind if kind is cpu_weights.HalfLinear else cpu_weights.PanelLinear) and type(packed) is kind
+    )
 
 
-@pytest.mark.parametrize("outputs", [1, 300, 3 * cpu.PANEL])
+@pytest.mark.parametrize("outputs", [1, 300, 3 * cpu_weights.PANEL])
 def test_a_greedy_head_finds_the_largest_output(outputs):
     torch.manual_seed(0)
     weight = (torch.randn(96) + torch.randn(outputs, 96) / 20).bfloat16()
-    weight[:: cpu.PANEL] = 4.0  # makes bytes coarse
+    weight[:: cpu_weights.PANEL] = 4.0  # makes bytes coarse
     weight[outputs // 3] = weight[-1]  # two that are equal
-    head = cpu.GreedyHead(weight)
+    head = cpu_weights.GreedyHead(weight)
     missed = 0
     for size in (1e-20, 1.0, 1e10):
         for i in range(200):
@@ -129,31 +133,31 @@ def test_a_greedy_head_finds_the_largest_output(outputs):
             logits = F.linear(x, weight)[0]
             largest = (logits == logits.max()).nonzero()[0]
             assert head(x).tolist() == largest.tolist()
-            lines = torch.ops.quantized.embedding_bag_byte_unpack(head.table).view(-1, 96, cpu.PANEL)
-            missed += int((cpu.halves(x.float()) @ lines).flatten()[:outputs].argmax()) != largest
+            lines = torch.ops.quantized.embedding_bag_byte_unpack(head.table).view(-1, 96, cpu_weights.PANEL)
+            missed += int((cpu_weights.halves(x.float()) @ lines).flatten()[:outputs].argmax()) != largest
     assert missed > 10 or outputs == 1, "bytes alone find it, so that this shows nothing"
 
 
 def test_a_greedy_head_says_so_where_it_cannot_tell():
-    head = cpu.GreedyHead(torch.ones(cpu.CLOSE, 32).bfloat16())
+    head = cpu_weights.GreedyHead(torch.ones(cpu_weights.CLOSE, 32).bfloat16())
     assert head(torch.ones(1, 32).bfloat16()) is None
-    head = cpu.GreedyHead(torch.ones(cpu.CLOSE - 1, 32).bfloat16())
+    head = cpu_weights.GreedyHead(torch.ones(cpu_weights.CLOSE - 1, 32).bfloat16())
     assert head(torch.ones(1, 32).bfloat16()).tolist() == [0]
     assert head(torch.full((1, 32), float("nan")).bfloat16()) is None
 
 
 def test_a_greedy_head_knows_that_logits_are_rounded():
-    head = cpu.GreedyHead(torch.tensor([[256.0, 0.0], [256.0, 1.0]]).bfloat16())
+    head = cpu_weights.GreedyHead(torch.tensor([[256.0, 0.0], [256.0, 1.0]]).bfloat16())
     assert head(torch.ones(1, 2).bfloat16()).tolist() == [0]  # 257 is 256 in bfloat16
 
 
 def test_a_greedy_head_is_for_large_weights_in_bfloat16(monkeypatch):
-    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16()) is None
-    monkeypatch.setattr(cpu, "SMALL", 64 * 32 * 2)
-    assert cpu.greedy_head(torch.zeros(64, 32)) is None
-    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16())
+    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16()) is None
+    monkeypatch.setattr(cpu_weights, "SMALL", 64 * 32 * 2)
+    assert cpu_weights.greedy_head(torch.zeros(64, 32)) is None
+    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16())
     monkeypatch.setattr(torch.backends, "quantized", SimpleNamespace(supported_engines=["none"]))
-    assert cpu.greedy_head(torch.zeros(64, 32).bfloat16()) is None
+    assert cpu_weights.greedy_head(torch.zeros(64, 32).bfloat16()) is None
 
 
 @pytest.mark.parametrize(
@@ -167,9 +171,9 @@ def test_a_greedy_head_is_for_large_weights_in_bfloat16(monkeypatch):
     ids=str,
 )
 def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, found):
-    monkeypatch.setattr(cpu, "SMALL", 0)
-    llm, calls, call = LLM("demo", dtype="bfloat16", max_num_seqs=1), [], cpu.GreedyHead.__call__
-    monkeypatch.setattr(cpu.GreedyHead, "__call__", lambda self, x: calls.append(len(x)) or call(self, x))
+    monkeypatch.setattr(cpu_weights, "SMALL", 0)
+    llm, calls, call = LLM("demo", dtype="bfloat16", max_num_seqs=1), [], cpu_weights.GreedyHead.__call__
+    monkeypatch.setattr(cpu_weights.GreedyHead, "__call__", lambda self, x: calls.append(len(x)) or call(self, x))
     if found:
         monkeypatch.setattr(llm.core.executor.worker.model, "logits", None)
     answer = llm.chat(CHAT, SamplingParams(**{"temperature": 0, "max_tokens": 8} | params))[0].outputs[0]
@@ -178,7 +182,7 @@ def test_greedy_rows_that_come_one_by_one_need_no_logits(monkeypatch, params, fo
 
 
 def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
-    state, head = BatchState(4, 64, 4, 16, 1000, "cpu"), cpu.GreedyHead(torch.eye(32).bfloat16())
+    state, head = BatchState(4, 64, 4, 16, 1000, "cpu"), cpu_weights.GreedyHead(torch.eye(32).bfloat16())
     row = NewRow(slot=0, token_ids=[5, 6], blocks=[[0]])
     changed = {"num_logprobs": 0}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}
     others = [dataclasses.replace(row, slot=slot, **fields) for slot, fields in enumerate(changed, 1)]
@@ -189,8 +193,8 @@ def test_rows_whose_log_probabilities_are_wanted_are_not_only_greedy():
 
 
 def test_where_too_many_outputs_are_close_all_logits_are_computed(monkeypatch):
-    monkeypatch.setattr(cpu, "SMALL", 0)
-    monkeypatch.setattr(cpu, "CLOSE", 1)  # no output can be the only one
+    monkeypatch.setattr(cpu_weights, "SMALL", 0)
+    monkeypatch.setattr(cpu_weights, "CLOSE", 1)  # no output can be the only one
     llm = LLM("demo", dtype="bfloat16", max_num_seqs=1)
     assert llm.core.executor.worker.greedy_head
     assert llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text == "81"
@@ -204,8 +208,8 @@ def test_a_compressed_weight_loses_nothing(shape, size):
     for value in (3e38, -1e-40, 7.0, 0.0, -(2.0**-20)):
         weight[torch.randint(0, shape[0], (3,)), torch.randint(0, shape[1], (3,))] = value
     weight = weight.bfloat16()
-    short = cpu.CompressedLinear(weight, None, MULTIPLIED)
-    assert short.words.nbytes == -(-shape[0] // cpu.LANES) * cpu.LANES * shape[1] * 12 / 8
+    short = cpu_weights.CompressedLinear(weight, None, MULTIPLIED)
+    assert short.words.nbytes == -(-shape[0] // cpu_weights.LANES) * cpu_weights.LANES * shape[1] * 12 / 8
     for i in range(shape[1]):
         assert torch.equal(short(torch.eye(shape[1], dtype=weight.dtype)[i : i + 1])[0], weight[:, i])
 
@@ -213,8 +217,8 @@ def test_a_compressed_weight_loses_nothing(shape, size):
 def test_a_weight_of_many_sizes_is_not_compressed():
     weight = torch.logspace(-30, 30, 96 * 64).bfloat16().view(96, 64)
     with pytest.raises(ValueError, match="of an output are listed; "):
-        cpu.CompressedLinear(weight.T.contiguous(), None, MULTIPLIED)
-    assert type(cpu.pack(weight.T.contiguous(), "both")) is kind_of(torch.bfloat16)
+        cpu_weights.CompressedLinear(weight.T.contiguous(), None, MULTIPLIED)
+    assert type(cpu_weights.pack(weight.T.contiguous(), "both")) is kind_of(torch.bfloat16)
 
 
 def test_compile_is_refused_in_one_line_without_a_compiler():
@@ -228,12 +232,12 @@ def test_compile_is_refused_in_one_line_without_a_compiler():
 def test_float32_stays_close_after_packing():
     weight, x = torch.randn(300, 200), torch.randn(5, 200)
     for rows in ("one", "several"):
-        assert (cpu.pack(weight, rows)(x) - F.linear(x, weight)).abs().max() < 1e-4
+        assert (cpu_weights.pack(weight, rows)(x) - F.linear(x, weight)).abs().max() < 1e-4
 
 
 def test_auto_dtype_is_one_that_the_cpu_is_fast_with(monkeypatch):
     for native, wanted in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(cpu, "has_bfloat16", lambda native=native: native)
+        monkeypatch.setattr(cpu_weights, "has_bfloat16", lambda native=native: native)
         assert pick_dtype("auto", "bfloat16", "cpu") == pick_dtype("auto", "float16", "cpu") == wanted
         assert pick_dtype("auto", "float32", "cpu") == torch.float32
         assert pick_dtype("float16", "bfloat16", "cpu") == torch.float16
@@ -262,8 +266,8 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: str, files: di
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "mine").write_text(mine)
-    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
-    monkeypatch.setattr(cpu, "MINE", tmp_path / "mine")
+    monkeypatch.setattr(cpu_weights, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cpu_weights, "MINE", tmp_path / "mine")
 
 
 STAT = "anon 1\nactive_file 300\ninactive_file 20\ntotal_active_file 4000\ntotal_inactive_file 200\n"
@@ -286,7 +290,7 @@ STAT = "anon 1\nactive_file 300\ninactive_file 20\ntotal_active_file 4000\ntotal
 )  # fmt: skip
 def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
     cgroup(tmp_path, monkeypatch, mine, files)
-    free = cpu.available_bytes()
+    free = cpu_weights.available_bytes()
     assert free == wanted if wanted is not None else free > 2**20
 
 
@@ -304,8 +308,8 @@ def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
 )  # fmt: skip
 def test_cores_are_the_containers(tmp_path, monkeypatch, mine, files, wanted):
     cgroup(tmp_path, monkeypatch, mine, files)
-    monkeypatch.setattr(cpu.psutil.Process, "cpu_affinity", lambda process: range(8))
-    assert cpu.available_cores() == wanted
+    monkeypatch.setattr(cpu_weights.psutil.Process, "cpu_affinity", lambda process: range(8))
+    assert cpu_weights.available_cores() == wanted
 
 
 PREPARED = """

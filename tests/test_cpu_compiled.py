@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch._inductor.runtime.runtime_utils import default_cache_dir
 
-import cpu
-import cpu_ops
 import startup
-from cpu_compiled import MANY, Builder, Job, Late, compile_job, compile_ops, keep, multiply_job, open_folders
+from cpu.compiled import MANY, Builder, Job, Late, compile_job, compile_ops, keep, multiply_job, open_folders
+from cpu.weights import ops as cpu_ops
+from cpu.weights import weights as cpu_weights
 from engine import LLM, SamplingParams
 from oracles import HeadNorm
 
@@ -178,7 +178,7 @@ def test_the_compiling_process_ends_with_its_parent(tmp_path):
 @pytest.mark.long
 def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu, "SMALL", 1)
+    monkeypatch.setattr(cpu_weights, "SMALL", 1)
     allowed, jobs = threading.Event(), []
 
     def make_later(builder: Builder, job: Job, late: Late) -> None:
@@ -212,10 +212,10 @@ def test_a_large_model_answers_while_its_cpp_is_made(monkeypatch, tmp_path):
 
 def test_the_cpp_of_a_compressed_product_is_the_product():
     torch.manual_seed(0)
-    late, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu.multiply(*tensors)])
+    late, plain = Here(1).ask(multiply_job()), SimpleNamespace(run=lambda tensors: [cpu_weights.multiply(*tensors)])
     for shape in ((37, 64), (2048, 1024)):
         weight, x = torch.randn(shape).bfloat16(), torch.randn(1, shape[1]).bfloat16()
-        got, want = (cpu.CompressedLinear(weight, None, multiplied)(x) for multiplied in (late, plain))
+        got, want = (cpu_weights.CompressedLinear(weight, None, multiplied)(x) for multiplied in (late, plain))
         torch.testing.assert_close(got, want, atol=1e-3, rtol=2**-7)
 
 
@@ -232,7 +232,7 @@ def test_compiled_steps_in_bfloat16_read_compressed_weights_and_compile_nothing_
     monkeypatch.setattr(Here, "ask", None)
     layer, questions = llm.core.executor.worker.model.layers[0], ["What is 23 + 58?", "What is 40 + 2?"]
     assert all(
-        isinstance(weight, cpu.CompressedLinear)
+        isinstance(weight, cpu_weights.CompressedLinear)
         for weight in (layer.attention.qkv, layer.attention.o, layer.mlp.gate_up, layer.mlp.down)
     )
     for some in (questions, questions[:1]):

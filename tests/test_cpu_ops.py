@@ -1,4 +1,4 @@
-"""What cpu_ops.py does for speed: spans, parts, prefixes and compiled C++ give what the plain ops give."""
+"""What cpu/ops.py does for speed: spans, parts, prefixes and compiled C++ give what the plain ops give."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import cpu_ops
 import oracles
+from cpu.weights import ops as cpu_ops
 from test_reference import ints
 
 

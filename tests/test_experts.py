@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cpu
-import cpu_experts
-import cpu_ops
 import oracles
 import reference
+from cpu.weights import experts as cpu_experts
+from cpu.weights import ops as cpu_ops
+from cpu.weights import weights as cpu_weights
 
 some = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -166,7 +166,7 @@ def test_packed_experts(rows: str, dtype: torch.dtype) -> None:
         args[-1][:, 0] = 5
         packed = PackedOps(rows)
         check_experts(packed, args, 4, "silu", False)
-        assert packed.seen == {cpu.PackedExperts}
+        assert packed.seen == {cpu_weights.PackedExperts}
 
 
 class PackedOps:
@@ -176,7 +176,7 @@ class PackedOps:
         self.rows, self.seen, self.plan_experts = rows, set(), cpu_ops.plan_experts
 
     def pack(self, weight: torch.Tensor) -> Any:
-        packed = cpu.PackedExperts(weight, self.rows)
+        packed = cpu_weights.PackedExperts(weight, self.rows)
         assert packed.shape == weight.shape
         self.seen.add(type(packed))
         return packed

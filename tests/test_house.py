@@ -37,8 +37,8 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
 }  # fmt: skip
 LEFT = {  # imports past a door, which are to become none
     ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"), ("api.terminal", "models.pooling"),
-    ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights"),
-    ("worker", "cpu.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
+    ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights.weights"),
+    ("worker", "cpu.weights.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
     ("worker", "device.memory"),
 }  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
@@ -153,7 +153,7 @@ def public_functions(name: str) -> dict[str, list[str]]:
 def test_every_backend_has_the_specifications_ops():
     ops = public_functions("reference")
     del ops["uniform"]  # the number that `sample` draws, which is no op
-    for backend in ("kernels", "cpu.ops"):
+    for backend in ("kernels", "cpu.weights.ops"):
         found = public_functions(backend)
         assert {name: found.get(name) for name in ops} == ops
         assert set(found) == set(ops)
@@ -166,7 +166,7 @@ def test_every_backend_has_the_specifications_ops():
 def test_only_startup_picks_the_ops():
     for name, tree in FILES.items():
         if name not in OPS | {"device.startup"}:
-            assert not ours(tree) & OPS - {"cpu.weights"}
+            assert not ours(tree) & OPS - {"cpu.weights.weights"}
 
 
 def test_scripts_shadow_no_file_of_the_root():

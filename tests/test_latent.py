@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cpu_ops
 import oracles
 import reference
+from cpu.weights import ops as cpu_ops
 
 pytest.importorskip("triton")
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import cpu_ops
 import latent_attention
 import reference
+from cpu.weights import ops as cpu_ops
 from loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import cpu
 import loader
 import reference
+from cpu.weights import weights as cpu_weights
 from loader import Stage, checkpoint_files, load_weights
 from model import Transformer
 from model_config import ModelConfig
@@ -246,7 +246,7 @@ def test_embeddings_are_looked_up_in_the_mapped_file(save, tied, dtype):
     for each in (model, plain):
         load_weights(each, str(folder))
     model.head = model.head.clone()  # as packing does
-    cpu.map_embedding(model, checkpoint_files(str(folder)))
+    cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding.data_ptr() != plain.embedding.data_ptr() and model.embedding.dtype == dtype
     ids = torch.arange(len(plain.embedding))
     assert model.embed(ids, ids).dtype == torch.float32 and torch.equal(model.embed(ids, ids), plain.embed(ids, ids))
@@ -264,5 +264,5 @@ def test_a_table_that_is_not_the_file_s_stays(save, why):
     table = model.embedding
     if why != "a head that is the table":
         model.head = model.head.clone()
-    cpu.map_embedding(model, checkpoint_files(str(folder)))
+    cpu_weights.map_embedding(model, checkpoint_files(str(folder)))
     assert model.embedding is table

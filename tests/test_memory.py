@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import cpu_sampling
 import memory
 import parallel
 import reference
@@ -29,6 +28,7 @@ import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
+from cpu.weights import sampling as cpu_sampling
 from logs import memory_note
 from memory import (
     MIB,

@@ -1,4 +1,4 @@
-"""reference.py and cpu_ops.py against naive formulas in float64, so that making one fast cannot bend the other.
+"""reference.py and cpu/ops.py against naive formulas in float64, so that making one fast cannot bend the other.
 
 A test with the argument `ops` runs on each of the two modules. What only the fast one has is in test_cpu_ops.py.
 """
@@ -13,10 +13,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import cpu_ops
-import cpu_sampling
 import oracles
 import reference
+from cpu.weights import ops as cpu_ops
+from cpu.weights import sampling as cpu_sampling
 
 some = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

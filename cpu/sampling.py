@@ -1,4 +1,4 @@
-"""The ops that choose tokens, for a CPU: `cpu_ops.py` passes them on."""
+"""The ops that choose tokens, for a CPU: `cpu/ops.py` passes them on."""
 
 from __future__ import annotations
 

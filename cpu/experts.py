@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from cpu import PackedExperts, PackedLinear
+from cpu.weights import PackedExperts, PackedLinear
 
 SUMMED = 256  # tokens whose choices are added up at a time; they are in float32 meanwhile
 FEW = 4  # rows; oneDNN reads a packed weight faster for four rows than for fewer

@@ -35,14 +35,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-import cpu
-import cpu_ops
 import reference
-from cpu import multiply
-from cpu_ops import _store, _unit
+from cpu import ops as cpu_ops
+from cpu import weights as cpu_weights
+from cpu.ops import _store, _unit
+from cpu.weights import multiply
 from logs import logger
 
-MODULES = (sys.modules[__name__], cpu, cpu_ops, reference)  # the code of what is compiled is in these
+MODULES = (sys.modules[__name__], cpu_weights, cpu_ops, reference)  # the code of what is compiled is in these
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so
 MANY = 64  # tokens of a step; with so many or more, compiled code uses several threads
 
@@ -389,7 +389,7 @@ def rope(
 
 def multiply_job() -> Job:
     """The job for `multiply`, the product of one row, with compressed weights of any shape."""
-    inputs, panels, most, lanes = 128, 64, 2, cpu.LANES  # an example that is large enough for threads
+    inputs, panels, most, lanes = 128, 64, 2, cpu_weights.LANES  # an example that is large enough for threads
     words, listed = (panels, inputs, 3, lanes), (panels, most, lanes)
     like = ("float32", (inputs, 8)), ("int32", words), ("float32", ()), ("int32", listed), ("bfloat16", listed)
     # These keep all of it in one loop. By default a sum of so many terms is written to memory in between.

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from cpu import fuses_attention
-from cpu_delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
-from cpu_experts import expert_down, expert_gate_up, plan_experts
-from cpu_sampling import Adjust, logprobs, sample
+from cpu.delta import conv_silu, delta_rule, gated_norm, sigmoid_mul
+from cpu.experts import expert_down, expert_gate_up, plan_experts
+from cpu.sampling import Adjust, logprobs, sample
+from cpu.weights import fuses_attention
 from reference import DecodePlan as LatentPlan
 from reference import (
     _first_keys,
