@@ -41,9 +41,9 @@ from model_config import ModelConfig
 from outputs import RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from processes import watch_over
-from prompts import InputProcessor, Prompt
 from ring import STALL
 from sampling_params import SamplingParams
+from text.prompts import InputProcessor, Prompt
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 __all__ = ["AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "EngineArgs", "EngineDeadError", "SamplingParams"]

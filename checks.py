@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from config import ServerConfig
-from messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
 from sampling_params import MAX_BAD_WORDS
+from text.messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
 
 MAX_TOOL_NAME = 256  # characters
 LIST_PART = 2**14  # items of a list between which others are served

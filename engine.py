@@ -27,7 +27,6 @@ from config import EngineConfig
 from core import EngineCore
 from hub import find_model, source_of
 from logs import logger, set_up
-from messages import chat_messages, template_variables
 from outputs import (
     BeamSearchOutput,
     BeamSearchSequence,
@@ -47,9 +46,10 @@ from outputs import (
     numbers,
 )
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
-from prompts import InputProcessor, Prompt, listed, read_prompt
 from ring import undisturbed
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
+from text.messages import chat_messages, template_variables
+from text.prompts import InputProcessor, Prompt, listed, read_prompt
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:

@@ -40,8 +40,8 @@ from client import accept, connect
 from executor import end_with_parent, name_process
 from plan import StepPlan, bit_words
 from sampling_params import SamplingParams, StructuredOutputsParams
-from schemas import grammar_text, is_small
 from sequence import Request, Sequence, SequenceGroup
+from text.schemas import grammar_text, is_small
 
 MAX_CHARS = 2**18  # of a grammar
 MAX_CACHED = 2**28  # bytes of all that is kept

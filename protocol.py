@@ -23,9 +23,9 @@ from msgspec import Meta
 import checks
 from checks import Check, Refusal
 from config import ServerConfig
-from messages import BLOCK_KEYS, ITEM_ROLES
 from sampling_params import RANGES, PoolingParams, SamplingParams
 from structure import FORMS, flat_format, output_config, response_text
+from text.messages import BLOCK_KEYS, ITEM_ROLES
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 ERROR_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # where all errors of a status have the same

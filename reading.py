@@ -21,11 +21,10 @@ from config import ServerConfig
 from outputs import Generation
 from protocol import ApiError
 from sampling_params import StructuredOutputsParams
-from scanning import Part
-from schemas import json_parts
 from structure import structure_of
-from tokenizer import Tokenizer
-from tools import (
+from text.scanning import Part
+from text.schemas import json_parts
+from text.tools import (
     REASONING_PARSERS,
     TOOL_PARSERS,
     Reader,
@@ -34,6 +33,7 @@ from tools import (
     reasoning_parser_of,
     tool_parser_of,
 )
+from tokenizer import Tokenizer
 
 PLAIN = "json"  # the parser of calls that only a grammar brings about, because the chat template asks for none
 SHORT_ID = 9  # characters of a call's id, which templates of this parser demand:

@@ -29,12 +29,12 @@ from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
 from logs import logger
-from messages import text_of
 from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
 from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from sampling_params import SamplingParams
+from text.messages import text_of
 from tokenizer import Tokenizer
 
 Client = MPClient | DPClient

@@ -23,7 +23,6 @@ from gevent.threadpool import ThreadPool
 
 from checks import in_parts
 from config import VERSION, ServerConfig
-from messages import item_messages
 from outputs import Vector, cosine, numbers
 from processes import Board
 from protocol import (
@@ -50,6 +49,7 @@ from replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores
 from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
 from sampling_params import PoolingParams, SamplingParams
 from structure import structure_of
+from text.messages import item_messages
 from tokenizer import LONG_TEXT, Tokenizer
 from viewers import Viewers, exposition
 

@@ -1,8 +1,8 @@
 """Text to token ids and back: tokenization, conversations as prompts, incremental detokenization, stop strings.
 
 Everything comes from the model's folder: `tokenizer.json` does the tokenizing (the `tokenizers` library), or a file of
-another kind that `vocabularies.py` makes into the same; and `templates.py` runs the chat template. Nothing here knows
-of tensors, requests or HTTP.
+another kind that `text/vocabularies.py` makes into the same; and `text/templates.py` runs the chat template. Nothing
+here knows of tensors, requests or HTTP.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NoReturn, Protocol
 
 import tokenizers
 
-from messages import text_of
-from templates import ChatTemplate, TemplateEnvironment, read_template, run_template
-from vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, read_object, special_tokens
+from text.messages import text_of
+from text.templates import ChatTemplate, TemplateEnvironment, read_template, run_template
+from text.vocabularies import BYTE_OF_CHAR, READERS, SPACE, convert, read_object, special_tokens
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how SentencePiece vocabularies spell a single byte
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # ends in a space, to see whether the template trims messages
@@ -65,7 +65,7 @@ class Tokenizer:
     def __init__(self, folder: str, max_template_chars: int = 16 * 2**20, max_template_seconds: float = 10.0):
         """Read `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; only the first must be there.
 
-        A file that `vocabularies.py` reads can stand in for the first.
+        A file that `text/vocabularies.py` reads can stand in for the first.
 
         Args:
             folder: of the model.

@@ -16,7 +16,7 @@ from config import ServerConfig
 from reading import check_parsers
 from sampling_params import SamplingParams
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal
-from tools import call_grammar
+from text.tools import call_grammar
 
 ROOM = FACTS | {"max_model_len": 4096}
 SHOWN = (

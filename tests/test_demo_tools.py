@@ -12,9 +12,9 @@ import tokenizers
 from config import DEMO
 from engine import LLM
 from evaluate import is_right, written
-from messages import chat_messages
 from sampling_params import SamplingParams
 from skills import Question, exam, tool
+from text.messages import chat_messages
 from train import Rows
 
 GREEDY = SamplingParams(temperature=0, max_tokens=128)

@@ -19,7 +19,7 @@ from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
 from grammar import MAX_CHARS, Constraint, Grammars
 from plan import EngineCoreRequest, bit_words
-from schemas import FORMATS, NAMED, grammar_text, negated, plain
+from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
 
 PERSON = {

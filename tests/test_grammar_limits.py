@@ -15,7 +15,7 @@ import pytest
 from conftest import DEMO
 from engine import StructuredOutputsParams
 from grammar import Grammars, Limits
-from schemas import is_small
+from text.schemas import is_small
 
 EOS = 1
 

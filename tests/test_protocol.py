@@ -14,7 +14,6 @@ from flask.testing import FlaskClient
 
 from checks import ITEMS
 from config import DEMO, ServerConfig
-from messages import ITEM_FORMS
 from processes import Board
 from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
 from sampling_params import SamplingParams, StructuredOutputsParams
@@ -33,6 +32,7 @@ from scripted import (
 from server import create_app
 from serving import Api
 from structure import FORMS
+from text.messages import ITEM_FORMS
 from tokenizer import Tokenizer
 
 BAD = {  # field: values that are refused on both generating routes

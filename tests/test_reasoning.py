@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from test_tools import TOOLS, cuts, read
-from tools import REASONING_PARSERS, new_reader, reasoning_parser_of
+from text.tools import REASONING_PARSERS, new_reader, reasoning_parser_of
 
 # parser, the prompt's end, answer, reasoning, content
 ANSWERS = [

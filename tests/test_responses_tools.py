@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from scripted import FACTS, TOKENIZER, ScriptedClient, client_of, refusal
 from test_chat_tools import ADD, HERMES, OPEN, PLAIN, SUB, THINKS, TOOLS
 from test_responses import ASK, COUNT, EVENTS, TALK, ask, error_of, post, typed_events
-from tools import call_grammar
+from text.tools import call_grammar
 
 ROOM = FACTS | {"max_model_len": 4096}
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]

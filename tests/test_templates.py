@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from templates import MAX_SOURCE, TemplateEnvironment, compile_template, run_template, text_size
+from text.templates import MAX_SOURCE, TemplateEnvironment, compile_template, run_template, text_size
 
 CHARS = 100_000
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from messages import chat_messages
 from sampling_params import SamplingParams
-from templates import TemplateEnvironment, read_template
+from text.messages import chat_messages
+from text.templates import TemplateEnvironment, read_template
 from tokenizer import GAPS, Detokenizer, Tokenizer
 
 SENTENCE = "To be, or not to be: that is the question."

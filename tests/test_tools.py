@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
+from text.tools import TOOL_PARSERS, call_grammar, new_reader, tool_parser_of
 
 DATA = json.loads((Path(__file__).parent / "data" / "tool_answers.json").read_text())
 TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p in DATA["tools"].items()]

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from text.vocabularies import QWEN2
 from tokenizer import Tokenizer
-from vocabularies import QWEN2
 
 ROOT = Path(__file__).parent.parent
 LINES = [line for name in ("README.md", "docs/kernels.md") for line in (ROOT / name).read_text().split("\n") if line]

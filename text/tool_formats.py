@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from lark_rules import (
+from text.lark_rules import (
     Lark,
     Schema,
     brief,
@@ -31,7 +31,7 @@ from lark_rules import (
     type_of,
     types_of,
 )
-from scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
+from text.scanning import NoCall, Part, Source, Steps, Waiting, as_json, content, in_string, markers, nothing, reasoning
 
 
 class Tool(NamedTuple):

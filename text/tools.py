@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lark_rules import Lark, then
-from scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
-from tool_formats import (
+from text.lark_rules import Lark, then
+from text.scanning import Make, NoCall, Part, Source, Steps, Waiting, content, markers, reasoning
+from text.tool_formats import (
     Calls,
     HarmonyFormat,
     HeaderFormat,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from schemas import closed, plain
+from text.schemas import closed, plain
 
 # JSON as templates write it, with a space or without one, and no other white space, of which there would be no end.
 JSON_FORM = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}

@@ -1,0 +1,1 @@
+"""Text: chat messages and templates, vocabularies, reasoning and tool formats, grammars and schemas."""
