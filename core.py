@@ -27,8 +27,8 @@ from journal import Journal
 from live import Recorder
 from logs import StatLogger, logger
 from model_config import ModelConfig
+from models.pooling import check_pooling, facts, settle
 from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
-from pooling import check_pooling, facts, settle
 from ray_executor import RayExecutor, choose_backend
 from ring import undisturbed
 from sampling_params import default_sampling

@@ -11,8 +11,8 @@ A block is in one of three states:
     free     ref_count = 0 and no hash
 
 Layers that see different windows of the latest tokens are different kinds, and a sequence has a block table for each
-kind (`kv_layout.py`). All kinds take their blocks from the same pool. A table holds -1 where the window has passed and
-the block was given back.
+kind (`models/kv_layout.py`). All kinds take their blocks from the same pool. A table holds -1 where the window has
+passed and the block was given back.
 
 What a block holds depends on its kind, so it is found by the chained hash together with the kind. A cached beginning of
 p tokens is a hit if each kind's blocks that a token at p sees are found: all of them for layers that see all tokens,
@@ -37,7 +37,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from config import EngineConfig
-from kv_layout import most_blocks
+from models.kv_layout import most_blocks
 from plan import StateRoom, StepPlan
 from sequence import Sequence, by_column, chain
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from families import Family
 from model_config import ModelConfig
+from models.families import Family
 from parallel import Group
 
 Weight = torch.Tensor | Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]

@@ -19,9 +19,9 @@ from itertools import chain, islice
 import torch
 from tqdm import tqdm
 
-from dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
-from hub import weight_names
 from model import Part, Transformer
+from models.dequantize import ACTIVATIONS, Packed, Scales, find_scales, open_tensor, opened
+from models.hub import weight_names
 
 PREFIXES = (  # before the names of a model's body, depending on what saved it; the longest ones first
     "model.language_model.", "language_model.model.", "model.decoder.", "language_model.", "transformer.", "gpt_neox.",

@@ -23,12 +23,12 @@ import torch
 from batch_state import BatchState
 from config import EngineConfig
 from cpu import weights as cpu_weights
-from kv_layout import most_blocks
-from latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from model import Transformer
 from model_config import ModelConfig
+from models.kv_layout import most_blocks
+from models.latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
+from models.sizes import Delta
 from parallel import ExpertGroup, Group, Pipeline
-from sizes import Delta
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from delta_net import DeltaNet
-from latent_attention import LatentAttention
 from layers import Attention, Cut, ExpertMlp, Layer, LayerInputs, Norm, Slot, StackedSlot, Step, Weight, linear
 from layers import Batch as Batch
 from model_config import ModelConfig
+from models.delta_net import DeltaNet
+from models.latent_attention import LatentAttention
+from models.rope import query_scales, rope_table
 from parallel import Group
-from rope import query_scales, rope_table
 
 
 class Piece(NamedTuple):

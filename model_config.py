@@ -13,11 +13,11 @@ from functools import cached_property
 from typing import Any, Literal
 
 from config import MAX_CONTEXT, read_json
-from config_fields import Fields, label_activation, labels, number, typed, whole
-from families import FAMILIES, Family, Routing, family_of
-from kv_layout import KVLayout, layout_of, part_of
-from quantization import Quantization, read_quantization
-from sizes import Delta, Experts, Latent, Rope, yarn_mscale
+from models.config_fields import Fields, label_activation, labels, number, typed, whole
+from models.families import FAMILIES, Family, Routing, family_of
+from models.kv_layout import KVLayout, layout_of, part_of
+from models.quantization import Quantization, read_quantization
+from models.sizes import Delta, Experts, Latent, Rope, yarn_mscale
 
 ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 WINDOWED = ("sliding_attention", "chunked_attention")

@@ -46,9 +46,9 @@ from memory import (
 )
 from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
+from models.pooling import settle
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
-from pooling import settle
 from sampling_params import PoolingParams
 from upkeep import KeptWorker
 from worker import Worker

@@ -32,9 +32,9 @@ from async_llm import AsyncLLM
 from client import EngineDeadError
 from config import PROG, EngineConfig, check_fields, option
 from flags import OptionParser, from_flags, refuse_given
-from hub import find_model
 from model_config import ModelConfig
-from pooling import settle
+from models.hub import find_model
+from models.pooling import settle
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 

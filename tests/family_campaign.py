@@ -31,14 +31,14 @@ import torch
 from safetensors.torch import load_file
 
 from config import EngineConfig
-from families import FAMILIES
 from model_config import ModelConfig
+from models.families import FAMILIES
 from plan import NewRow, StepPlan
 from startup import start_worker
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
-PAGE = ROOT / "docs" / "families.md"
+PAGE = ROOT / "docs" / "models.families.md"
 NEW, CONTEXT = 8, 64  # greedy tokens, and tokens that a sequence may have
 TOLERANCE = 1e-4  # of the largest logit
 ABSENT = object()  # instead of a field that a class has not

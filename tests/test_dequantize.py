@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import loader
 import reference
-from dequantize import Packed, minifloat, power_of_two, unpack_fp8, unpack_mxfp4
 from loader import load_weights
 from model import Transformer
 from model_config import ModelConfig
+from models.dequantize import Packed, minifloat, power_of_two, unpack_fp8, unpack_mxfp4
+from models.quantization import Quantization, read_quantization
 from parallel import Group
-from quantization import Quantization, read_quantization
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

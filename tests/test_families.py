@@ -18,10 +18,10 @@ import family_campaign
 import reference
 from config import EngineConfig
 from core import EngineCore
-from families import FAMILIES
 from memory import stage_layers
 from model import check_division
 from model_config import ModelConfig, Reading
+from models.families import FAMILIES
 from parallel import Group
 from plan import EngineCoreRequest, NewRow, StepPlan
 from sampling_params import SamplingParams

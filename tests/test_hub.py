@@ -19,10 +19,10 @@ import server
 from async_llm import AsyncLLM
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
-from hub import INDEX, check_id, find_model
 from hub_server import TOKEN, Hub, Repo
 from model_config import ModelConfig
-from pooling import settle
+from models.hub import INDEX, check_id, find_model
+from models.pooling import settle
 from served import ROOT, alive, eventually, serving
 
 QUESTION = [{"role": "user", "content": "What is 23 + 58?"}]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from config import EngineConfig
 from core import EngineCore
 from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
-from kv_layout import layout_of, most_blocks
 from memory import blocks_per_seq, fit_pool
 from model_config import ModelConfig
+from models.kv_layout import layout_of, most_blocks
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from sanitizer import SanitizerError

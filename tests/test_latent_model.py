@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import latent_attention
 import reference
 from cpu.weights import ops as cpu_ops
 from loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
+from models import latent_attention
 from parallel import Group
 from plan import NewRow, StepPlan
 from test_model import check, make_worker

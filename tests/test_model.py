@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from config import EngineConfig
 from model_config import ModelConfig
+from models.rope import rope_table
 from plan import NewRow, StepPlan
-from rope import rope_table
 from startup import start_worker
 from worker import Worker
 

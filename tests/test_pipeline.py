@@ -19,11 +19,11 @@ from batch_state import BatchState
 from config import EngineConfig
 from engine import LLM, SamplingParams
 from fake_worker import Engine, expected
-from kv_layout import layout_of, part_of
 from loader import fill_dummy
 from memory import split_layers, stage_layers
 from model import Batch, Transformer
 from model_config import ModelConfig
+from models.kv_layout import layout_of, part_of
 from parallel import Group, Pipeline
 from plan import StepPlan
 from test_families import GEMMA4, shape

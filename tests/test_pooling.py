@@ -27,8 +27,8 @@ from engine_process import EngineServer
 from journal import Journal, replay
 from memory import fit_pool, largest_step
 from model_config import ModelConfig
+from models.pooling import settle
 from plan import EngineCoreRequest, StepResult
-from pooling import settle
 from scheduler import Scheduler
 from sequence import Request
 from startup import Startup, print_plan, start_worker

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 from batch_state import BatchState
 from compile_guard import CompileGuard
 from config import EngineConfig
-from families import FAMILIES
 from model_config import ModelConfig
+from models.families import FAMILIES
 from startup import Startup
 from test_families import CASES
 from worker import Sampled, Worker
@@ -114,7 +114,7 @@ ALLOWED = {
     "batch_state.__init__": {"tolist"},
     "batch_state._enter_adjustments": {"tensor"},
     "batch_state.advance": {"mask", "tolist"},
-    "latent_attention.rows_of": {"tensor"},
+    "models.latent_attention.rows_of": {"tensor"},
     "layers.__init__": {"tensor"},
     "model.__init__": {"tensor"},
     "parallel._reduce": {"tensor"},

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fake_worker import NUM_MOVES, Engine, expected, expected_beams, prompt, sample_seed
 from grammar import awaits_token
-from kv_layout import most_blocks
+from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
 from sequence import Request, Status, chain

@@ -23,7 +23,7 @@ from async_llm import AsyncLLM, EngineArgs, EngineDeadError
 from config import DEMO
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
-from hub import source_of
+from models.hub import source_of
 from upkeep import KeptWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

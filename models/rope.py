@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sizes import Rope, yarn_mscale
+from models.sizes import Rope, yarn_mscale
 
 
 def rope_table(rope: Rope, length: int, interleaved: bool) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
-from quantization import Quantization
+from models.quantization import Quantization
 
 FLOATS = ("BF16", "F16", "F32")  # of plain tensors, as safetensors names them
 FP8, FACTORS = "F8_E4M3", (*FLOATS, "F8_E8M0")

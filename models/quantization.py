@@ -1,7 +1,7 @@
 """How a checkpoint's weights are stored: what `quantization_config` of config.json says.
 
-Standard library only: every process reads a model's shape, and most of them never import torch. `dequantize.py` makes
-numbers of such weights when they are loaded.
+Standard library only: every process reads a model's shape, and most of them never import torch. `models/dequantize.py`
+makes numbers of such weights when they are loaded.
 """
 
 from __future__ import annotations

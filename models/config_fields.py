@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from families import Family
+from models.families import Family
 
 # Fields that change nothing in what is computed here: of training, of files, of generation (whose settings are in
 # generation_config.json), and of halves of a model that are not for text.

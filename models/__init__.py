@@ -1,0 +1,1 @@
+"""Models: a row a family, what config.json says, layers of other kinds, formats of weights, the hub."""
