@@ -35,9 +35,9 @@ from client import (
 )
 from config import EngineConfig
 from engine_process import EngineProcess
-from logs import logger, set_up
 from model_config import ModelConfig
 from models.hub import find_model, source_of
+from observe.logs import logger, set_up
 from outputs import RequestOutput
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
 from processes import watch_over

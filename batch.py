@@ -47,9 +47,9 @@ from executor import name_process
 from flags import OptionParser, from_flags, refuse_given
 from fleet import check_engines, launch
 from hosts import read_secret
-from logs import console, set_up
 from model_config import ModelConfig
 from models.hub import find_model
+from observe.logs import console, set_up
 from processes import LOOK, Board, Kept
 from protocol import PATHS, ApiError
 from reading import check_parsers

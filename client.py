@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
-from logs import logger
+from observe.logs import logger
 from plan import (
     Abort,
     Call,

@@ -23,11 +23,12 @@ from typing import Any
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
-from journal import Journal
-from live import Recorder
-from logs import StatLogger, logger
 from model_config import ModelConfig
 from models.pooling import check_pooling, facts, settle
+from observe.journal import Journal
+from observe.live import Recorder
+from observe.logs import StatLogger, logger
+from observe.tracing import Trace
 from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
 from ray_executor import RayExecutor, choose_backend
 from ring import undisturbed
@@ -35,7 +36,6 @@ from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request
 from torchrun import ExternalExecutor, lead_or_follow
-from tracing import Trace
 
 UTILITIES = (
     "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",

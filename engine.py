@@ -25,8 +25,8 @@ from tqdm import tqdm
 from client import EngineCoreClient, EngineDeadError, InprocClient, Stream, check_accepted
 from config import EngineConfig
 from core import EngineCore
-from logs import logger, set_up
 from models.hub import find_model, source_of
+from observe.logs import logger, set_up
 from outputs import (
     BeamSearchOutput,
     BeamSearchSequence,

@@ -20,7 +20,7 @@ from config import PROG, VERSION, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
-from logs import console, logger, set_up, start_log
+from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
 from processes import Child, FrameServer, ParentPipe
 from ring import BEAT

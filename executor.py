@@ -33,8 +33,8 @@ import psutil
 from tqdm import tqdm
 
 from config import EngineConfig
-from logs import logger, set_up
 from model_config import ModelConfig
+from observe.logs import logger, set_up
 from plan import Call, CallError, Kwargs, Met, Method, PeersGone, Reply, StepPlan, StepResult, joined
 from ring import BEAT, STALL, Codec, RingBuffer, RingTimeout, Watchdog, meeting_place
 

@@ -23,8 +23,8 @@ from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
 from engine_process import EngineProcess, sizes_of
 from executor import visible_gpus
 from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
-from logs import console, logger
 from model_config import ModelConfig
+from observe.logs import console, logger
 from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
 from ray_hosts import Launcher
 

@@ -37,7 +37,7 @@ from typing import Any
 from client import ACCEPTED, accept, to_frame
 from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
-from logs import Repeated, console, logger, set_up
+from observe.logs import Repeated, console, logger, set_up
 from plan import Attach, Dial, Join, Joined, Message, Ready
 from processes import Child, ParentPipe
 from ring import Codec

@@ -83,7 +83,9 @@ class BlockManager:
         self.ref_counts = [0] * num_blocks
         self.hashes: list[bytes | None] = [None] * num_blocks  # of each block that can be found
         self.block_of: dict[bytes, int] = {}  # the inverse
-        self.findable = bytearray(num_blocks)  # 1 for each block that has a hash: to copy this is cheap, for `live.py`
+        self.findable = bytearray(
+            num_blocks
+        )  # 1 for each block that has a hash: to copy this is cheap, for `observe/live.py`
         self.idle: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # ref_count 0, next to reuse first
 
     @property

@@ -43,7 +43,7 @@ from gunicorn.glogging import Logger
 from client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from config import ServerConfig
 from executor import end_with_parent, is_stopped, name_process
-from logs import console, logger
+from observe.logs import console, logger
 from plan import Health, Message
 from ring import STALL, Codec, Watchdog
 

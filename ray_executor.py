@@ -34,9 +34,9 @@ import psutil
 
 from config import VERSION, EngineConfig
 from executor import MpExecutor, WorkerError, is_stopped, name_process, room, work
-from logs import logger, set_up
 from model_config import ModelConfig
 from models.hub import find_model
+from observe.logs import logger, set_up
 from plan import Kwargs, Method, StepPlan
 from ring import BEAT, EngineLink, RankLink, RingBuffer, RingTimeout
 

@@ -23,7 +23,7 @@ from config import PROG, VERSION, EngineConfig
 from engine_process import EngineProcess
 from executor import name_process
 from hosts import follow
-from logs import console, logger, set_up
+from observe.logs import console, logger, set_up
 from processes import LOOK, Child, ParentPipe
 from ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
 

@@ -28,7 +28,7 @@ from checks import in_parts
 from client import EngineDeadError, MPClient, Stream
 from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
-from logs import logger
+from observe.logs import logger
 from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders

@@ -57,9 +57,9 @@ from executor import name_process
 from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
-from logs import Repeated, console, set_up
 from model_config import ModelConfig
 from models.hub import find_model
+from observe.logs import Repeated, console, set_up
 from openapi import openapi
 from processes import Board, Gunicorn, Kept, listen
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError

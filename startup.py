@@ -26,7 +26,6 @@ from config import EngineConfig
 from cpu import weights as cpu_weights
 from cpu.compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from loader import checkpoint_files, fill_dummy, load_weights
-from logs import logger
 from memory import (
     CPU_KV_SHARE,
     blocks_per_seq,
@@ -47,6 +46,7 @@ from memory import (
 from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from models.pooling import settle
+from observe.logs import logger
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams

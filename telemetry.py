@@ -17,7 +17,7 @@ from typing import Any
 
 from werkzeug.datastructures import Headers
 
-from logs import logger
+from observe.logs import logger
 from replies import LEFT, Job
 
 PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"

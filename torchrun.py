@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 from config import EngineConfig
 from executor import NEVER, UniExecutor, answer, end_with_parent, name_process, new_worker, step_timeout
-from logs import logger
 from model_config import ModelConfig
+from observe.logs import logger
 from plan import Call, Kwargs, Method, StepPlan, StepResult
 from ring import Codec
 

@@ -23,8 +23,8 @@ from batch_state import BatchState
 from cpu import weights as cpu_weights
 from loader import check_weights
 from model import Transformer
+from observe.sanitizer import KVSanitizer
 from plan import KV_CACHE, WEIGHTS
-from sanitizer import KVSanitizer
 from worker import DeviceClock, Sampled, Worker
 
 

@@ -1,7 +1,7 @@
 """Who watches the engine: what `GET /live` sends, a few times a second, and what `GET /metrics` tells Prometheus.
 
 However many watch, each API process asks the engine once for all of them, and only while somebody does. The engine
-answers with what it has at hand (`live.py`); the block map and the JSON are made here, off its loop.
+answers with what it has at hand (`observe/live.py`); the block map and the JSON are made here, off its loop.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 from checks import in_parts
 from client import EngineDeadError
 from config import ServerConfig
-from metrics import SERIES
+from observe.metrics import SERIES
 from processes import Board
 from protocol import ApiError, without_folders
 from replies import Client, sse

@@ -29,10 +29,10 @@ from cpu.weights import GreedyHead
 from memory import logprob_rows
 from model import Batch, PiecewiseGraphs, Transformer
 from model_config import ModelConfig
+from observe.sanitizer import KVSanitizer
 from parallel import ExpertGroup
 from plan import Logprobs, StepPlan, StepResult
 from sampling_params import PoolingParams
-from sanitizer import KVSanitizer
 
 Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
 

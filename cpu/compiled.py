@@ -40,7 +40,7 @@ from cpu import ops as cpu_ops
 from cpu import weights as cpu_weights
 from cpu.ops import _store, _unit
 from cpu.weights import multiply
-from logs import logger
+from observe.logs import logger
 
 MODULES = (sys.modules[__name__], cpu_weights, cpu_ops, reference)  # the code of what is compiled is in these
 WORKPLACE = "tmp"  # the name of a folder in which something is compiled begins so

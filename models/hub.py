@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from config import MODEL_TAKES, EngineConfig, read_json
-from logs import console, set_up
 from model_config import ModelConfig
+from observe.logs import console, set_up
 
 INDEX = "model.safetensors.index.json"
 FILES = (  # that the model's shape, its tokenizer and its pooling are read from

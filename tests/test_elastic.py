@@ -21,7 +21,7 @@ from config import DEMO, EngineConfig, ServerConfig, stamp_of
 from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
 from engine_process import EngineProcess
 from fleet import Fleet
-from logs import logger
+from observe.logs import logger
 from processes import DRAINING, READY, STARTING, Board
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal

@@ -19,7 +19,7 @@ import torch
 from config import DEMO, EngineConfig
 from engine import LLM, EngineCore, SamplingParams
 from executor import WorkerError
-from logs import start_log
+from observe.logs import start_log
 from outputs import Choices, Generation
 from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
 from startup import start_worker

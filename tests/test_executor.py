@@ -22,7 +22,7 @@ from config import EngineConfig
 from core import EngineCore
 from engine import LLM, SamplingParams
 from executor import MIN_STEP_TIMEOUT, SLOWEST, MpExecutor, UniExecutor, WorkerError, is_stopped, step_timeout
-from journal import replay
+from observe.journal import replay
 from plan import EngineCoreRequest, Met, PeersGone, StepPlan
 from ring import Watchdog
 from served import alive, eventually

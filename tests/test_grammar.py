@@ -467,7 +467,7 @@ def test_a_bad_grammar_is_refused_before_anything_runs(llm):
 
 
 def test_a_journal_replays_them(make_llm, tmp_path):
-    from journal import replay
+    from observe.journal import replay
 
     path = tmp_path / "journal"
     prompts, params = requests(8)

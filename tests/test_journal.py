@@ -15,7 +15,7 @@ import pytest
 from config import EngineConfig
 from engine import SamplingParams
 from fake_worker import EOS, VOCAB, Engine, FakeWorker, prompt
-from journal import Journal, replay
+from observe.journal import Journal, replay
 from plan import StateRoom, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -17,9 +17,9 @@ from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
 from memory import blocks_per_seq, fit_pool
 from model_config import ModelConfig
 from models.kv_layout import layout_of, most_blocks
+from observe.sanitizer import SanitizerError
 from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
-from sanitizer import SanitizerError
 from scheduler import Scheduler
 from sequence import Request
 from startup import print_plan

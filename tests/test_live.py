@@ -22,7 +22,7 @@ import viewers
 from client import EngineDeadError
 from config import ServerConfig
 from fake_worker import Engine, prompt
-from live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
+from observe.live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
 from plan import Reply
 from processes import Board
 from ring import Codec

@@ -18,7 +18,7 @@ import oracles
 from config import DEMO
 from engine import LLM, SamplingParams
 from fake_worker import EOS, VOCAB, Engine, expected, known_logprobs, prompt, sample_seed
-from journal import Journal, replay
+from observe.journal import Journal, replay
 from outputs import Choices, Generation, RequestOutput
 from plan import EngineOutput, Logprobs, NewRow, StepPlan
 

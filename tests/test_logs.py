@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-import logs
 from client import EngineDeadError, MPClient
 from engine import SamplingParams
 from engine_process import EngineServer
-from logs import JsonFormatter, StatLogger, TextFormatter, console, logger
+from observe import logs
+from observe.logs import JsonFormatter, StatLogger, TextFormatter, console, logger
 from plan import EngineCoreRequest
 from replies import LEFT, ClientGone
 from scripted import BODIES, BROKEN, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, told

@@ -29,7 +29,6 @@ from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu.weights import sampling as cpu_sampling
-from logs import memory_note
 from memory import (
     MIB,
     MemoryPlan,
@@ -43,6 +42,7 @@ from memory import (
 )
 from model import Transformer
 from model_config import ModelConfig
+from observe.logs import memory_note
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from startup import Startup, print_plan, start_worker

@@ -25,7 +25,7 @@ from prometheus_client import parser
 from config import ServerConfig
 from engine import LLM
 from fake_worker import Engine, prompt
-from metrics import Histogram, token_bounds
+from observe.metrics import Histogram, token_bounds
 from sampling_params import SamplingParams
 from scripted import ScriptedClient, client_of
 from served import ROOT, Server, eventually, serving

@@ -24,10 +24,10 @@ from config import DEMO, EngineConfig
 from core import EngineCore
 from engine import LLM, PoolingParams, SamplingParams
 from engine_process import EngineServer
-from journal import Journal, replay
 from memory import fit_pool, largest_step
 from model_config import ModelConfig
 from models.pooling import settle
+from observe.journal import Journal, replay
 from plan import EngineCoreRequest, StepResult
 from scheduler import Scheduler
 from sequence import Request

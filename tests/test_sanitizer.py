@@ -22,8 +22,8 @@ from cpu.weights import ops as cpu_ops
 from engine import EngineCore, SamplingParams
 from fake_worker import VOCAB, FakeWorker, prompt
 from kv_cache import BlockManager, BlockSpaceManager
+from observe.sanitizer import KVSanitizer, SanitizerError
 from plan import EngineCoreRequest, StateRoom, StepPlan, StepResult
-from sanitizer import KVSanitizer, SanitizerError
 from scheduler import Scheduler
 from test_engine import FEW, GREEDY, STORY, tokens
 from test_worker import HYBRID, SHAPE, STATE

@@ -16,7 +16,7 @@ import pytest
 import worker as worker_module
 from config import DEMO
 from engine import LLM, SamplingParams
-from tracing import Trace
+from observe.tracing import Trace
 from worker import DeviceClock
 
 ROOT = Path(__file__).parent.parent
