@@ -547,7 +547,7 @@ def new_worker(config: EngineConfig, model_config: ModelConfig, rank: int = 0, r
     for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
     begun = time.perf_counter()
-    from startup import start_worker
+    from device.startup import start_worker
 
     seconds = time.perf_counter() - begun
     worker = start_worker(config, model_config, rank, rendezvous)

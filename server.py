@@ -612,7 +612,7 @@ def serve(argv: list[str]) -> None:
         engine_config = find_model(engine_config, weights="plan" not in flags)
         model_config = ModelConfig.from_folder(engine_config.folder)  # before torch, which takes seconds to load
         if "plan" in flags:
-            from startup import print_plan
+            from device.startup import print_plan
 
             print_plan(engine_config, model_config, flags.plan)
             return

@@ -2,8 +2,8 @@
 
 The batch lives on the device. Plans carry differences, which go into tensors at fixed addresses with one row (a
 "slot") for each sequence that runs. `prepare_inputs` makes a step's inputs from them and `post_update` writes the
-sampled tokens back, so a decoding sequence's next token never travels through the host. `startup.py` makes a worker
-ready for its first step.
+sampled tokens back, so a decoding sequence's next token never travels through the host. `device/startup.py` makes a
+worker ready for its first step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState, StepShape, to_device
-from compile_guard import LateCompile
 from config import EngineConfig
 from cpu.weights import GreedyHead
-from memory import logprob_rows
+from device.compile_guard import LateCompile
+from device.memory import logprob_rows
 from model import Batch, PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from observe.sanitizer import KVSanitizer

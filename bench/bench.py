@@ -268,10 +268,10 @@ def make_model(folder: Path, shape: dict[str, Any]) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from device.startup import pick_ops
     from model import Transformer
     from model_config import ModelConfig
     from parallel import Group
-    from startup import pick_ops
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(shape, indent=2) + "\n")

@@ -31,10 +31,10 @@ import torch
 from safetensors.torch import load_file
 
 from config import EngineConfig
+from device.startup import start_worker
 from model_config import ModelConfig
 from models.families import FAMILIES
 from plan import NewRow, StepPlan
-from startup import start_worker
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"

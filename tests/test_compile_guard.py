@@ -23,15 +23,14 @@ pytest.importorskip("triton")
 import triton
 
 import kernels
-import memory
-import startup
-from compile_guard import CompileGuard, KernelThreads, LateCompile, check_compiler
 from config import EngineConfig
+from device import memory, startup
+from device.compile_guard import CompileGuard, KernelThreads, LateCompile, check_compiler
+from device.startup import Startup, pick_ops
 from engine import EngineCore
 from model_config import ModelConfig
 from plan import EngineCoreRequest, StepPlan
 from sampling_params import SamplingParams
-from startup import Startup, pick_ops
 from test_worker import HYBRID, ONE_LAYER, SHAPE, row
 
 LATENT = {
@@ -179,8 +178,8 @@ import kernels
 import memory
 from config import EngineConfig
 from model_config import ModelConfig
-from startup import Startup
-from compile_guard import CompileGuard, LateCompile
+from device.startup import Startup
+from device.compile_guard import CompileGuard, LateCompile
 
 threads, compiling = set(), triton.compiler.compiler.compile
 triton.compiler.compile = lambda *args, **options: threads.add(threading.get_ident()) or compiling(*args, **options)

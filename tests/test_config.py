@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from config import DEMO, EngineConfig
+from device.startup import start_worker
 from engine import LLM, SamplingParams
 from model_config import ModelConfig
 from sampling_params import default_sampling
-from startup import start_worker
 
 ROOT = Path(__file__).parent.parent
 # As their checkpoints have them; none of these has all the fields of a Llama.

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from batch_state import BatchState
 from cpu.weights import weights as cpu_weights
+from device.startup import pick_dtype
 from engine import LLM, SamplingParams
 from model import linear
 from plan import NewRow, StepPlan
-from startup import pick_dtype
 
 ROOT = Path(__file__).parent.parent
 CHAT = [{"role": "user", "content": "What is 23 + 58?"}]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-import loader
 import reference
-from loader import load_weights
+from device import loader
+from device.loader import load_weights
 from model import Transformer
 from model_config import ModelConfig
 from models.dequantize import Packed, minifloat, power_of_two, unpack_fp8, unpack_mxfp4

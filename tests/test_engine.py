@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from config import DEMO, EngineConfig
+from device.startup import start_worker
 from engine import LLM, EngineCore, SamplingParams
 from executor import WorkerError
 from observe.logs import start_log
 from outputs import Choices, Generation
 from plan import EngineCoreRequest, EngineOutput, NewRow, StepPlan
-from startup import start_worker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 

@@ -20,10 +20,10 @@ import reference
 from client import EngineDeadError, MPClient
 from config import EngineConfig
 from data_parallel import Lockstep, Meetings, Waves
+from device.loader import fill_dummy, load_weights
+from device.memory import MemoryPlan, plan_stage
 from engine import LLM
 from fleet import launch
-from loader import fill_dummy, load_weights
-from memory import MemoryPlan, plan_stage
 from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group, Pipeline

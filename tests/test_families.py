@@ -18,14 +18,14 @@ import family_campaign
 import reference
 from config import EngineConfig
 from core import EngineCore
-from memory import stage_layers
+from device.memory import stage_layers
+from device.startup import start_worker
 from model import check_division
 from model_config import ModelConfig, Reading
 from models.families import FAMILIES
 from parallel import Group
 from plan import EngineCoreRequest, NewRow, StepPlan
 from sampling_params import SamplingParams
-from startup import start_worker
 from test_model import check, make_worker
 
 NEW = 64

@@ -17,16 +17,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import loader
 import reference
 from config import DEMO, EngineConfig
+from device import loader
+from device.loader import load_weights
+from device.startup import Startup, start_worker
 from engine import LLM, SamplingParams
-from loader import load_weights
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
-from startup import Startup, start_worker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 GREEDY = SamplingParams(temperature=0, max_tokens=48)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from config import EngineConfig
 from core import EngineCore
+from device.memory import blocks_per_seq, fit_pool
+from device.startup import print_plan
 from fake_worker import EOS, VOCAB, Engine, expected, prompt, sample_seed
-from memory import blocks_per_seq, fit_pool
 from model_config import ModelConfig
 from models.kv_layout import layout_of, most_blocks
 from observe.sanitizer import SanitizerError
@@ -22,7 +23,6 @@ from plan import EngineCoreRequest, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
 from sequence import Request
-from startup import print_plan
 from test_worker import SHAPE
 
 MIXED = {

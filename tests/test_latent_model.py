@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 import reference
 from cpu.weights import ops as cpu_ops
-from loader import load_weights
+from device.loader import load_weights
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models import latent_attention

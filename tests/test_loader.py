@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import loader
 import reference
 from cpu.weights import weights as cpu_weights
-from loader import Stage, checkpoint_files, load_weights
+from device import loader
+from device.loader import Stage, checkpoint_files, load_weights
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group

@@ -21,15 +21,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import memory
 import parallel
 import reference
-import startup
 from batch_state import BatchState
 from config import DEMO, EngineConfig
 from core import EngineCore
 from cpu.weights import sampling as cpu_sampling
-from memory import (
+from device import memory, startup
+from device.memory import (
     MIB,
     MemoryPlan,
     check_room,
@@ -40,12 +39,12 @@ from memory import (
     settle_tokens,
     table_columns,
 )
+from device.startup import Startup, print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
 from observe.logs import memory_note
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
-from startup import Startup, print_plan, start_worker
 
 ROOT = Path(__file__).parent.parent
 SHAPE = {

@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from config import EngineConfig
+from device.startup import start_worker
 from model_config import ModelConfig
 from models.rope import rope_table
 from plan import NewRow, StepPlan
-from startup import start_worker
 from worker import Worker
 
 NEW = 64

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
-import startup
 from config import EngineConfig
-from loader import fill_dummy, load_weights
+from device import startup
+from device.loader import fill_dummy, load_weights
+from device.startup import start_worker
 from model import Transformer
 from model_config import ModelConfig
 from parallel import Group
 from plan import NewRow, StepPlan
-from startup import start_worker
 from worker import Worker
 
 SIZES = (2, 4)

@@ -17,10 +17,10 @@ import torch
 import reference
 from batch_state import BatchState
 from config import EngineConfig
+from device.loader import fill_dummy
+from device.memory import split_layers, stage_layers
 from engine import LLM, SamplingParams
 from fake_worker import Engine, expected
-from loader import fill_dummy
-from memory import split_layers, stage_layers
 from model import Batch, Transformer
 from model_config import ModelConfig
 from models.kv_layout import layout_of, part_of

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from batch_state import BatchState
-from compile_guard import CompileGuard
 from config import EngineConfig
+from device.compile_guard import CompileGuard
+from device.startup import Startup
 from model_config import ModelConfig
 from models.families import FAMILIES
-from startup import Startup
 from test_families import CASES
 from worker import Sampled, Worker
 

@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError
 from config import DEMO
+from device.upkeep import KeptWorker
 from engine import LLM, LLMEngine, SamplingParams
 from executor import WorkerError
 from models.hub import source_of
-from upkeep import KeptWorker
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

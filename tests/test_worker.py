@@ -19,16 +19,16 @@ from torch.utils._pytree import tree_leaves
 
 import oracles
 import reference
-import startup
 from batch_state import StepShape, Writes
-from compile_guard import CompileGuard
 from config import EngineConfig
-from memory import captures_graphs
+from device import startup
+from device.compile_guard import CompileGuard
+from device.memory import captures_graphs
+from device.startup import Startup, graph_sizes, pinned, start_worker
+from device.upkeep import KeptWorker
 from model import PiecewiseGraphs
 from model_config import ModelConfig
 from plan import NewRow, StepPlan, bit_words
-from startup import Startup, graph_sizes, pinned, start_worker
-from upkeep import KeptWorker
 from worker import Worker
 
 SHAPE = {

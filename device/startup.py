@@ -21,12 +21,12 @@ import torch
 from tqdm import tqdm
 
 from batch_state import BatchState
-from compile_guard import CompileGuard, check_compiler
 from config import EngineConfig
 from cpu import weights as cpu_weights
 from cpu.compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
-from loader import checkpoint_files, fill_dummy, load_weights
-from memory import (
+from device.compile_guard import CompileGuard, check_compiler
+from device.loader import checkpoint_files, fill_dummy, load_weights
+from device.memory import (
     CPU_KV_SHARE,
     blocks_per_seq,
     captures_graphs,
@@ -43,6 +43,7 @@ from memory import (
     stage_layers,
     table_columns,
 )
+from device.upkeep import KeptWorker
 from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
 from models.pooling import settle
@@ -50,7 +51,6 @@ from observe.logs import logger
 from parallel import ExpertGroup, Group, Pipeline
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams
-from upkeep import KeptWorker
 from worker import Worker
 
 PINNED_SHARE = 0.5  # share of the host's free memory that the host pool may take beside a GPU; it is never swapped out
@@ -372,7 +372,7 @@ class Startup:
         return BatchState(slots, self.max_model_len, columns, c.block_size, vocab_size, device or self.device, kinds)
 
     def blocks_per_seq(self) -> int:
-        """Blocks of a sequence at full length; see memory.py."""
+        """Blocks of a sequence at full length; see device/memory.py."""
         return blocks_per_seq(self.config, self.model.layout.windows, self.max_model_len)
 
     def count_blocks(self) -> int:

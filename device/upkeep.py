@@ -21,7 +21,7 @@ import torch
 
 from batch_state import BatchState
 from cpu import weights as cpu_weights
-from loader import check_weights
+from device.loader import check_weights
 from model import Transformer
 from observe.sanitizer import KVSanitizer
 from plan import KV_CACHE, WEIGHTS
