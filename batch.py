@@ -44,6 +44,7 @@ from bodies import RAW_FIELDS, parse_json
 from client import EngineDeadError
 from config import EngineConfig, ServerConfig
 from executor import name_process
+from executors.torchrun import lead_or_follow
 from flags import OptionParser, from_flags, refuse_given
 from fleet import check_engines, launch
 from hosts import read_secret
@@ -56,7 +57,6 @@ from reading import check_parsers
 from replies import as_api_error
 from serving import Api, Caller, Events
 from tokenizer import Tokenizer
-from torchrun import lead_or_follow
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine
 ATTEMPTS = 3  # times that a line is run if the engine process ends meanwhile; the last time, no other such line runs

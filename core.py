@@ -22,6 +22,8 @@ from typing import Any
 
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
+from executors.ray_executor import RayExecutor, choose_backend
+from executors.torchrun import ExternalExecutor, lead_or_follow
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from model_config import ModelConfig
 from models.pooling import check_pooling, facts, settle
@@ -30,12 +32,10 @@ from observe.live import Recorder
 from observe.logs import StatLogger, logger
 from observe.tracing import Trace
 from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwargs, Method, Outputs, StateRoom, StepPlan
-from ray_executor import RayExecutor, choose_backend
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
 from sequence import Request
-from torchrun import ExternalExecutor, lead_or_follow
 
 UTILITIES = (
     "metrics", "explain", "explain_prompts", "live", "reset_prefix_cache", "check_integrity", "collective_rpc",
@@ -59,7 +59,7 @@ class EngineCore:
     Raises:
         ValueError: the model or the options are not usable; the message is one line.
         WorkerError, ConnectionError: a worker died while it started.
-        SystemExit: this process is a rank that has followed rank 0 to its end; see `torchrun.py`.
+        SystemExit: this process is a rank that has followed rank 0 to its end; see `executors/torchrun.py`.
     """
 
     def __init__(self, config: EngineConfig, peers: Peers | None = None):
@@ -221,7 +221,7 @@ class EngineCore:
 
         Raises:
             WorkerError: they do not start any more.
-            ConnectionError: one is gone, and something else has to start it again; see `torchrun.py`.
+            ConnectionError: one is gone, and something else has to start it again; see `executors/torchrun.py`.
         """
         self._check_whole()
         if self.journal:

@@ -20,11 +20,11 @@ from config import PROG, VERSION, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
 from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
+from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
 from processes import Child, FrameServer, ParentPipe
 from ring import BEAT
-from torchrun import ExternalExecutor
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again
 LEAVE_TIMEOUT = 5  # seconds that the loop has to let go of ranks that something else has started

@@ -71,8 +71,8 @@ class Group:
             rank: this process's among the ranks of all stages, those of the first stage first.
             size: ranks of each stage.
             rendezvous: where they meet: `file:///...` is a new file in a folder that all of them see, `env://` is what
-                the environment says (see `torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen. In the
-                last two cases the environment also says which of the ranks on this machine this is.
+                the environment says (see `executors/torchrun.py`), and `tcp://HOST:PORT` is where rank 0 shall listen.
+                In the last two cases the environment also says which of the ranks on this machine this is.
 
         Raises:
             ValueError: there is no GPU for this rank.

@@ -22,10 +22,10 @@ from typing import Any
 from config import PROG, VERSION, EngineConfig
 from engine_process import EngineProcess
 from executor import name_process
+from executors.ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
 from hosts import follow
 from observe.logs import console, logger, set_up
 from processes import LOOK, Child, ParentPipe
-from ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
 
 LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
 

@@ -54,6 +54,7 @@ from client import Suspects
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
 from control import Control
 from executor import name_process
+from executors.torchrun import lead_or_follow
 from flags import OptionParser, from_flags, split_command
 from fleet import check_engines, follow_server, launch
 from hosts import read_secret
@@ -69,7 +70,6 @@ from responses import message_error
 from serving import Api, Caller, Events
 from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
-from torchrun import lead_or_follow
 
 SPARE = 16  # descriptors that connections leave for the rest of the process
 PAUSE = 0.1  # seconds for which no connection is taken where no descriptor can be had

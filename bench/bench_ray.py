@@ -68,7 +68,7 @@ class Echo:
 
     def answer(self, address: Any, token: bytes) -> None:
         """By a connection, or on the same node by rings, until an empty message comes."""
-        from ray_executor import knock
+        from executors.ray_executor import knock
 
         sock = knock(address, token, 0)
         plans: Any
@@ -96,7 +96,7 @@ def ray_figures(trips: int = 2000, size: int = 2048) -> Figures:
     from ray.dag import InputNode
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from ray_executor import Door
+    from executors.ray_executor import Door
 
     cluster = new_cluster(2)
     (far,) = cluster.worker_nodes

@@ -17,8 +17,8 @@ import executor as executor_module
 import ring as ring_module
 from config import EngineConfig
 from executor import NEVER, BlamelessError, MpExecutor, WorkerError
+from executors.ray_executor import Plans
 from plan import Call, Reply, StepPlan, StepResult
-from ray_executor import Plans
 from ring import Codec, EngineLink, RankLink, RingBuffer
 from test_ring import TinyRing
 

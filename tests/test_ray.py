@@ -19,14 +19,13 @@ import psutil
 import pytest
 
 import executor as executor_module
-import ray_executor
 from bench_ray import actors, new_cluster, node_above, replace_node
 from config import DEMO, VERSION, EngineConfig
 from core import EngineCore
 from engine import LLM
 from executor import MpExecutor, WorkerError
-from model_config import ModelConfig
-from ray_executor import (
+from executors import ray_executor
+from executors.ray_executor import (
     Door,
     Place,
     Plans,
@@ -40,6 +39,7 @@ from ray_executor import (
     variables,
     ways_to_place,
 )
+from model_config import ModelConfig
 from ring import EngineLink, RankLink, RingBuffer, RingTimeout
 from served import alive, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when

@@ -18,16 +18,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import torchrun
 from config import DEMO, EngineConfig
 from engine import LLM, SamplingParams
+from executors import torchrun
+from executors.torchrun import first_node, launched_as
 from parallel import Group
 from scripted import CHAT
 from served import Server, eventually, serving
 from test_executor import PROMPTS
 from test_survival import Reader, command, engine_of
 from test_worker import SHAPE
-from torchrun import first_node, launched_as
 
 ROOT = Path(__file__).parent.parent
 # Seconds until torchrun has ended: it gives ranks 30 to end before it kills them, and a busy machine takes longer.

@@ -1,0 +1,1 @@
+"""Executors other than those of one host: Ray's and torchrun's."""
