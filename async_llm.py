@@ -23,7 +23,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from client import (
+from config import EngineConfig
+from model_config import ModelConfig
+from models.hub import find_model, source_of
+from observe.logs import logger, set_up
+from outputs import RequestOutput
+from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
+from processes.child import watch_over
+from processes.client import (
     GONE,
     SILENT,
     BackgroundResources,
@@ -33,14 +40,7 @@ from client import (
     check_accepted,
     weakly,
 )
-from config import EngineConfig
-from engine_process import EngineProcess
-from model_config import ModelConfig
-from models.hub import find_model, source_of
-from observe.logs import logger, set_up
-from outputs import RequestOutput
-from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
-from processes import watch_over
+from processes.engine_process import EngineProcess
 from ring import STALL
 from sampling_params import SamplingParams
 from text.prompts import InputProcessor, Prompt

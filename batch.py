@@ -41,17 +41,17 @@ from gevent.pool import Group
 from tqdm import tqdm
 
 from bodies import RAW_FIELDS, parse_json
-from client import EngineDeadError
 from config import EngineConfig, ServerConfig
 from executor import name_process
 from executors.torchrun import lead_or_follow
 from flags import OptionParser, from_flags, refuse_given
-from fleet import check_engines, launch
-from hosts import read_secret
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
-from processes import LOOK, Board, Kept
+from processes.child import LOOK, Board, Kept
+from processes.client import EngineDeadError
+from processes.fleet import check_engines, launch
+from processes.hosts import read_secret
 from protocol import PATHS, ApiError
 from reading import check_parsers
 from replies import as_api_error

@@ -1,7 +1,7 @@
 """The engine's one loop: `EngineCore` owns the scheduler and the executor.
 
 Each `step()` plans, runs and reports; dead workers are replaced. `engine.py` runs it in the caller's process, and
-`engine_process.py` in a process of its own.
+`processes/engine_process.py` in a process of its own.
 
 Weights change between answers, never within one. Requests that have come before `update_weights` run to their end with
 the old ones, and what comes meanwhile waits for the new ones. While the engine sleeps nothing can run to its end: then

@@ -3,7 +3,7 @@
     LLM             `LLM("demo").generate("To be, or not")`
     LLMEngine       for callers that run its loop themselves
 
-For the server the core has a process of its own: `engine_process.py`.
+For the server the core has a process of its own: `processes/engine_process.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 from tqdm import tqdm
 
-from client import EngineCoreClient, EngineDeadError, InprocClient, Stream, check_accepted
 from config import EngineConfig
 from core import EngineCore
 from models.hub import find_model, source_of
@@ -46,6 +45,7 @@ from outputs import (
     numbers,
 )
 from plan import EngineCoreRequest, EngineOutput, Kwargs, Method
+from processes.client import EngineCoreClient, EngineDeadError, InprocClient, Stream, check_accepted
 from ring import undisturbed
 from sampling_params import BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from text.messages import chat_messages, template_variables
@@ -53,7 +53,7 @@ from text.prompts import InputProcessor, Prompt, listed, read_prompt
 from tokenizer import NoTokenizer, Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
-    from fleet import FleetClient
+    from processes.fleet import FleetClient
 
 __all__ = [  # for scripts
     "LLM", "BeamSearchParams", "CompletionOutput", "EngineArgs", "EngineConfig", "EngineCore", "LLMEngine",
@@ -98,7 +98,9 @@ def new_client(config: EngineConfig) -> InprocClient | FleetClient:
     if sys.platform == "win32" or config.distributed_executor_backend == "external_launcher":
         where = "on Windows" if sys.platform == "win32" else "with distributed_executor_backend 'external_launcher'"
         raise ValueError(f"{OWN_PROCESS} is 1, or data_parallel_size above 1; {where} they must be 0 and 1")
-    from fleet import FleetClient  # here, because it needs gunicorn, which one engine in a script does without
+    from processes.fleet import (
+        FleetClient,  # here, because it needs gunicorn, which one engine in a script does without
+    )
 
     return FleetClient(config)
 

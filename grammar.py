@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from client import accept, connect
 from executor import end_with_parent, name_process
 from plan import StepPlan, bit_words
+from processes.client import accept, connect
 from sampling_params import SamplingParams, StructuredOutputsParams
 from sequence import Request, Sequence, SequenceGroup
 from text.schemas import grammar_text, is_small

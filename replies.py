@@ -25,12 +25,12 @@ import gevent
 import msgspec
 
 from checks import in_parts
-from client import EngineDeadError, MPClient, Stream
-from data_parallel import DPClient
 from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
 from observe.logs import logger
 from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
+from processes.client import EngineDeadError, MPClient, Stream
+from processes.coordinator import DPClient
 from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
 from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from sampling_params import SamplingParams

@@ -50,19 +50,19 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 import batch
 import terminal
 from bodies import parse_json
-from client import Suspects
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
 from control import Control
 from executor import name_process
 from executors.torchrun import lead_or_follow
 from flags import OptionParser, from_flags, split_command
-from fleet import check_engines, follow_server, launch
-from hosts import read_secret
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import Repeated, console, set_up
 from openapi import openapi
-from processes import Board, Gunicorn, Kept, listen
+from processes.child import Board, Gunicorn, Kept, listen
+from processes.client import Suspects
+from processes.fleet import check_engines, follow_server, launch
+from processes.hosts import read_secret
 from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from reading import check_parsers
 from replies import ClientGone, Peer, as_api_error, json_of, log_request

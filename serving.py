@@ -24,7 +24,7 @@ from gevent.threadpool import ThreadPool
 from checks import in_parts
 from config import VERSION, ServerConfig
 from outputs import Vector, cosine, numbers
-from processes import Board
+from processes.child import Board
 from protocol import (
     CHAT,
     CLASSIFY,

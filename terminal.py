@@ -29,12 +29,12 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.error import HTTPError, URLError
 
 from async_llm import AsyncLLM
-from client import EngineDeadError
 from config import PROG, EngineConfig, check_fields, option
 from flags import OptionParser, from_flags, refuse_given
 from model_config import ModelConfig
 from models.hub import find_model
 from models.pooling import settle
+from processes.client import EngineDeadError
 from sampling_params import SamplingParams
 from tokenizer import Tokenizer
 

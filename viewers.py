@@ -22,10 +22,10 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from checks import in_parts
-from client import EngineDeadError
 from config import ServerConfig
 from observe.metrics import SERIES
-from processes import Board
+from processes.child import Board
+from processes.client import EngineDeadError
 from protocol import ApiError, without_folders
 from replies import Client, sse
 

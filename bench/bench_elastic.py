@@ -28,8 +28,8 @@ import numpy as np
 import bench_serve
 from bench_scale import Device, Job, ModelEngine
 from config import EngineConfig
-from data_parallel import INTERVAL, Autoscaler, Router
 from model_config import ModelConfig
+from processes.coordinator import INTERVAL, Autoscaler, Router
 
 Figures = list[dict[str, Any]]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from config import EngineConfig
-from data_parallel import Router
 from plan import StepResult
+from processes.coordinator import Router
 from ring import RingBuffer
 from sampling_params import SamplingParams
 from scheduler import Scheduler

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from client import ACCEPTED, connect, read_frames, to_frame
 from config import EngineConfig
-from data_parallel import INTERVAL, CoordinatorProcess, Router
 from plan import Load, Loads, StepPlan, StepResult, Subscribe
+from processes.client import ACCEPTED, connect, read_frames, to_frame
+from processes.coordinator import INTERVAL, CoordinatorProcess, Router
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler

@@ -13,10 +13,10 @@ from typing import Any
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
-from client import EngineDeadError, Stream
 from config import DEMO, ServerConfig
 from plan import EngineCoreRequest, EngineOutput, Logprobs
-from processes import Board
+from processes.child import Board
+from processes.client import EngineDeadError, Stream
 from sampling_params import PoolingParams, SamplingParams
 from server import create_app
 from serving import Api

@@ -15,7 +15,7 @@ import pytest
 
 from async_llm import AsyncLLM, EngineArgs, EngineDeadError, SamplingParams
 from config import DEMO
-from processes import STOP_TIMEOUT
+from processes.child import STOP_TIMEOUT
 from served import alive, eventually
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -17,10 +17,10 @@ import pytest
 from tqdm import tqdm
 
 from batch import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
-from client import EngineDeadError, Stream
 from config import ServerConfig
 from plan import EngineCoreRequest
-from processes import Board
+from processes.child import Board
+from processes.client import EngineDeadError, Stream
 from protocol import PATHS
 from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
 from served import ROOT, eventually

@@ -22,9 +22,9 @@ import bodies
 import serving as serving_routes
 from bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
 from config import EngineConfig, ServerConfig
-from engine_process import INBOX_TIME, EngineServer
 from plan import Abort, Outputs
-from processes import Board
+from processes.child import Board
+from processes.engine_process import INBOX_TIME, EngineServer
 from protocol import ApiError, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import serving

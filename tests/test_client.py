@@ -20,9 +20,12 @@ from types import SimpleNamespace
 
 import pytest
 
-import client as clients
 from async_llm import AsyncEngineCoreClient, AsyncMPClient
-from client import (
+from engine import SamplingParams
+from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
+from processes.child import READY, SEND_TIMEOUT, Board, FrameServer
+from processes.child import client as clients
+from processes.client import (
     GRACE,
     BackgroundResources,
     EngineCoreClient,
@@ -35,12 +38,9 @@ from client import (
     read_frames,
     to_frame,
 )
-from data_parallel import DPClient, Router
-from engine import SamplingParams
-from engine_process import EngineServer
-from fleet import FleetClient
-from plan import EngineCoreRequest, EngineOutput, Health, Outputs, Reply
-from processes import READY, SEND_TIMEOUT, Board, FrameServer
+from processes.coordinator import DPClient, Router
+from processes.engine_process import EngineServer
+from processes.fleet import FleetClient
 from ring import STALL, Codec
 from served import ROOT, eventually
 

@@ -16,8 +16,8 @@ import torch
 from flask.testing import FlaskClient
 from safetensors.torch import load_file, save_file
 
-from client import EngineDeadError
 from config import DEMO
+from processes.client import EngineDeadError
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of, post, refusal, told
 from served import Server, serving
 

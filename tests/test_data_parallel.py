@@ -24,15 +24,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from client import Connection, EngineDeadError, MPClient, Stream
 from config import EngineConfig
-from data_parallel import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
 from engine import LLM
-from engine_process import EngineServer
 from executor import visible_gpus
-from fleet import check_engines
 from plan import EngineCoreRequest, Health, Load, Loads, Met, Subscribe, Wave, WaveReport
-from processes import READY, Board
+from processes.child import READY, Board
+from processes.client import Connection, EngineDeadError, MPClient, Stream
+from processes.coordinator import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
+from processes.engine_process import EngineServer
+from processes.fleet import check_engines
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command
@@ -328,7 +328,9 @@ class ClientStandIn:
 def stand_ins(monkeypatch: pytest.MonkeyPatch, on_call: Callable[[int], None] = lambda rank: None) -> list[int]:
     """Have a `DPClient` connect to stand-ins; returns the ranks that will have been called."""
     called: list[int] = []
-    monkeypatch.setattr("data_parallel.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call))
+    monkeypatch.setattr(
+        "processes.coordinator.MPClient", lambda address, rank, *_: ClientStandIn(rank, called, on_call)
+    )
     return called
 
 
@@ -376,7 +378,7 @@ def test_an_engine_gets_one_connection_however_many_look_for_it(monkeypatch):
             other.join(0.1)  # it waits for its turn
         return ClientStandIn(rank, [], lambda rank: None)
 
-    monkeypatch.setattr("data_parallel.MPClient", connect)
+    monkeypatch.setattr("processes.coordinator.MPClient", connect)
     board.engines[0] = READY
     client._look()
     other.join(10)

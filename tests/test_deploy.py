@@ -10,7 +10,7 @@ import yaml
 
 from config import DEMO, EngineConfig, ServerConfig
 from flags import OptionParser, from_flags
-from processes import KEEP_ALIVE, STOP_TIMEOUT
+from processes.child import KEEP_ALIVE, STOP_TIMEOUT
 from scripted import ScriptedClient, client_of
 
 FOLDER = Path(__file__).parent.parent / "docs" / "deploy" / "kubernetes"

@@ -18,11 +18,11 @@ import pytest
 from flask.testing import FlaskClient
 
 from config import DEMO, EngineConfig, ServerConfig, stamp_of
-from data_parallel import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
-from engine_process import EngineProcess
-from fleet import Fleet
 from observe.logs import logger
-from processes import DRAINING, READY, STARTING, Board
+from processes.child import DRAINING, READY, STARTING, Board
+from processes.coordinator import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
+from processes.engine_process import EngineProcess
+from processes.fleet import Fleet
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
@@ -174,8 +174,8 @@ class PipedEngine(EngineProcess):
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Engine 0 serves, and engine 1 starts."""
     coordinator = SimpleNamespace(address=None, check=lambda: None, stop=lambda: None)
-    monkeypatch.setattr("fleet.CoordinatorProcess", lambda *_: coordinator)
-    monkeypatch.setattr("fleet.EngineProcess", PipedEngine)
+    monkeypatch.setattr("processes.fleet.CoordinatorProcess", lambda *_: coordinator)
+    monkeypatch.setattr("processes.fleet.EngineProcess", PipedEngine)
     made = Fleet(EngineConfig(DEMO, device="cpu", data_parallel_size_max=3), Board())
     made.facts = SIZES | {"device": "cpu"}
     made._launch(0)
@@ -308,8 +308,8 @@ class ReadyEngine(PipedEngine):
 @pytest.mark.parametrize("others", [[DEMO], [DEMO, ""]])
 def test_a_new_server_takes_the_weights_that_other_hosts_have_kept(monkeypatch, caplog, others: list[str]) -> None:
     coordinator = SimpleNamespace(address=None, wait=lambda: None, stop=lambda: None)
-    monkeypatch.setattr("fleet.CoordinatorProcess", lambda *_: coordinator)
-    monkeypatch.setattr("fleet.EngineProcess", ReadyEngine)
+    monkeypatch.setattr("processes.fleet.CoordinatorProcess", lambda *_: coordinator)
+    monkeypatch.setattr("processes.fleet.EngineProcess", ReadyEngine)
     options = {"data_parallel_size": 1 + len(others), "data_parallel_size_local": 1, "data_parallel_address": "x"}
     fleet = Fleet(EngineConfig(DEMO, device="cpu", **options), Board(), "secret")
     gate, old = SimpleNamespace(facts={}, stop=lambda: None), fleet.ranks[2:]

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 import reference
-from client import EngineDeadError, MPClient
 from config import EngineConfig
-from data_parallel import Lockstep, Meetings, Waves
 from device.loader import fill_dummy, load_weights
 from device.memory import MemoryPlan, plan_stage
 from engine import LLM
-from fleet import launch
 from model import Transformer
 from model_config import ModelConfig
 from parallel import ExpertGroup, Group, Pipeline
 from plan import EngineCoreRequest, Meet, Met, NewRow, StepPlan, Wave, WaveReport
-from processes import DRAINING, READY, STARTING, Board
+from processes.child import DRAINING, READY, STARTING, Board
+from processes.client import EngineDeadError, MPClient
+from processes.coordinator import Lockstep, Meetings, Waves
+from processes.fleet import launch
 from sampling_params import SamplingParams
 from served import eventually
 from test_families import CASES as FAMILY_CASES

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-import hosts
-from client import MPClient
-from hosts import Places
+from processes.child import hosts
+from processes.client import MPClient
+from processes.hosts import Places
 from served import eventually
 from test_hosts import Pair, pair  # noqa: F401 (a fixture)
 

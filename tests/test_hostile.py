@@ -22,7 +22,7 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from config import DEMO, ServerConfig
-from processes import Board
+from processes.child import Board
 from protocol import KNOWN, PATHS, ROUTES, TURNS
 from scripted import CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of
 from served import Server, eventually, serving

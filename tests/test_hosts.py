@@ -21,14 +21,25 @@ from typing import Any
 
 import pytest
 
-import hosts
-from client import Connection, MPClient, to_frame
 from config import DEMO, EngineConfig
 from engine import LLM
-from fleet import Fleet
-from hosts import MAGIC, NONCE, Gate, GateProcess, Node, Refused, admit, differences, prove, read_secret, settings_of
 from plan import Attach, Health, Join, Load, Loads
-from processes import Board, FrameServer
+from processes.child import Board, FrameServer, hosts
+from processes.client import Connection, MPClient, to_frame
+from processes.fleet import Fleet
+from processes.hosts import (
+    MAGIC,
+    NONCE,
+    Gate,
+    GateProcess,
+    Node,
+    Refused,
+    admit,
+    differences,
+    prove,
+    read_secret,
+    settings_of,
+)
 from ring import Codec
 from served import ROOT, Server, alive, eventually, serving
 from test_pipeline import MIXED, PROMPTS, STARVED

@@ -10,7 +10,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from config import ServerConfig
-from processes import Board
+from processes.child import Board
 from scripted import (
     BODIES,
     CHAT,

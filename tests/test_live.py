@@ -19,12 +19,12 @@ from werkzeug.test import EnvironBuilder
 from werkzeug.wsgi import ClosingIterator
 
 import viewers
-from client import EngineDeadError
 from config import ServerConfig
 from fake_worker import Engine, prompt
 from observe.live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
 from plan import Reply
-from processes import Board
+from processes.child import Board
+from processes.client import EngineDeadError
 from ring import Codec
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
 from served import Server, eventually, serving

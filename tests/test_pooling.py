@@ -19,17 +19,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from client import MPClient
 from config import DEMO, EngineConfig
 from core import EngineCore
 from device.memory import fit_pool, largest_step
 from device.startup import Startup, print_plan, start_worker
 from engine import LLM, PoolingParams, SamplingParams
-from engine_process import EngineServer
 from model_config import ModelConfig
 from models.pooling import settle
 from observe.journal import Journal, replay
 from plan import EngineCoreRequest, StepResult
+from processes.client import MPClient
+from processes.engine_process import EngineServer
 from scheduler import Scheduler
 from sequence import Request
 from test_worker import SHAPE

@@ -19,7 +19,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from config import DEMO
-from processes import MAX_FAILURES, Child
+from processes.child import MAX_FAILURES, Child
 from scripted import COMPLETIONS
 from served import ROOT, Server, alive, eventually, serving
 from test_survival import LONG as STREAM
@@ -199,7 +199,7 @@ def test_a_kill_while_it_starts_leaves_nothing(tmp_path: Path, size: str, all_of
     """Of the main process, or of all; at moments from its first milliseconds until it is ready, or nearly so."""
     environment, log = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}, tmp_path / "log"
     flags = ["--port", "0", "--device", "cpu", "--tensor-parallel-size", size]
-    for moment in ("server.py", "engine_process.py", "spawn_main", "libtorch_cpu"):
+    for moment in ("server.py", "processes/engine_process.py", "spawn_main", "libtorch_cpu"):
         command = [sys.executable, "server.py", *flags]
         with (
             open(log, "w") as file,
@@ -266,7 +266,7 @@ def test_starting_has_a_limit(flags: list[str], says: str) -> None:
 CHILD = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from processes import ParentPipe
+from processes.child import ParentPipe
 parent = ParentPipe()
 {body}
 """
@@ -278,7 +278,7 @@ def child(folder: Path, body: str, startup_timeout: float = 60.0) -> Child:
 
 
 def test_a_child_that_never_gets_ready_is_killed_by_its_name(tmp_path: Path, caplog, monkeypatch) -> None:
-    monkeypatch.setattr("processes.STOP_TIMEOUT", 0.1)
+    monkeypatch.setattr("processes.child.STOP_TIMEOUT", 0.1)
     made = child(tmp_path, "time.sleep(1000)", startup_timeout=0.1)
     with pytest.raises(SystemExit) as ended:
         made.wait()

@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 
 from checks import ITEMS
 from config import DEMO, ServerConfig
-from processes import Board
+from processes.child import Board
 from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
 from sampling_params import SamplingParams, StructuredOutputsParams
 from scripted import (

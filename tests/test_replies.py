@@ -13,10 +13,10 @@ import gevent.socket
 import pytest
 from flask.testing import FlaskClient
 
-from client import EngineDeadError
 from config import DEMO, ServerConfig
 from plan import EngineOutput
-from processes import Board
+from processes.child import Board
+from processes.client import EngineDeadError
 from scripted import (
     BODIES,
     BROKEN,

@@ -21,10 +21,10 @@ import psutil
 import pytest
 import torch
 
-from client import EngineDeadError, InprocClient
 from config import DEMO
 from engine import LLM, LLMEngine, SamplingParams
 from executor import script_of_caller, start_alone, start_method
+from processes.client import EngineDeadError, InprocClient
 from served import eventually
 
 ROOT = Path(__file__).parent.parent

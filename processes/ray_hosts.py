@@ -4,7 +4,7 @@
     RayHost     the actor, which is such a host
 
 Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
-(`hosts.py`). The server's own process does not join the cluster, because Ray's threads would not outlive the fork that
+(`processes/hosts.py`). The server's own process does not join the cluster, because Ray's threads would not outlive the fork that
 makes API processes.
 """
 
@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 from config import PROG, VERSION, EngineConfig
-from engine_process import EngineProcess
 from executor import name_process
 from executors.ray_executor import check_version, devices_of, find_model_here, in_short, inherited, join_cluster
-from hosts import follow
 from observe.logs import console, logger, set_up
-from processes import LOOK, Child, ParentPipe
+from processes.child import LOOK, Child, ParentPipe
+from processes.engine_process import EngineProcess
+from processes.hosts import follow
 
 LONGEST_PAUSE = 64.0  # seconds before an engine that has ended is started again; it doubles from one second on
 
@@ -205,6 +205,6 @@ def launcher_main() -> None:
 
 
 if __name__ == "__main__":
-    import ray_hosts  # under its own name, by which the nodes import the actor
+    from processes import ray_hosts  # under its own name, by which the nodes import the actor
 
     ray_hosts.launcher_main()

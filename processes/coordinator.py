@@ -37,18 +37,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from client import (
-    GONE,
-    BackgroundResources,
-    Connection,
-    EngineDeadError,
-    MPClient,
-    Stream,
-    Suspects,
-    fixed_size,
-    on_all_devices,
-    weakly,
-)
 from executor import name_process
 from plan import (
     EngineCoreRequest,
@@ -67,7 +55,19 @@ from plan import (
     Wave,
     WaveReport,
 )
-from processes import READY, Board, Child, FrameServer, ParentPipe
+from processes.child import READY, Board, Child, FrameServer, ParentPipe
+from processes.client import (
+    GONE,
+    BackgroundResources,
+    Connection,
+    EngineDeadError,
+    MPClient,
+    Stream,
+    Suspects,
+    fixed_size,
+    on_all_devices,
+    weakly,
+)
 from ring import meeting_place
 from sequence import chain
 

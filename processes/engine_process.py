@@ -1,7 +1,7 @@
 """The engine in a process of its own: `EngineServer` runs there, `EngineProcess` is its handle.
 
-Clients (`client.py`) talk to it over sockets. torch is not imported here as long as the workers have processes of their
-own, so that an engine process that was killed is soon replaced.
+Clients (`processes/client.py`) talk to it over sockets. torch is not imported here as long as the workers have
+processes of their own, so that an engine process that was killed is soon replaced.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import time
 from collections import defaultdict, deque
 from typing import Any
 
-from client import AFTER_ALL, Connection
 from config import PROG, VERSION, EngineConfig, weights_in
 from core import GLANCE, TENSORS, EngineCore
-from data_parallel import Lockstep, Peers
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
 from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
-from processes import Child, FrameServer, ParentPipe
+from processes.child import Child, FrameServer, ParentPipe
+from processes.client import AFTER_ALL, Connection
+from processes.coordinator import Lockstep, Peers
 from ring import BEAT
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again

@@ -2,7 +2,7 @@
 
     Child             the parent's handle on an engine or the coordinator, which it replaces when it has died or stopped
     ParentPipe        such a process's own end of the pipe to its parent
-    FrameServer       its end of its clients' connections; the others are in `client.py`
+    FrameServer       its end of its clients' connections; the others are in `processes/client.py`
     Board             what the API processes and their parent all see
     Gunicorn          the API processes: gevent workers with the Flask app in them, and the loop of their parent
 
@@ -40,11 +40,11 @@ from gunicorn.arbiter import Arbiter
 from gunicorn.errors import HaltServer
 from gunicorn.glogging import Logger
 
-from client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from config import ServerConfig
 from executor import end_with_parent, is_stopped, name_process
 from observe.logs import console, logger
 from plan import Health, Message
+from processes.client import ACCEPTED, accept, limit_sends, read_frames, to_frame
 from ring import STALL, Codec, Watchdog
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Child:
         ends: an address and its listener that are there already, and stay when the process is stopped.
 
     Attributes:
-        address: of the process and its successors; see `client.py`.
+        address: of the process and its successors; see `processes/client.py`.
         patience: seconds without a heartbeat after which it is killed.
         idle: heartbeats in a row, up to the latest, that say that nobody needs the process.
     """

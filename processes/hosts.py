@@ -6,10 +6,10 @@
 
 Only the server's host listens. Another host keeps one connection to it, its link. When a process of the server wants to
 speak to an engine there, it does what it does for an engine of its own host: it sends half of a pair of sockets through
-the engine's address (`client.py`). The gate takes it from there and tells the engine's host to dial once more. The new
-connection goes through the half to the process that waits, and at the other end to the engine, which takes it for that
-of a client. So nobody stands between the two, and neither the gate nor a link is needed any more. An engine reaches the
-coordinator in the same way, the other way round.
+the engine's address (`processes/client.py`). The gate takes it from there and tells the engine's host to dial once
+more. The new connection goes through the half to the process that waits, and at the other end to the engine, which
+takes it for that of a client. So nobody stands between the two, and neither the gate nor a link is needed any more. An
+engine reaches the coordinator in the same way, the other way round.
 
 Whoever connects proves first that it knows the secret, by a hash (HMAC) over numbers that both sides have just drawn,
 and then the gate does. The secret itself is never sent. What follows is not encrypted.
@@ -34,12 +34,12 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from client import ACCEPTED, accept, to_frame
 from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
 from observe.logs import Repeated, console, logger, set_up
 from plan import Attach, Dial, Join, Joined, Message, Ready
-from processes import Child, ParentPipe
+from processes.child import Child, ParentPipe
+from processes.client import ACCEPTED, accept, to_frame
 from ring import Codec
 
 MAGIC = b"manta hosts 0001"

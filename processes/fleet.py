@@ -4,7 +4,7 @@
     FleetClient     the same for a script, which is also their client
     follow_server   this host's engines, for a server on another one
 
-The process of one engine is in `engine_process.py`.
+The process of one engine is in `processes/engine_process.py`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import sys
 import time
 from typing import Any
 
-from client import BackgroundResources, MPClient, Suspects
 from config import PROG, EngineConfig, stamp_of, weights_in
-from data_parallel import Autoscaler, CoordinatorProcess, DPClient, Router
-from engine_process import EngineProcess, sizes_of
 from executor import visible_gpus
-from hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
 from model_config import ModelConfig
 from observe.logs import console, logger
-from processes import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
-from ray_hosts import Launcher
+from processes.child import ABSENT, DRAINING, LOOK, READY, STARTING, Board, Child, Kept, listen, watch_over
+from processes.client import BackgroundResources, MPClient, Suspects
+from processes.coordinator import Autoscaler, CoordinatorProcess, DPClient, Router
+from processes.engine_process import EngineProcess, sizes_of
+from processes.hosts import FACTS, GateProcess, listed, place_of, read_secret, serve_headless
+from processes.ray_hosts import Launcher
 
 IDLE_BEATS = 3  # heartbeats in a row by which an engine that drains is done; each client looks oftener than it beats
 
