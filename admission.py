@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager, Entry
 from plan import NewRow, StepPlan
-from queues import FairQueue, GroupQueue
+from scheduling.fair import FairQueue, GroupQueue
 from sequence import Flight, Request, SchedulingBudget, Sequence, SequenceGroup, Status, by_column
 
 EXPECTED_TOKENS = 4096  # of output that admission reckons with at most, however many are allowed

@@ -24,7 +24,6 @@ from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from executors.ray_executor import RayExecutor, choose_backend
 from executors.torchrun import ExternalExecutor, lead_or_follow
-from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from model_config import ModelConfig
 from models.pooling import check_pooling, facts, settle
 from observe.journal import Journal
@@ -35,6 +34,7 @@ from plan import TAGS, WEIGHTS, CallError, EngineCoreRequest, EngineOutput, Kwar
 from ring import undisturbed
 from sampling_params import default_sampling
 from scheduler import Scheduler
+from scheduling.grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
 from sequence import Request
 
 UTILITIES = (

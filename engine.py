@@ -620,7 +620,7 @@ class LLM:
         """The `beam_width` best answers to each prompt, by log-probability / length^penalty, the best first.
 
         As in vLLM, `tokens` and `text` have the prompt before the answer, and special tokens are in the text. The
-        length is that of the answer, as in transformers; see `beam.py`.
+        length is that of the answer, as in transformers; see `scheduling/beam.py`.
 
         Raises:
             ValueError: as for `generate`.

@@ -37,12 +37,12 @@ from itertools import compress
 from typing import Any
 
 from admission import Admission
-from beam import BeamSearch
 from config import EngineConfig
 from kv_cache import AllocStatus, BlockSpaceManager
 from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
-from queues import OUTPUT_WEIGHT
+from scheduling.beam import BeamSearch
+from scheduling.fair import OUTPUT_WEIGHT
 from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status, WaitClock
 
 MAX_REPORTS = 1000  # finished requests whose report is kept

@@ -10,7 +10,8 @@ chosen among all of them: they run in the same step or not at all, and so two se
 each other.
 
 `DecodeBatch` holds the sequences that do nothing but decode, `Lane` those that run in the same steps, `Flight` is such
-a step, and `Timeline` remembers where a group's time went. The queues of those who do not run are in `queues.py`.
+a step, and `Timeline` remembers where a group's time went. The queues of those who do not run are in
+`scheduling/fair.py`.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from dataclasses import dataclass, field
 from itertools import compress, zip_longest
 from typing import Any
 
-from beam import BeamSearch
 from plan import StepPlan
 from sampling_params import PoolingParams, SamplingParams
+from scheduling.beam import BeamSearch
 
 Key = tuple[int, int, int]  # (class, number of arrival, index): what the class is, the policy says
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import LLM, SamplingParams, StructuredOutputsParams
-from grammar import Grammars
+from scheduling.grammar import Grammars
 
 Figures = list[dict[str, Any]]
 SCHEMA = {

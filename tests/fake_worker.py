@@ -13,11 +13,11 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from beam import BeamSearch
 from config import EngineConfig
 from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import SamplingParams
 from scheduler import Scheduler
+from scheduling.beam import BeamSearch
 from sequence import Request, SequenceGroup, derived_seed
 
 VOCAB, EOS = 50, 7

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from beam import BeamSearch
 from config import EngineConfig
 from engine import EngineCore
 from plan import EngineCoreRequest, EngineOutput
 from sampling_params import SamplingParams
+from scheduling.beam import BeamSearch
 from test_model import shape
 
 Model = Callable[[Sequence[int]], list[float]]  # output so far -> log-probability of each token

@@ -17,8 +17,8 @@ import pytest
 
 from conftest import DEMO
 from engine import SamplingParams, StructuredOutputsParams
-from grammar import MAX_CHARS, Constraint, Grammars
 from plan import EngineCoreRequest, bit_words
+from scheduling.grammar import MAX_CHARS, Constraint, Grammars
 from text.schemas import FORMATS, NAMED, grammar_text, negated, plain
 from tokenizer import Tokenizer
 
@@ -281,7 +281,7 @@ def test_a_panic_of_the_library_is_an_error_of_the_request(grammars, constraint,
         raise Panic("deep inside")
 
     c = constraint({"choice": ["yes"]})
-    monkeypatch.setattr("grammar.mask_of", fail)
+    monkeypatch.setattr("scheduling.grammar.mask_of", fail)
     c.advance([5])
     assert "deep inside" in c.error
     with pytest.raises(ValueError, match="cannot be compiled: deep inside"):
@@ -305,11 +305,11 @@ def test_a_mask_that_takes_long_holds_up_its_sequence_alone(grammars, constraint
     waits.seqs[0].num_computed = 2  # a step in flight brings its next token
     go_on = threading.Event()
     slow.seqs[0].constraint.advance = lambda output: go_on.wait()
-    monkeypatch.setattr("grammar.PATIENCE", 0.2)
+    monkeypatch.setattr("scheduling.grammar.PATIENCE", 0.2)
     late, failed = grammars.look([slow, quick, waits])
     assert late == {slow, waits} and not failed
     assert quick.seqs[0].constraint.num_read == 1
-    monkeypatch.setattr("grammar.MASK_TIMEOUT", 0.0)
+    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.0)
     _, failed = grammars.look([slow])
     assert "more than 0 s" in failed[slow.request]
     go_on.set()
@@ -340,7 +340,7 @@ def test_the_cache_counts_bytes(grammars, monkeypatch):
     large, small = (StructuredOutputsParams(choice=[f"{i:020}" for i in range(n)]) for n in (2000, 2))
     size = grammars.compile(large).result(30).size
     assert size > 10 * large.size
-    monkeypatch.setattr("grammar.MAX_CACHED", size)
+    monkeypatch.setattr("scheduling.grammar.MAX_CACHED", size)
     grammars.compile(small)
     assert [*grammars.cache] == [small]
 
@@ -569,7 +569,7 @@ def test_beams_that_have_ended_are_looked_at_no_more(make_llm):
 
 def test_a_mask_that_does_not_come_after_a_preemption_ends_its_answer_alone(make_llm, monkeypatch):
     """Who was preempted may be let in while its mask is still being made: `fill` waits, but not for ever."""
-    monkeypatch.setattr("grammar.MASK_TIMEOUT", 0.05)
+    monkeypatch.setattr("scheduling.grammar.MASK_TIMEOUT", 0.05)
     asked = StructuredOutputsParams(regex="[a-z ]{400}")
     params = SamplingParams(max_tokens=30, seed=1, structured_outputs=asked)
     free, go_on = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True), threading.Event()

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fake_worker import NUM_MOVES, Engine, expected, expected_beams, prompt, sample_seed
-from grammar import awaits_token
 from models.kv_layout import most_blocks
 from plan import StepPlan
 from scheduler import Scheduler
+from scheduling.grammar import awaits_token
 from sequence import Request, Status, chain
 
 MASKED = {"structured_outputs": {"choice": ["any"]}}  # the toy model heeds no mask, but waits for it

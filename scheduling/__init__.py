@@ -1,0 +1,1 @@
+"""What the scheduler decides beside the mixed step: beams, fairness, grammars."""
