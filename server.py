@@ -6,8 +6,8 @@
     serve       engine process first, then gunicorn's gevent worker with the Flask app in it
     main        the command line: runs `serve` or another command
 
-Text is made and taken apart in these processes, off the engine's loop: `serving.py` has the routes. A client's mistake
-is found before the first byte of the reply, and answered with 400.
+Text is made and taken apart in these processes, off the engine's loop: `api/routes.py` has the routes. A client's
+mistake is found before the first byte of the reply, and answered with 400.
 """
 
 from __future__ import annotations
@@ -47,28 +47,27 @@ from gunicorn.http import errors, wsgi
 from gunicorn.workers import ggevent
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
-import batch
-import terminal
-from bodies import parse_json
+from api import batch_file, terminal
+from api.bodies import parse_json
+from api.control import Control
+from api.fields import COUNT_TOKENS, MESSAGES, PATHS, ApiError
+from api.flags import OptionParser, from_flags, split_command
+from api.openapi import openapi
+from api.reading import check_parsers
+from api.replies import ClientGone, Peer, as_api_error, json_of, log_request
+from api.responses import message_error
+from api.routes import Api, Caller, Events
+from api.telemetry import Spans, check_telemetry
 from config import PROG, EngineConfig, ServerConfig, with_all_keys
-from control import Control
 from executor import name_process
 from executors.torchrun import lead_or_follow
-from flags import OptionParser, from_flags, split_command
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import Repeated, console, set_up
-from openapi import openapi
 from processes.child import Board, Gunicorn, Kept, listen
 from processes.client import Suspects
 from processes.fleet import check_engines, follow_server, launch
 from processes.hosts import read_secret
-from protocol import COUNT_TOKENS, MESSAGES, PATHS, ApiError
-from reading import check_parsers
-from replies import ClientGone, Peer, as_api_error, json_of, log_request
-from responses import message_error
-from serving import Api, Caller, Events
-from telemetry import Spans, check_telemetry
 from tokenizer import Tokenizer
 
 SPARE = 16  # descriptors that connections leave for the rest of the process
@@ -671,7 +670,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "serve": (serve, "answer HTTP requests as OpenAI's API does; this is what runs without a command"),
     "chat": (terminal.chat, "talk with a model in the terminal"),
     "complete": (terminal.complete, "go on from a text"),
-    "batch": (batch.main, "answer a file of requests"),
+    "batch": (batch_file.main, "answer a file of requests"),
     "bench": (bench, "measure Manta; the rest is for bench/bench.py"),
 }
 

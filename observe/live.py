@@ -1,7 +1,7 @@
 """What an engine shows of itself while somebody watches: its queues, who owns which block, and what has just happened.
 
-`viewers.py` asks a few times a second, and makes the events of `/live` of the answers. While nobody asks, the engine
-does nothing for it but look at `Recorder.recording` in each step.
+`api/viewers.py` asks a few times a second, and makes the events of `/live` of the answers. While nobody asks, the
+engine does nothing for it but look at `Recorder.recording` in each step.
 
 What happens is counted, and only the latest is kept. Whoever asks brings the counts that came with its last answer, and
 is told what has come since then. So several processes may ask, and the engine keeps nothing for any of them.

@@ -13,13 +13,13 @@ from typing import Any
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from api.routes import Api
 from config import DEMO, ServerConfig
 from plan import EngineCoreRequest, EngineOutput, Logprobs
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
 from sampling_params import PoolingParams, SamplingParams
 from server import create_app
-from serving import Api
 from tokenizer import Tokenizer
 
 FACTS = {

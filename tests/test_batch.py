@@ -16,15 +16,15 @@ import gevent
 import pytest
 from tqdm import tqdm
 
-from batch import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
+from api.batch_file import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
+from api.fields import PATHS
+from api.routes import Api
 from config import ServerConfig
 from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream
-from protocol import PATHS
 from scripted import BROKEN, CHAT, COMPLETIONS, FACTS, TEXT, TOKENIZER, ScriptedClient
 from served import ROOT, eventually
-from serving import Api
 from test_survival import alive, command
 
 
@@ -396,7 +396,7 @@ def test_a_full_disk_ends_the_batch(files, engine, monkeypatch):
         return size
 
     with monkeypatch.context() as patch:
-        patch.setattr("batch.os.write", full)
+        patch.setattr("api.batch_file.os.write", full)
         with pytest.raises(OSError, match=r"out.jsonl cannot be written: No space left"):
             files.run(engine, 1)
     assert files.target.stat().st_size == 700

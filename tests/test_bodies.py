@@ -18,18 +18,18 @@ from flask.testing import FlaskClient
 from hypothesis import given
 from hypothesis import strategies as st
 
-import bodies
-import serving as serving_routes
-from bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
+from api import bodies
+from api import routes as serving_routes
+from api.bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
+from api.fields import ApiError, read_fields
+from api.routes import Api
 from config import EngineConfig, ServerConfig
 from plan import Abort, Outputs
 from processes.child import Board
 from processes.engine_process import INBOX_TIME, EngineServer
-from protocol import ApiError, read_fields
 from scripted import BODIES, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, refusal
 from served import serving
 from server import create_app
-from serving import Api
 
 CONFIG = ServerConfig()
 values = st.recursive(

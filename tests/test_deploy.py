@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from api.flags import OptionParser, from_flags
 from config import DEMO, EngineConfig, ServerConfig
-from flags import OptionParser, from_flags
 from processes.child import KEEP_ALIVE, STOP_TIMEOUT
 from scripted import ScriptedClient, client_of
 

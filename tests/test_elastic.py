@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.routes import Api
 from config import DEMO, EngineConfig, ServerConfig, stamp_of
 from observe.logs import logger
 from processes.child import DRAINING, READY, STARTING, Board
@@ -27,7 +28,6 @@ from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving
 from server import create_app
-from serving import Api
 from test_data_parallel import counts
 from test_survival import Reader, command
 

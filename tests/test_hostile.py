@@ -21,13 +21,13 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from api.fields import KNOWN, PATHS, ROUTES, TURNS
+from api.routes import Api
 from config import DEMO, ServerConfig
 from processes.child import Board
-from protocol import KNOWN, PATHS, ROUTES, TURNS
 from scripted import CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of
 from served import Server, eventually, serving
 from server import create_app
-from serving import Api
 from tokenizer import Tokenizer
 
 ANTHROPIC = [PATHS[route][0] for route in TURNS]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.routes import Api
 from config import ServerConfig
 from processes.child import Board
 from scripted import (
@@ -22,7 +23,6 @@ from scripted import (
     refusal,
 )
 from server import create_app
-from serving import Api
 
 
 @pytest.mark.parametrize(

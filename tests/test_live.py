@@ -18,7 +18,9 @@ from flask import Flask
 from werkzeug.test import EnvironBuilder
 from werkzeug.wsgi import ClosingIterator
 
-import viewers
+from api import viewers
+from api.routes import Api
+from api.viewers import CACHED, FREE, MOST_UNREAD, SHARED, blocks_of
 from config import ServerConfig
 from fake_worker import Engine, prompt
 from observe.live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
@@ -29,9 +31,7 @@ from ring import Codec
 from scripted import FACTS, TOKENIZER, ScriptedClient, refusal
 from served import Server, eventually, serving
 from server import create_app
-from serving import Api
 from test_survival import engine_of
-from viewers import CACHED, FREE, MOST_UNREAD, SHARED, blocks_of
 
 
 class Watched(Engine):

@@ -371,7 +371,7 @@ save_file(found, out)
 
 def check_against_transformers(outputs: list[RequestOutput], params: list[SamplingParams], folder: Path) -> None:
     """All log-probabilities of all outputs, each with one answer; transformers sees prompt and answer at once."""
-    file, out = folder / "ids.json", folder / "logprobs.safetensors"
+    file, out = folder / "ids.json", folder / "api.logprobs.safetensors"
     file.write_text(json.dumps([o.prompt_token_ids + o.outputs[0].token_ids for o in outputs]))
     # -I, because transformers would take our `kernels` for a package of that name.
     subprocess.run([sys.executable, "-I", "-c", THEIRS, DEMO, file, out], check=True, cwd=folder)

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
+from api.replies import LEFT, ClientGone
 from engine import SamplingParams
 from observe import logs
 from observe.logs import JsonFormatter, StatLogger, TextFormatter, console, logger
 from plan import EngineCoreRequest
 from processes.client import EngineDeadError, MPClient
 from processes.engine_process import EngineServer
-from replies import LEFT, ClientGone
 from scripted import BODIES, BROKEN, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, told
 from served import ROOT, Server, eventually, serving
 

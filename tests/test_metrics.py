@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
+from api.viewers import exposition
 from config import ServerConfig
 from engine import LLM
 from fake_worker import Engine, prompt
@@ -29,7 +30,6 @@ from observe.metrics import Histogram, token_bounds
 from sampling_params import SamplingParams
 from scripted import ScriptedClient, client_of
 from served import ROOT, Server, eventually, serving
-from viewers import exposition
 
 DEPLOY = ROOT / "docs" / "deploy"
 LATENCIES = "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"

@@ -12,10 +12,12 @@ import pytest
 import tokenizers
 from flask.testing import FlaskClient
 
-from checks import ITEMS
+from api.checks import ITEMS
+from api.fields import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
+from api.routes import Api
+from api.structure import FORMS
 from config import DEMO, ServerConfig
 from processes.child import Board
-from protocol import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
 from sampling_params import SamplingParams, StructuredOutputsParams
 from scripted import (
     BODIES,
@@ -30,8 +32,6 @@ from scripted import (
     refusal,
 )
 from server import create_app
-from serving import Api
-from structure import FORMS
 from text.messages import ITEM_FORMS
 from tokenizer import Tokenizer
 

@@ -13,6 +13,7 @@ import gevent.socket
 import pytest
 from flask.testing import FlaskClient
 
+from api.routes import Api
 from config import DEMO, ServerConfig
 from plan import EngineOutput
 from processes.child import Board
@@ -33,7 +34,6 @@ from scripted import (
     told,
 )
 from server import create_app
-from serving import Api
 from tokenizer import Tokenizer
 
 

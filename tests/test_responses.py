@@ -11,9 +11,9 @@ from openai.types.responses import Response, ResponseItemList, ResponseStreamEve
 from pydantic import TypeAdapter
 from werkzeug.test import TestResponse
 
+from api.fields import KNOWN, MESSAGES, RESPONSES
+from api.responses import Store
 from config import ServerConfig
-from protocol import KNOWN, MESSAGES, RESPONSES
-from responses import Store
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 
@@ -464,9 +464,9 @@ def test_errors_of_messages_are_as_anthropic_spells_them(engine: ScriptedClient)
         assert error_of(post(http_client, route, "red", system="x" * 1024), 413, "request_too_large")
     assert "context" in error_of(post(http_client, TALK, "red", max_tokens=60), 400, kind)
     with http_client.application.app_context(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("serving.Board.in_flight", 2)
+        patch.setattr("api.routes.Board.in_flight", 2)
         assert "max_queue" in error_of(post(http_client, TALK, "red"), 429, "rate_limit_error")
-        patch.setattr("serving.Api._conversation", lambda *args: 1 // 0)
+        patch.setattr("api.routes.Api._conversation", lambda *args: 1 // 0)
         assert "internal" in error_of(post(http_client, TALK, "red"), 500, "api_error")
     accepted = {"Authorization": "Bearer red", "anthropic-version": "2023-06-01"}
     assert http_client.post(TALK, json=BODIES[TALK], headers=accepted).status_code == 200

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-import telemetry
+from api import telemetry
+from api.telemetry import PACKAGES, Complaints, check_telemetry
 from config import ServerConfig
 from scripted import BODIES, BROKEN, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, told
 from served import eventually, serving
-from telemetry import PACKAGES, Complaints, check_telemetry
 from test_logs import read
 
 pytest.importorskip("opentelemetry.sdk.trace")

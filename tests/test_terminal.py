@@ -21,11 +21,11 @@ from typing import Any
 
 import pytest
 
+from api.terminal import Answer, Chat, TooLongError, printable
 from config import DEMO
 from sampling_params import SamplingParams
 from served import Server, eventually, serving
 from server import main
-from terminal import Answer, Chat, TooLongError, printable
 
 ROOT = Path(__file__).parent.parent
 ENGINE = ("--device", "cpu", "--dtype", "float32", "--temperature", "0")

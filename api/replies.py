@@ -24,15 +24,15 @@ from urllib.parse import quote
 import gevent
 import msgspec
 
-from checks import in_parts
-from logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
+from api.checks import in_parts
+from api.fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
+from api.logprobs import TOKENS_AT_ONCE, Prompt, Token, Tokens, chat_logprobs, completion_logprobs, namer, prompt_table
+from api.reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from observe.logs import logger
 from outputs import Choices, Generation, Vector, numbers
 from plan import EngineCoreRequest, EngineOutput
 from processes.client import EngineDeadError, MPClient, Stream
 from processes.coordinator import DPClient
-from protocol import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiError, without_folders
-from reading import CONTENT, REASONING, Answer, Block, Piece, Reading
 from sampling_params import SamplingParams
 from text.messages import text_of
 from tokenizer import Tokenizer
@@ -169,7 +169,7 @@ class Run(Job):
     Args:
         name: is a part of the reply's id, and of those that the engine knows the prompts by.
         owner: whose request it is.
-        route: whose shapes the reply has; those of RESPONSES and MESSAGES are in `responses.py`.
+        route: whose shapes the reply has; those of RESPONSES and MESSAGES are in `api/responses.py`.
         fields: of the request.
         prompts: (text or None, token ids) of each.
         params: one for each prompt.

@@ -4,7 +4,7 @@
     Caller      who asks
     Events      an answer that comes in parts
 
-`protocol.py` says what a request may hold, and `replies.py` shapes what goes out.
+`api/fields.py` says what a request may hold, and `api/replies.py` shapes what goes out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,8 @@ from typing import Any, NamedTuple
 
 from gevent.threadpool import ThreadPool
 
-from checks import in_parts
-from config import VERSION, ServerConfig
-from outputs import Vector, cosine, numbers
-from processes.child import Board
-from protocol import (
+from api.checks import in_parts
+from api.fields import (
     CHAT,
     CLASSIFY,
     COMPLETIONS,
@@ -44,14 +41,17 @@ from protocol import (
     too_long,
     without_folders,
 )
-from reading import Parsers, Reading
-from replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores, vectors
-from responses import Messages, Responses, Store, as_chat, refuse_query, renamed
+from api.reading import Parsers, Reading
+from api.replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores, vectors
+from api.responses import Messages, Responses, Store, as_chat, refuse_query, renamed
+from api.structure import structure_of
+from api.viewers import Viewers, exposition
+from config import VERSION, ServerConfig
+from outputs import Vector, cosine, numbers
+from processes.child import Board
 from sampling_params import PoolingParams, SamplingParams
-from structure import structure_of
 from text.messages import item_messages
 from tokenizer import LONG_TEXT, Tokenizer
-from viewers import Viewers, exposition
 
 CUT_MARGIN = 64  # tokens beyond those that are kept of a text, so that where it is cut changes none of them
 TEXT_THREADS = 2  # of each API process, that turn long texts into tokens
@@ -349,7 +349,7 @@ class Api:
         raise ApiError(400, message, "response_id")
 
     def live(self, client: str) -> Events:
-        """What the engines do, as it happens; see `viewers.py`."""
+        """What the engines do, as it happens; see `api/viewers.py`."""
         viewer = self.viewers.enter(client)
         return Events(self.viewers.events(viewer), functools.partial(self.viewers.leave, viewer))
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from api.fields import ANSWER, GENERATE, NEEDED, PATHS, REQUESTS, TURNS
+from api.responses import MOST_ITEMS
 from config import VERSION
-from protocol import ANSWER, GENERATE, NEEDED, PATHS, REQUESTS, TURNS
-from responses import MOST_ITEMS
 
 STATUSES = {
     400: "The request is wrong; the message says how.", 401: "The API key is missing or wrong.",

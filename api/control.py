@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, BinaryIO
 
+from api.fields import ApiError, without_folders
 from config import ServerConfig
 from processes.child import DRAINING, READY, STARTING, Board
 from processes.client import EngineCoreClient
-from protocol import ApiError, without_folders
 
 PROFILE = re.compile(r"[\w-]+\.(pt\.trace\.json\.gz|steps\.json)", re.ASCII)  # the names of `stop_profile`
 

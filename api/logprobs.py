@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from checks import in_parts
+from api.checks import in_parts
 from outputs import Choices, Generation, logprobs_by_token
 from plan import Logprobs
 from sampling_params import SamplingParams

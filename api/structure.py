@@ -12,7 +12,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-from checks import Check, known_keys, settings
+from api.checks import Check, known_keys, settings
 from config import ServerConfig
 from sampling_params import StructuredOutputsParams
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from checks import ToolChoice
+from api.checks import ToolChoice
+from api.fields import ApiError
+from api.structure import structure_of
 from config import ServerConfig
 from outputs import Generation
-from protocol import ApiError
 from sampling_params import StructuredOutputsParams
-from structure import structure_of
 from text.scanning import Part
 from text.schemas import json_parts
 from text.tools import (

@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 
-from checks import ToolChoice
+from api.checks import ToolChoice
+from api.fields import CHAT, ECHOED, ApiError, defaults
+from api.reading import CALL, CONTENT, REASONING, Answer, Block
+from api.replies import ClientGone, Run, as_api_error
 from config import ServerConfig
 from outputs import Generation
-from protocol import CHAT, ECHOED, ApiError, defaults
-from reading import CALL, CONTENT, REASONING, Answer, Block
-from replies import ClientGone, Run, as_api_error
 
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",

@@ -21,13 +21,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from checks import in_parts
+from api.checks import in_parts
+from api.fields import ApiError, without_folders
+from api.replies import Client, sse
 from config import ServerConfig
 from observe.metrics import SERIES
 from processes.child import Board
 from processes.client import EngineDeadError
-from protocol import ApiError, without_folders
-from replies import Client, sse
 
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 PERIOD = 0.2  # seconds between two events

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 import msgspec
 from msgspec import Meta
 
-import checks
-from checks import Check, Refusal
+from api import checks
+from api.checks import Check, Refusal
+from api.structure import FORMS, flat_format, output_config, response_text
 from config import ServerConfig
 from sampling_params import RANGES, PoolingParams, SamplingParams
-from structure import FORMS, flat_format, output_config, response_text
 from text.messages import BLOCK_KEYS, ITEM_ROLES
 
 ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

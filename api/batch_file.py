@@ -40,11 +40,15 @@ from gevent.os import make_nonblocking, nb_write
 from gevent.pool import Group
 from tqdm import tqdm
 
-from bodies import RAW_FIELDS, parse_json
+from api.bodies import RAW_FIELDS, parse_json
+from api.fields import PATHS, ApiError
+from api.flags import OptionParser, from_flags, refuse_given
+from api.reading import check_parsers
+from api.replies import as_api_error
+from api.routes import Api, Caller, Events
 from config import EngineConfig, ServerConfig
 from executor import name_process
 from executors.torchrun import lead_or_follow
-from flags import OptionParser, from_flags, refuse_given
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import console, set_up
@@ -52,10 +56,6 @@ from processes.child import LOOK, Board, Kept
 from processes.client import EngineDeadError
 from processes.fleet import check_engines, launch
 from processes.hosts import read_secret
-from protocol import PATHS, ApiError
-from reading import check_parsers
-from replies import as_api_error
-from serving import Api, Caller, Events
 from tokenizer import Tokenizer
 
 LINES_PER_SEQUENCE = 2  # lines in flight for each sequence that runs, so that the next ones wait in the engine

@@ -17,8 +17,8 @@ from typing import Any
 
 from werkzeug.datastructures import Headers
 
+from api.replies import LEFT, Job
 from observe.logs import logger
-from replies import LEFT, Job
 
 PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 PROTOCOL = "http/protobuf"

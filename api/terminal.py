@@ -28,9 +28,9 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, ClassVar, Protocol, TypeVar
 from urllib.error import HTTPError, URLError
 
+from api.flags import OptionParser, from_flags, refuse_given
 from async_llm import AsyncLLM
 from config import PROG, EngineConfig, check_fields, option
-from flags import OptionParser, from_flags, refuse_given
 from model_config import ModelConfig
 from models.hub import find_model
 from models.pooling import settle
