@@ -2,8 +2,9 @@
 
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
-    ExternalExecutor    the ranks run in processes that torchrun or Slurm has started, on any host; see `executors/torchrun.py`
-    RayExecutor         as MpExecutor, with the processes on any host of a Ray cluster; see `executors/ray_executor.py`
+
+Beside them `executors/torchrun.py` has the one whose ranks torchrun or Slurm has started, on any host, and
+`executors/ray_executor.py` the one whose processes run on any host of a Ray cluster.
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
 imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.

@@ -3,9 +3,9 @@
     Launcher    the server's handle on the process that has Ray do so, and again where an engine has ended
     RayHost     the actor, which is such a host
 
-Ray chooses the node and starts the actor there. From then on the engine is one on another host like any
-(`processes/hosts.py`). The server's own process does not join the cluster, because Ray's threads would not outlive the fork that
-makes API processes.
+Ray chooses the node and starts the actor there. From then on the engine is one on another host like any (`hosts.py`).
+The server's own process does not join the cluster, because Ray's threads would not outlive the fork that makes API
+processes.
 """
 
 from __future__ import annotations

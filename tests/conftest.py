@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from config import DEMO
-from cpu.weights import weights as cpu_weights
+from cpu import weights as cpu_weights
 from engine import LLM
 from sampling_params import SamplingParams
 from tasks import Tasks

@@ -38,7 +38,7 @@ from plan import NewRow, StepPlan
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "bench_results" / "families.json"
-PAGE = ROOT / "docs" / "models.families.md"
+PAGE = ROOT / "docs" / "families.md"
 NEW, CONTEXT = 8, 64  # greedy tokens, and tokens that a sequence may have
 TOLERANCE = 1e-4  # of the largest logit
 ABSENT = object()  # instead of a field that a class has not

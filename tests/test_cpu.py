@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState
-from cpu.weights import weights as cpu_weights
+from cpu import weights as cpu_weights
 from device.startup import pick_dtype
 from engine import LLM, SamplingParams
 from model import linear

@@ -37,8 +37,8 @@ ALL = {  # what any file may import: names in the log, a model by its name, and 
 }  # fmt: skip
 LEFT = {  # imports past a door, which are to become none
     ("server", "executors.torchrun"), ("api.batch_file", "executors.torchrun"), ("api.terminal", "models.pooling"),
-    ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights.weights"),
-    ("worker", "cpu.weights.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
+    ("core", "models.pooling"), ("device.upkeep", "observe.sanitizer"), ("batch_state", "cpu.weights"),
+    ("worker", "cpu.weights"), ("server", "device.startup"), ("worker", "device.compile_guard"),
     ("worker", "device.memory"),
 }  # fmt: skip
 ROOMS = [path.parent.name for path in sorted(ROOT.glob("*/__init__.py"))]
@@ -53,7 +53,7 @@ EVERY_FILE = [
     path for folder in (".", *ROOMS, "bench", "demo", "tests") for path in sorted((ROOT / folder).glob("*.py"))
 ]
 # These may fall. They rise only when a capability with a name of its own comes.
-MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 94, 700, 80, 750
+MOST_ROOT_FILES, MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_README_WORDS = 24, 700, 80, 750
 STDLIB_ONLY = {
     "admission", "config", "kv_cache", "model_config", "models.config_fields", "models.families", "models.kv_layout",
     "models.pooling", "models.quantization", "models.sizes", "observe.live", "observe.logs", "observe.metrics", "plan",
@@ -153,7 +153,7 @@ def public_functions(name: str) -> dict[str, list[str]]:
 def test_every_backend_has_the_specifications_ops():
     ops = public_functions("reference")
     del ops["uniform"]  # the number that `sample` draws, which is no op
-    for backend in ("kernels", "cpu.weights.ops"):
+    for backend in ("kernels", "cpu.ops"):
         found = public_functions(backend)
         assert {name: found.get(name) for name in ops} == ops
         assert set(found) == set(ops)
@@ -166,7 +166,7 @@ def test_every_backend_has_the_specifications_ops():
 def test_only_startup_picks_the_ops():
     for name, tree in FILES.items():
         if name not in OPS | {"device.startup"}:
-            assert not ours(tree) & OPS - {"cpu.weights.weights"}
+            assert not ours(tree) & OPS - {"cpu.weights"}
 
 
 def test_scripts_shadow_no_file_of_the_root():
@@ -306,9 +306,8 @@ def test_the_readme_is_short():
 
 
 def test_every_option_is_described_in_one_line():
-    from api import flags
-
     import config
+    from api import flags
 
     text = flags.OptionParser(config.EngineConfig, config.ServerConfig).format_help()
     assert "--max-num-seqs" in text and "--no-enable-prefix-caching" in text

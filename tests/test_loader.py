@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
-from cpu.weights import weights as cpu_weights
+from cpu import weights as cpu_weights
 from device import loader
 from device.loader import Stage, checkpoint_files, load_weights
 from model import Transformer
