@@ -34,12 +34,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Ints
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from config import EngineConfig
 from models.kv_layout import most_blocks
-from plan import StateRoom, StepPlan
+from plan import StepPlan
 from sequence import Sequence, by_column, chain
+
+if TYPE_CHECKING:
+    from scheduling.states import StateManager
 
 COPIES = 8  # cached blocks that a step may copy to the host, beside as many as its tokens fill
 
@@ -194,110 +197,6 @@ class WatchedBlockManager(BlockManager):
         self.freed += [(block, False) for block in blocks if self.hashes[block] is not None]
 
 
-class StateManager:
-    """The rows of the state pools, for models with recurrent layers.
-
-    The state of a sequence that runs lies in the row of its slot, and has seen the tokens that are computed. Nothing
-    can be taken back from it. So the prefix cache keeps snapshots, in the rows after those of the slots: what a state
-    was at a border between two blocks, found by the chained hash of the tokens that it had seen. A step of a prompt
-    ends at such a border, where it can, and the next one begins with a copy of the state. The last border comes before
-    the prompt's last token, so that the same prompt finds its state. Sequences that decode come by borders themselves.
-    That steps end at borders is vLLM's way; which states are worth keeping, Marconi asks (Pan et al., 2024).
-
-    The workers make a plan's moves in this order: out to the host, in from it, and all copies on the device at once. So
-    a row is not both read and written by the copies of one plan: snapshots are found, and host rows reused, once the
-    plan is made.
-
-    Args:
-        config: block size, slots, prefix caching, and whether prompts may be cut.
-        room: how many rows there are.
-    """
-
-    def __init__(self, config: EngineConfig, room: StateRoom):
-        self.room, self.size, self.num_slots = room, config.block_size, config.max_num_seqs
-        self.snapshots = BlockManager(room.snapshots, config.block_size, config.enable_prefix_caching)
-        self.host = BlockManager(room.host, config.block_size, False)
-        self.keeps = config.enable_prefix_caching and room.snapshots > 0
-        self.cuts = self.keeps and config.enable_chunked_prefill
-        self.taken: list[tuple[int, bytes]] = []  # snapshots of the plan that is being made, and their hashes
-        self.pinned: list[int] = []  # snapshots to free once the plan is made
-        self.host_pinned: list[int] = []  # and host rows
-
-    def longest(self, hashes: Ints[bytes], most: int) -> int:
-        """Of the beginnings of `most` blocks at most, the longest one with a snapshot, in blocks."""
-        while most and hashes[most - 1] not in self.snapshots.block_of:
-            most -= 1
-        return most
-
-    def cut(self, seq: Sequence, count: int) -> int:
-        """Of `count` tokens that a sequence may compute, how many it does, to end where its state is wanted.
-
-        That is where a beam is to branch off it, and in a prompt at the last border there is. Beams keep nothing of
-        what they write.
-        """
-        begin, group, last = seq.num_computed, seq.group, len(seq.tokens) - 1
-        end = min([begin + count, *(shared for _, parent, shared in group.births if parent is seq)])
-        if group.beams is not None:
-            last = min(last, group.request.num_prompt)
-        border = min(end, last) // self.size * self.size
-        return (border if self.cuts and begin < border and begin + 1 < end else end) - begin
-
-    def keep(self, seq: Sequence, plan: StepPlan) -> None:
-        """Take a snapshot of a sequence's state, if it is at a border and there is none of these tokens.
-
-        Of the borders in its output a sequence keeps the latest, so that a long one does not flush the cache.
-        """
-        count, pool, request = seq.num_computed, self.snapshots, seq.group.request
-        # With more than two steps in flight, the tokens that the state has seen may not be known yet.
-        if not (self.keeps and count) or count % self.size or count > len(seq.tokens):
-            return
-        chain(seq.hashes, seq.tokens, self.size, request.salt)
-        digest = seq.hashes[count // self.size - 1]
-        if digest in pool.block_of:
-            return
-        if count > request.num_prompt:
-            if seq.group.beams is not None:
-                return
-            pool.forget(seq.kept_state)
-            seq.kept_state = digest
-        if pool.num_free:
-            (row,) = pool.allocate(1)
-            plan.state_copies.append((seq.slot, self.num_slots + row))
-            self.taken.append((row, digest))
-
-    def resume(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Bring states into the slots that `seqs` have got: from host memory, or of what the prefix cache had."""
-        for seq in seqs:
-            if seq.host_state >= 0:
-                plan.state_in.append((seq.host_state, seq.slot))
-                self.host_pinned.append(seq.host_state)
-                seq.host_state = -1
-            elif seq.num_computed:
-                row = self.snapshots.block_of[seq.hashes[seq.num_computed // self.size - 1]]
-                plan.state_copies.append((self.num_slots + row, seq.slot))
-                self.snapshots.share([row])
-                self.pinned.append(row)
-
-    def swap_out(self, seqs: Ints[Sequence], plan: StepPlan) -> None:
-        """Copy the states of `seqs` to host memory, which has room for them."""
-        for seq, row in zip(seqs, self.host.allocate(len(seqs)), strict=True):
-            plan.state_out.append((seq.slot, row))
-            seq.host_state = row
-
-    def drop(self, seq: Sequence) -> None:
-        """Give up the state of a swapped sequence."""
-        self.host.free([seq.host_state])
-        seq.host_state = -1
-
-    def planned(self) -> None:
-        """The plan is made: its snapshots can be found from now on."""
-        for row, digest in self.taken:
-            self.snapshots.publish(row, digest)
-        self.snapshots.free([*self.pinned, *(row for row, _ in self.taken)])
-        self.host.free(self.host_pinned)
-        self.taken, self.pinned, self.host_pinned = [], [], []
-
-
 class Entry(NamedTuple):
     """What a sequence is let in with."""
 
@@ -331,7 +230,7 @@ class BlockSpaceManager:
         num_blocks: size of the KV pool.
         num_host_blocks: size of the host pool, for swapped sequences and cached prefixes that the device drops.
         windows: of each kind of layers, see `KVLayout`; blocks behind a window are given back.
-        room: for recurrent states, where the model has some.
+        states: the recurrent states of sequences, where the model has some.
     """
 
     def __init__(
@@ -340,7 +239,7 @@ class BlockSpaceManager:
         num_blocks: int,
         num_host_blocks: int,
         windows: Ints[int],
-        room: StateRoom | None = None,
+        states: StateManager | None = None,
     ):
         self.block_size, caching = config.block_size, config.enable_prefix_caching
         # Tokens that a sequence computes in a step at most: without chunked prefill there is no limit to them.
@@ -352,7 +251,7 @@ class BlockSpaceManager:
             num_blocks, config.block_size, caching, num_lookahead_slots=ahead, keep_evicted=num_host_blocks > 0
         )
         self.host = BlockManager(num_host_blocks, config.block_size, caching)
-        self.states = None if room is None else StateManager(config, room)
+        self.states = states
         self.pinned: list[int] = []  # device blocks to free once the plan is made
         self.host_pinned: list[int] = []  # and host blocks
         self.copies_left = num_host_blocks  # copies to the host before a prompt must ask for a dropped block again

@@ -43,6 +43,7 @@ from observe.metrics import EngineStats
 from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResult, bit_words
 from scheduling.beam import BeamSearch
 from scheduling.fair import OUTPUT_WEIGHT
+from scheduling.states import StateManager
 from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status, WaitClock
 
 MAX_REPORTS = 1000  # finished requests whose report is kept
@@ -89,7 +90,9 @@ class Scheduler:
         self.eos_token_ids, self.clock = frozenset(eos_token_ids), clock
         self.stats = EngineStats(max_model_len)
         self.counters = self.stats.counters
-        self.space = BlockSpaceManager(config, num_blocks, num_host_blocks, windows, states)
+        self.space = BlockSpaceManager(
+            config, num_blocks, num_host_blocks, windows, states and StateManager(config, states)
+        )
         self.blocks = self.space.device
         self.admission = Admission(config, self.space, vocab_size, swap_cost, self.counters)
         self.waiting, self.swapped = self.admission.waiting, self.admission.swapped

@@ -76,14 +76,18 @@ def imports(tree: ast.Module) -> set[str]:
 
 
 def ours(tree: ast.AST) -> set[str]:
-    """Our own files that a file imports, by their whole names."""
+    """Our own files that a file imports when it runs, by their whole names."""
     found = set()
-    for node in ast.walk(tree):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        found |= ours(node)
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module in ROOMS else {node.module}
-    return found & set(FILES)
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if node.module in ROOMS else {node.module}
+    return {name for name in found if name in FILES}
 
 
 def test_the_root_is_the_story_and_what_all_share():

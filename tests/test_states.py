@@ -6,9 +6,9 @@ import pytest
 
 from config import EngineConfig
 from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
-from kv_cache import StateManager
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
+from scheduling.states import StateManager
 from sequence import Request, Sequence, SequenceGroup, Status, WaitClock, chain
 
 
