@@ -5,20 +5,16 @@ Standard library only: every process reads this file, and most of them never imp
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import re
-import weakref
 from collections.abc import Mapping, MutableMapping
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
-
-from observe.logs import logger
 
 VERSION = "0.1.0"
 PROG = "manta" if __package__ else "server.py"  # the command: installed, this file is in a package
@@ -28,46 +24,6 @@ STEP_TOKENS = 2048  # of a step, by default; on a GPU there are more, see device
 DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's other names, which vLLM takes, too
 BACKEND_NAMES = {"torchrun": "external_launcher"}  # another name of an executor, and vLLM's
 MODEL_TAKES = "--model takes a folder in Hugging Face layout or a model's id on the hub, like Qwen/Qwen3-0.6B"
-
-
-class DiagnosticFile:
-    """A file in which the engine tells about itself. Where it takes no more, that is said once, and ends nothing else.
-
-    Args:
-        option: that asks for it.
-        path: of the file, which is replaced.
-        tail: what it ends with after every write.
-
-    Raises:
-        ValueError: there can be no such file.
-    """
-
-    def __init__(self, option: str, path: str, tail: bytes = b""):
-        self.name, self.tail, self.size = f"{option} is {path!r}", tail, 0  # bytes of all before the tail
-        try:
-            self.file = open(path, "wb", buffering=0)  # noqa: SIM115 (it stays open as long as its user lives)
-        except OSError as error:
-            raise ValueError(f"{self.name}: {error.strerror}") from None
-        self.close = weakref.finalize(self, self.file.close)
-
-    def write(self, data: bytes) -> None:
-        """Add all of `data`, or nothing if it does not fit any more."""
-        if self.file.closed:
-            return
-        try:
-            if self.tail:  # a pipe has no places to seek
-                self.file.seek(self.size)
-            left = data + self.tail
-            while left:  # a disk that becomes full takes a part, and tells why at the next try
-                left = left[self.file.write(left) :]
-            self.size += len(data)
-        except OSError as error:
-            logger.warning(f"{self.name}: {error.strerror}; no more is written there")
-            with contextlib.suppress(OSError):
-                self.file.truncate(self.size)
-                self.file.seek(self.size)
-                self.file.write(self.tail)
-            self.close()
 
 
 def option(default: Any, help: str, low: float | None = None, high: float | None = None) -> Any:

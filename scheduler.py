@@ -44,7 +44,8 @@ from plan import EngineOutput, Logprobs, Outputs, StateRoom, StepPlan, StepResul
 from scheduling.beam import BeamSearch
 from scheduling.fair import OUTPUT_WEIGHT
 from scheduling.states import StateManager
-from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status, WaitClock
+from scheduling.timeline import WaitClock
+from sequence import Flight, Lane, Lanes, Request, SchedulingBudget, Sequence, SequenceGroup, Status
 
 MAX_REPORTS = 1000  # finished requests whose report is kept
 

@@ -17,7 +17,8 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from config import DiagnosticFile, EngineConfig
+from config import EngineConfig
+from observe.files import DiagnosticFile
 from plan import Logprobs, StateRoom, StepPlan, StepResult
 from sampling_params import PoolingParams, SamplingParams
 from scheduler import Scheduler

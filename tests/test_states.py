@@ -9,7 +9,8 @@ from fake_worker import Engine, expected, expected_beams, prompt, sample_seed
 from plan import StateRoom, StepPlan
 from sampling_params import SamplingParams
 from scheduling.states import StateManager
-from sequence import Request, Sequence, SequenceGroup, Status, WaitClock, chain
+from scheduling.timeline import WaitClock
+from sequence import Request, Sequence, SequenceGroup, Status, chain
 
 
 def chunks(engine: Engine) -> list[int]:
