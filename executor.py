@@ -3,8 +3,7 @@
     UniExecutor         the one worker is an object in this process
     MpExecutor          a spawned process for each worker; plans go out by a ring, results come back by one ring each
 
-Beside them `executors/torchrun.py` has the one whose ranks torchrun or Slurm has started, on any host, and
-`executors/ray_executor.py` the one whose processes run on any host of a Ray cluster.
+Those of several hosts are in `executors/`: torchrun's and Ray's.
 
 `submit` and `result` are separate, so that an executor may run a step while the engine plans the next one. torch is
 imported where a worker is made. So an engine whose workers are processes never loads it, and starts again sooner.

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from layers import Attention, Cut, ExpertMlp, Layer, LayerInputs, Norm, Slot, StackedSlot, Step, Weight, linear
+from layers import Attention, Cut, Mlp, New, Norm, Slot, Slots, StackedSlot, Step, Weight, linear, new_norm
 from layers import Batch as Batch
 from model_config import ModelConfig
 from models.delta_net import DeltaNet
+from models.expert_layers import ExpertMlp, ExpertsBeside
+from models.families import Family
 from models.latent_attention import LatentAttention
+from models.layer_inputs import LayerGate, LayerInputs
 from models.rope import query_scales, rope_table
 from parallel import Group
 
@@ -626,3 +629,59 @@ def check_division(config: ModelConfig, group: Group) -> None:
                 f"tensor_parallel_size is {size}; it must divide the model's num_key_value_heads, {count}, or be a "
                 "multiple of it"
             )
+
+
+class Layer:
+    """A decoder layer: where its norms stand says how it adds attention and MLP to the hidden states.
+
+    What stands in the place of attention may be a `DeltaNet`.
+    """
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, i: int, attention: Any, new: New):
+        self.attn_in, self.attn_out, self.mlp_in, self.mlp_out = (
+            new_norm(c, ops, part, new) for part in ("attn_in", "attn_out", "mlp_in", "mlp_out")
+        )
+        self.attention = attention
+        self.mlp: Mlp | ExpertMlp
+        self.beside: ExpertsBeside | None = None
+        routed = c.expert_layers[i] and c.row.routing
+        if routed and not routed.beside:
+            self.mlp = ExpertMlp(c, ops, group, new)
+        else:
+            self.mlp = Mlp(c, ops, c.mlp_size(i) // group.size, new)
+        if routed and routed.beside:
+            self.beside = ExpertsBeside(c, ops, group, new)
+        self.gate = LayerGate(c, ops, new) if c.layer_input_size else None
+        self.scale = new(1) if c.row.name("layer_scale") else None  # of the hidden states
+
+    def parts(self) -> list[object]:
+        """All that holds weights."""
+        norms = (self.attn_in, self.attn_out, self.mlp_in, self.mlp_out)
+        shared = [self.mlp.shared] if isinstance(self.mlp, ExpertMlp) and self.mlp.shared else []
+        beside = self.beside.parts() if self.beside else []
+        gate = [self.gate, self.gate.norm] if self.gate else []
+        return [self, *(norm for norm in norms if norm), self.attention, self.mlp, *shared, *beside, *gate]
+
+    def slots(self, row: Family) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        slots = self.attention.slots() | self.mlp.slots()
+        for more in (self.beside, self.gate):
+            slots |= more.slots() if more else {}
+        for part in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+            if norm := getattr(self, part):
+                slots |= norm.slots(str(row.name(part)))
+        if self.scale is not None:
+            slots[str(row.name("layer_scale"))] = Slot((self.scale,), ("all",))
+        return slots
+
+    def end(self, residual: torch.Tensor, inputs: torch.Tensor | None, following: Norm | None) -> torch.Tensor:
+        """What follows attention and MLP where hidden states have a scale: the residual [T, hidden] is changed in
+        place, by the layer's `inputs` [T, size] among others. Returns its norm."""
+        if self.gate and inputs is not None:
+            residual += self.gate(residual, inputs)
+        assert self.scale is not None
+        residual *= self.scale
+        return following(residual) if following else residual
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""

@@ -14,13 +14,13 @@ import struct
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from config import EngineConfig
-from plan import PeersGone
+if TYPE_CHECKING:
+    from models.expert_ranks import ExpertGroup
 
 HEAD = 4096  # bytes of a message that travel with its length, so that most messages take one broadcast
 
@@ -228,140 +228,6 @@ class Pipeline:
             while self.sent and self.sent[0][0].is_completed():
                 self.sent.popleft()[0].wait()
             self.sent.append((dist.isend(x, self.after, self.links[1]), x))
-
-
-class ExpertGroup:
-    """The ranks that share a model's experts, each of which holds whole ones: those of one engine, or of several.
-
-    All ranks of an engine have the same tokens, and after each layer of experts their results are summed as after any
-    other layer. So within an engine nothing else is exchanged. Between engines the ranks of one number send each other
-    their tokens with the chosen experts, and each sends back what its own experts have made of them. What an engine
-    gets back, summed over its ranks, is what all experts have made of its tokens.
-
-    How many tokens each engine has is exchanged once a step. All messages are padded to the most of them, so that a
-    CUDA graph can hold them. No smaller size would do without a look at the choices: all of a rank's tokens may have
-    chosen the experts of one other rank. (vLLM's `allgather_reducescatter` sends as much.)
-
-    Until `live` is set, nothing is exchanged: the other engines' tokens are missing, and so are their results. In this
-    way an engine warms up by itself.
-
-    Args:
-        rank: of this process in its engine, and size: ranks of an engine.
-        engine: this process's, from 0, and engines: how many there are.
-        most: how many there can be, each with a share and with memory for the tokens of all; 0: no more than now.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, engine: int = 0, engines: int = 1, most: int = 0):
-        self.rank, self.size, self.engine, self.engines, self.most = rank, size, engine, engines, most or engines
-        self.live = False
-        self.bound = 0  # tokens that each engine's messages have in this step
-        self.host: Any = None  # what numbers go by,
-        self.link: Any = None  # and tokens
-
-    @classmethod
-    def of(cls, config: EngineConfig, rank: int = 0) -> ExpertGroup | None:
-        """That of a rank of the engine with these options; None without expert parallelism."""
-        c = config
-        if not c.enable_expert_parallel:
-            return None
-        size, engines = c.tensor_parallel_size, (c.data_parallel_rank, c.data_parallel_size, c.max_engines)
-        return cls(rank % size, size, *engines)
-
-    def share(self, count: int) -> tuple[int, int]:
-        """The first of `count` experts that this rank holds, and how many. Ranks differ by one at most."""
-        place, places = self.engine * self.size + self.rank, self.engines * self.size
-        first, end = (count * i // places for i in (place, place + 1))
-        return first, end - first
-
-    def connect(self, rendezvous: str, device: str, timeout: float) -> None:
-        """Meet the other engines, over gloo, and on GPUs also over NCCL.
-
-        Args:
-            rendezvous: `file:///...`, a new file that all ranks of all engines see.
-            timeout: seconds that an exchange may take.
-
-        Raises:
-            ConnectionError: the others do not come.
-        """
-        if self.engines == 1:
-            return
-        assert rendezvous, "several engines need a place to meet"
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine, whose own name may not resolve
-        limit, place = timedelta(seconds=timeout), (self.engine, self.engines)
-        with told(f"engine {self.engine} has not met the other engines"):
-            file = dist.FileStore(rendezvous.removeprefix("file://"), self.size * self.engines)
-            file.set_timeout(limit)
-            # Not through `dist.new_group`, which would need one world of all engines and all their ranks.
-            self.host = dist.ProcessGroupGloo(dist.PrefixStore(f"host{self.rank}", file), *place, limit)
-            self.link = self.host
-            if device == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = limit
-                self.link = dist.ProcessGroupNCCL(dist.PrefixStore(f"link{self.rank}", file), *place, options)
-
-    def _exchanging(self) -> contextlib.AbstractContextManager[None]:
-        return told(f"engine {self.engine} has lost the other engines", PeersGone)
-
-    def agree(self, tokens: int) -> int:
-        """Before a step: the most tokens that an engine has in it, where this one has `tokens`.
-
-        Raises:
-            PeersGone: another engine is gone, or late.
-        """
-        most = torch.tensor([tokens])
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        with self._exchanging():
-            self.host.allreduce([most], options).wait()
-        return int(most)
-
-    def dispatch(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tokens of all engines, `bound` of each; padding has chosen expert -1, which nobody holds.
-
-        Args:
-            x: [T, H] of this engine's tokens. weights: [T, k] float32 and ids: [T, k] int32 of their choices.
-
-        Returns:
-            the same of all engines, [engines * bound, ...].
-        """
-        if self.engines == 1:
-            return x, weights, ids
-        (tokens, k), bound = ids.shape, self.bound if self.live else ids.shape[0]
-        assert tokens <= bound, "more tokens than the engines have agreed on"
-        parts = [part.contiguous().view(torch.uint8) for part in (x, weights, ids)]
-        mine = parts[0].new_zeros(bound, sum(part.shape[1] for part in parts))
-        torch.cat(parts, 1, out=mine[:tokens])
-        mine[tokens:, -4 * k :] = 255  # all bits of -1
-        everyone = mine.new_zeros(self.engines * bound, mine.shape[1])
-        if self.live:
-            with self._exchanging():
-                self.link._allgather_base(everyone, mine).wait()
-        else:
-            everyone[:, -4 * k :] = 255
-            everyone[self.engine * bound : (self.engine + 1) * bound] = mine
-        found = everyone.split([part.shape[1] for part in parts], 1)
-        x, weights, ids = (part.contiguous().view(of.dtype) for part, of in zip(found, (x, weights, ids), strict=True))
-        return x, weights, ids
-
-    def combine(self, y: torch.Tensor, tokens: int) -> torch.Tensor:
-        """The sum [tokens, H] of what the ranks of one number have made of this engine's tokens.
-
-        It is added up in float32 in the order of the engines.
-
-        Args:
-            y: [engines * bound, H], what this rank has made of all engines' tokens.
-        """
-        if self.engines == 1:
-            return y
-        back = y
-        if self.live:
-            back = torch.empty_like(y)
-            with self._exchanging():
-                self.link.alltoall_base(back, y, [], []).wait()
-        parts = back.view(self.engines, -1, y.shape[1])[:, :tokens]
-        return parts.sum(0, dtype=torch.float32).to(y.dtype) if self.live else parts[self.engine].clone()
 
 
 class Channel:

@@ -48,23 +48,25 @@ from gunicorn.workers import ggevent
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTooLarge
 
 from api import batch_file, terminal
+from api.anthropic import message_error
 from api.bodies import parse_json
 from api.control import Control
 from api.fields import COUNT_TOKENS, MESSAGES, PATHS, ApiError
 from api.flags import OptionParser, from_flags, split_command
+from api.gunicorn_loop import Gunicorn
 from api.openapi import openapi
+from api.options import ServerConfig, with_all_keys
 from api.reading import check_parsers
 from api.replies import ClientGone, Peer, as_api_error, json_of, log_request
-from api.responses import message_error
 from api.routes import Api, Caller, Events
 from api.telemetry import Spans, check_telemetry
-from config import PROG, EngineConfig, ServerConfig, with_all_keys
+from config import PROG, EngineConfig
 from executor import name_process
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import Repeated, console, set_up
-from processes.child import Board, Gunicorn, Kept, listen
+from processes.child import Board, Kept, listen
 from processes.client import Suspects
 from processes.fleet import check_engines, follow_server, launch
 from processes.hosts import read_secret

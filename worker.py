@@ -28,11 +28,10 @@ from cpu.weights import GreedyHead
 from device.compile_guard import LateCompile
 from device.memory import logprob_rows
 from model import Batch, PiecewiseGraphs, Transformer
-from model_config import ModelConfig
+from models.expert_ranks import ExpertGroup
+from models.pooled import finish
 from observe.sanitizer import KVSanitizer
-from parallel import ExpertGroup
 from plan import Logprobs, StepPlan, StepResult
-from sampling_params import PoolingParams
 
 Mark = tuple[str, float, Any]  # the name of a phase, when it began, and on a GPU the event that marks its beginning
 
@@ -538,40 +537,6 @@ class DeviceClock:
         self.seconds += self.latest.elapsed_time(event) / 1e3
         self.latest = event
         return self.seconds
-
-
-def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
-    """What requests get of their vectors, as float32.
-
-    An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head become
-    probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the model and
-    that does it.
-
-    Args:
-        config: of the model.
-        wanted: by each of B rows.
-        vectors: [B, hidden or labels] float32.
-    """
-    found = []
-    for params, x in zip(wanted, vectors, strict=True):
-        assert params is not None
-        x = x[: params.dimensions]
-        activation = "normalize" if config.normalize else "identity"
-        if config.head == "labels":
-            activation = config.label_activation
-        if params.use_activation is not None and not params.use_activation:
-            activation = "identity"
-        elif params.use_activation and config.head != "labels":
-            activation = "normalize"
-        if activation == "normalize":
-            x = x / max(np.linalg.norm(x), np.float32(1e-12))
-        elif activation == "softmax":
-            x = np.exp(x - x.max())
-            x /= x.sum()
-        elif activation == "sigmoid":
-            x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
-        found.append(x.astype(np.float32).tobytes())
-    return found
 
 
 @dataclass(slots=True)

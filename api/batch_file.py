@@ -43,10 +43,11 @@ from tqdm import tqdm
 from api.bodies import RAW_FIELDS, parse_json
 from api.fields import PATHS, ApiError
 from api.flags import OptionParser, from_flags, refuse_given
+from api.options import ServerConfig
 from api.reading import check_parsers
 from api.replies import as_api_error
 from api.routes import Api, Caller, Events
-from config import EngineConfig, ServerConfig
+from config import EngineConfig
 from executor import name_process
 from executors.torchrun import lead_or_follow
 from model_config import ModelConfig

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from api.fields import ApiError, too_long
-from config import ServerConfig
+from api.options import ServerConfig
 
 JSON_PART = 2**16  # bytes of JSON between which others are served
 MAX_LISTS, MAX_VALUES = 2**15, 2**18  # lists and objects, and values, that are decoded at once, in some 30 ms

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from config import ServerConfig
+from api.options import ServerConfig
 from sampling_params import MAX_BAD_WORDS
 from text.messages import TYPE_NAMES, chat_messages, joined_turns, response_items, template_variables
 

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any, BinaryIO
 
 from api.fields import ApiError, without_folders
-from config import ServerConfig
+from api.options import ServerConfig
 from processes.child import DRAINING, READY, STARTING, Board
 from processes.client import EngineCoreClient
 

@@ -22,8 +22,8 @@ from msgspec import Meta
 
 from api import checks
 from api.checks import Check, Refusal
+from api.options import ServerConfig
 from api.structure import FORMS, flat_format, output_config, response_text
-from config import ServerConfig
 from sampling_params import RANGES, PoolingParams, SamplingParams
 from text.messages import BLOCK_KEYS, ITEM_ROLES
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from api.checks import ToolChoice
 from api.fields import ApiError
+from api.options import ServerConfig
 from api.structure import structure_of
-from config import ServerConfig
 from outputs import Generation
 from sampling_params import StructuredOutputsParams
 from text.scanning import Part

@@ -10,12 +10,10 @@ OpenAI's types are those of its SDK, `openai.types.responses`, and Anthropic's t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -24,7 +22,6 @@ from api.checks import ToolChoice
 from api.fields import CHAT, ECHOED, ApiError, defaults
 from api.reading import CALL, CONTENT, REASONING, Answer, Block
 from api.replies import ClientGone, Run, as_api_error
-from config import ServerConfig
 from outputs import Generation
 
 MESSAGE_ERRORS = {  # Anthropic's words for the statuses
@@ -62,19 +59,6 @@ def renamed(**names: str) -> Iterator[None]:
         for name in names:
             message = re.sub(rf"\b{name}\b", names[name], message) if "_" in name else message
         raise ApiError(error.status, message, param, error.code) from None
-
-
-def message_error(error: ApiError) -> dict[str, Any]:
-    """The error as Anthropic spells it, its text bounded.
-
-    Its SDK asks for a `thread`, a conversation that the server holds, and goes on without one where it reads these
-    details.
-    """
-    kind = MESSAGE_ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    told: dict[str, Any] = {"type": kind, "message": str(error)[:1000]}
-    if error.param == "thread":
-        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
-    return {"type": "error", "error": told}
 
 
 def event(kind: str, content: dict[str, Any]) -> bytes:
@@ -255,247 +239,4 @@ def choice_of(choice: ToolChoice) -> str | dict[str, Any]:
     return tools[0] if choice.single else {"type": "allowed_tools", "mode": choice.mode, "tools": tools}
 
 
-class Messages(Run):
-    """A run whose reply is Anthropic's message."""
-
-    def whole(self) -> dict[str, Any]:
-        """The reply in one piece, once `news` has ended."""
-        answer = self._answer
-        answer.read()
-        content = [content_block(block) for block in answer.blocks or [Block(CONTENT)]]
-        return self._message(content, self._counts() | self._output()) | self._stop()
-
-    def events(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The server-sent events of a stream, whose last one is an error where it has failed."""
-        try:
-            yield event("message_start", {"message": self._message([], self._counts() | {"output_tokens": 0})})
-            yield event("ping", {})
-            yield from self._blocks(news)
-            yield event("message_delta", {"delta": self._stop(), "usage": self._counts() | self._output()})
-            yield event("message_stop", {})
-        except ClientGone:
-            return
-        except Exception as error:
-            yield event("error", message_error(as_api_error(error)))
-
-    def _blocks(self, news: Iterator[tuple[int, str]]) -> Iterator[bytes]:
-        """The events of the blocks, one block after the other."""
-        answer, latest = self._answer, -1
-        for _ in news:
-            for piece in answer.read():
-                block, index = answer.blocks[piece.at], {"index": piece.at}
-                if piece.begins:
-                    if latest >= 0:
-                        yield event("content_block_stop", {"index": latest})
-                    latest = piece.at
-                    empty = content_block(dataclasses.replace(block, text=""))
-                    yield event("content_block_start", index | {"content_block": empty})
-                if piece.text:
-                    kind, key = DELTAS[block.kind]
-                    yield event("content_block_delta", index | {"delta": {"type": kind, key: piece.text}})
-        if latest < 0:
-            yield event("content_block_start", {"index": 0, "content_block": content_block(Block(CONTENT))})
-        yield event("content_block_stop", {"index": max(0, latest)})
-
-    @property
-    def _answer(self) -> Answer:
-        return self.answers[self.requests[0].drawn[0]]
-
-    def _output(self) -> dict[str, Any]:
-        """What came out, where it has ended."""
-        thought = {}
-        if self.reading and self.reading.reasoning_parser:
-            thought = {"output_tokens_details": {"thinking_tokens": self._reasoning_tokens()}}
-        return {"output_tokens": self.requests[0].num_generated, **thought}
-
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
-        return {
-            "id": self.id, "type": "message", "role": "assistant", "model": self.fields["model"], "content": content,
-            "stop_reason": None, "stop_sequence": None, "usage": usage,
-        }  # fmt: skip
-
-    def _stop(self) -> dict[str, Any]:
-        """Why the answer has ended."""
-        generation = self.requests[0].drawn[0]
-        found = generation.stop_reason if isinstance(generation.stop_reason, str) else None
-        ended = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self._answer.finish_reason or "", "end_turn")
-        return {"stop_reason": "stop_sequence" if found else ended, "stop_sequence": found}
-
-    def _counts(self) -> dict[str, int]:
-        """What came in; Anthropic does not count cached tokens among the input tokens."""
-        asked = self.requests[0]
-        cached = asked.metrics.num_cached_tokens
-        left = len(asked.prompt_token_ids) - cached
-        return {"input_tokens": left, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-
-
-def content_block(block: Block) -> dict[str, Any]:
-    """A block as Anthropic spells it. Of a call that is cut, there is no input: only a stream has what has come."""
-    if block.kind == CONTENT:
-        return {"type": "text", "text": block.text}
-    if block.kind == REASONING:
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
-    input: Any = {}
-    with contextlib.suppress(msgspec.DecodeError):
-        input = msgspec.json.decode(block.text)
-    return {"type": "tool_use", "id": block.id, "name": block.name, "input": input}
-
-
 # --- what is kept -----------------------------------------------------------------------------------------------------
-
-
-class Store:
-    """The latest responses of one API process, each known to its owner only: an API key, else an address.
-
-    It holds JSON, whose size is known: of each the response object, and the items of the conversation before it.
-
-    Each API key has an equal share of the room, and beyond it loses the response that it has not used for longest.
-    Addresses share all of it: where they have too much together, the one with the most loses such a response. The
-    latest is kept, however large.
-
-    Args:
-        config: how many responses there may be, how large they may be together, and which API keys share that.
-
-    Attributes:
-        closed: why nothing is kept; empty where it is.
-    """
-
-    def __init__(self, config: ServerConfig):
-        self.most, self.most_bytes = config.max_stored_responses, config.max_stored_response_bytes
-        self.closed = ""
-        if not self.most:
-            self.closed = "this server keeps no responses (max_stored_responses is 0)"
-        elif config.api_server_count > 1:
-            count = config.api_server_count
-            self.closed = f"this server keeps no responses, because api_server_count is {count}; with 1 it does"
-        self.entries: OrderedDict[tuple[str, str], tuple[bytes, bytes]] = OrderedDict()
-        self.held: dict[str, tuple[int, int]] = {}  # how many of these each owner has, and how large they are
-        self.shares = len(set(config.api_key))
-
-    def keeper(self, owner: str, items: list[dict[str, Any]]) -> Keep:
-        """What keeps the states of a response to these items: it takes the response object, and then newer ones of it.
-
-        A response that has been deleted meanwhile stays so.
-        """
-        conversation, begun = msgspec.json.encode(items), False
-
-        def keep(response: dict[str, Any]) -> None:
-            nonlocal begun
-            key = (owner, response["id"])
-            if key in self.entries or not begun:
-                begun = True
-                self._drop(key)
-                self.entries[key] = entry = msgspec.json.encode(response), conversation
-                count, size = self.held.get(owner, (0, 0))
-                self.held[owner] = count + 1, size + sum(map(len, entry))
-                self._make_room(owner)
-
-        return keep
-
-    def response(self, owner: str, id: str) -> dict[str, Any]:
-        """The response object.
-
-        Raises:
-            ApiError: there is none of that id, or it is another's.
-        """
-        return msgspec.json.decode(self._find(owner, id)[0])
-
-    def conversation(self, owner: str, id: str) -> list[dict[str, Any]]:
-        """The items of a conversation up to the end of a response that has ended by itself.
-
-        Raises:
-            ApiError: there is no such response.
-        """
-        name = "previous_response_id"
-        try:
-            response, items = map(msgspec.json.decode, self._find(owner, id))
-        except ApiError as error:
-            if error.status != 404:
-                raise ApiError(400, f"{name} is given; {error}", name) from None
-            raise ApiError(400, str(error), name, "previous_response_not_found") from None  # 400, as at OpenAI
-        if (status := response["status"]) not in ("completed", "incomplete"):
-            raise ApiError(400, f"{name} is of a response that is {status}; it must be completed or incomplete", name)
-        return items + response["output"]
-
-    def page(self, owner: str, id: str, query: Mapping[str, str]) -> dict[str, Any]:
-        """A part of the items that a response was made from.
-
-        Args:
-            owner: of the response.
-            id: of the response.
-            query: `limit`, from 1 to 100; `order`, `desc` (the latest first) or `asc`; `after`, the id of an item.
-
-        Raises:
-            ApiError: there is no such response, or the query is wrong.
-        """
-        items = msgspec.json.decode(self._find(owner, id)[1])
-        refuse_query(query, "limit", "order", "after")
-        limit, order, after = query.get("limit", str(USUAL_ITEMS)), query.get("order", "desc"), query.get("after")
-        if not re.fullmatch(r"[0-9]{1,3}", limit) or not 1 <= int(limit) <= MOST_ITEMS:
-            raise ApiError(400, f"limit is {limit[:64]!r}; it must be a whole number from 1 to {MOST_ITEMS}", "limit")
-        if order not in ("asc", "desc"):
-            raise ApiError(400, f"order is {order[:64]!r}; it must be asc or desc", "order")
-        items = items if order == "asc" else items[::-1]
-        start = 0
-        if after is not None:
-            ids = [item["id"] for item in items]
-            if after not in ids:
-                raise ApiError(400, f"after is {after[:64]!r}; it must be the id of one of the items", "after")
-            start = ids.index(after) + 1
-        data = items[start : start + int(limit)]
-        ends = {"first_id": data[0]["id"] if data else "", "last_id": data[-1]["id"] if data else ""}
-        return {"object": "list", "data": data, "has_more": start + len(data) < len(items), **ends}
-
-    def delete(self, owner: str, id: str) -> dict[str, Any]:
-        """Forget a response, also one in progress, which then goes on but is not kept.
-
-        Raises:
-            ApiError: there is none of that id, or it is another's.
-        """
-        self._find(owner, id)
-        self._drop((owner, id))
-        return {"id": id, "object": "response", "deleted": True}
-
-    def _find(self, owner: str, id: str) -> tuple[bytes, bytes]:
-        if self.closed:
-            raise ApiError(400, self.closed)
-        if (owner, id) not in self.entries:
-            raise ApiError(404, f"there is no response {id[:100]!r}; this server keeps the latest", "response_id")
-        self.entries.move_to_end((owner, id))
-        return self.entries[owner, id]
-
-    @property
-    def size(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(size for _, size in self.held.values())
-
-    def _make_room(self, newest: str) -> None:
-        """Drop what is too much, now that an owner has got another response."""
-        for measure, most in enumerate((self.most, self.most_bytes)):
-            limit = most // self.shares if self.shares else most
-            while True:
-                held = {newest: self.held[newest]} if self.shares else self.held
-                several = [owner for owner, (count, _) in held.items() if count > 1 or owner != newest]
-                if not several or sum(each[measure] for each in held.values()) <= limit:
-                    break
-                largest = max(several, key=lambda owner: (self.held[owner][measure], owner == newest))
-                self._drop(next(key for key in self.entries if key[0] == largest))
-
-    def _drop(self, key: tuple[str, str]) -> None:
-        if entry := self.entries.pop(key, None):
-            count, size = self.held.pop(key[0])
-            if count > 1:
-                self.held[key[0]] = count - 1, size - sum(map(len, entry))
-
-
-def refuse_query(query: Mapping[str, str], *known: str) -> None:
-    """Refuse a query that has parameters other than the `known` ones.
-
-    Raises:
-        ApiError: it has.
-    """
-    if unknown := [name for name in query if name not in known]:
-        words = f"it takes {', '.join(known)}" if known else "it takes none"
-        raise ApiError(
-            400, f"the parameter {unknown[0][:64]!r} is unknown; {words}", unknown[0][:64], "unknown_parameter"
-        )

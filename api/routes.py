@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from gevent.threadpool import ThreadPool
 
+from api.anthropic import Messages
 from api.checks import in_parts
 from api.fields import (
     CHAT,
@@ -41,12 +42,14 @@ from api.fields import (
     too_long,
     without_folders,
 )
+from api.options import ServerConfig
 from api.reading import Parsers, Reading
 from api.replies import Client, Job, Peer, Run, classes, ranks, run_requests, scores, vectors
-from api.responses import Messages, Responses, Store, as_chat, refuse_query, renamed
+from api.response_store import Store, refuse_query
+from api.responses import Responses, as_chat, renamed
 from api.structure import structure_of
 from api.viewers import Viewers, exposition
-from config import VERSION, ServerConfig
+from config import VERSION
 from outputs import Vector, cosine, numbers
 from processes.child import Board
 from sampling_params import PoolingParams, SamplingParams

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from api.checks import Check, known_keys, settings
-from config import ServerConfig
+from api.options import ServerConfig
 from sampling_params import StructuredOutputsParams
 
 TYPES = ("text", "json_object", "json_schema", "structural_tag")  # of a response_format

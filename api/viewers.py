@@ -23,8 +23,8 @@ from prometheus_client.utils import floatToGoString
 
 from api.checks import in_parts
 from api.fields import ApiError, without_folders
+from api.options import ServerConfig
 from api.replies import Client, sse
-from config import ServerConfig
 from observe.metrics import SERIES
 from processes.child import Board
 from processes.client import EngineDeadError

@@ -29,7 +29,8 @@ import bench_serve
 from bench_scale import Device, Job, ModelEngine
 from config import EngineConfig
 from model_config import ModelConfig
-from processes.coordinator import INTERVAL, Autoscaler, Router
+from processes.coordinator import INTERVAL
+from processes.routing import Autoscaler, Router
 
 Figures = list[dict[str, Any]]
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from config import EngineConfig
 from plan import StepResult
-from processes.coordinator import Router
+from processes.routing import Router
 from ring import RingBuffer
 from sampling_params import SamplingParams
 from scheduler import Scheduler

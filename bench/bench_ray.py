@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from bench_process import ROOT, Figures, Stream, count_equal, count_restarts, read_streams, wait_for_log
-from ring import EngineLink, RankLink, RingBuffer
+from executors.links import EngineLink, RankLink
+from ring import RingBuffer
 
 NODE = {"num_cpus": 2, "object_store_memory": 80 * 2**20}
 QUICK = {"health_check_period_ms": 500, "health_check_failure_threshold": 3}  # Ray's defaults take 15 s and more

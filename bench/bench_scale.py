@@ -29,9 +29,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import EngineConfig
-from plan import Load, Loads, StepPlan, StepResult, Subscribe
+from plan import StepPlan, StepResult
 from processes.client import ACCEPTED, connect, read_frames, to_frame
-from processes.coordinator import INTERVAL, CoordinatorProcess, Router
+from processes.coordinator import INTERVAL, CoordinatorProcess
+from processes.messages import Load, Loads, Subscribe
+from processes.routing import Router
 from ring import Codec
 from sampling_params import SamplingParams
 from scheduler import Scheduler

@@ -6,25 +6,19 @@ All of it is optional: where a CPU, a libc or a torch does not have it, plain to
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import math
-import mmap
-import os
-import weakref
 from array import array
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-KEEP = 1 << 30  # bytes that malloc keeps; see `settle`
+from cpu.machine import has_bfloat16, supports
+
 SMALL = 1 << 26  # bytes of weights; in the steps of a smaller model one core does most of the work
 OUTPUTS = 8192  # FBGEMM packs so many of a weight's outputs at a time; with more they do not fit in the cache
 PANEL = 256  # bytes of an input's weights that lie together
@@ -33,126 +27,7 @@ PROMPT = 256  # rows; with so many or more, panels are laid side by side first
 LANES = 16  # outputs of a compressed weight that lie side by side: a vector of float32
 RARE = 1 / 64  # share of an output's inputs; a weight with more elements of unusual size is not compressed
 CLOSE = 1024  # outputs of a head; where so many may be the largest, all are computed
-CGROUPS, MINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")  # limits by which Linux keeps containers apart
 UP = 2.0**64  # scales the inputs of a compressed weight, because its elements are read as 2^-126 to 2^-111
-
-
-def available_cores() -> int:
-    """Cores that this process may run on, or fewer, if its container gets less of their time."""
-    process = psutil.Process()
-    # macOS does not tell which cores a process may run on: all of them.
-    cores = len(process.cpu_affinity()) if hasattr(process, "cpu_affinity") else os.cpu_count() or 1
-    for folder in _cgroups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # "max": no limit
-            if (folder / "cpu.max").exists():
-                share, period = map(int, (folder / "cpu.max").read_text().split())
-            else:
-                share, period = (int((folder / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-            if share > 0:  # version 1 has -1 for no limit
-                cores = min(cores, max(1, share // period))
-    return cores
-
-
-def available_bytes() -> int:
-    """Bytes of memory that can be had without swapping, with the cache of files: the machine's, or the container's."""
-    free = psutil.virtual_memory().available
-    for folder in _cgroups("memory"):
-        with contextlib.suppress(OSError, ValueError):
-            names, prefix = ("memory.max", "memory.current"), ""
-            if not (folder / "memory.max").exists():  # version 1
-                names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
-            limit, used = (int((folder / name).read_text()) for name in names)
-            told = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            files = sum(int(told[f"{prefix}{age}_file"]) for age in ("active", "inactive"))
-            free = min(free, max(0, limit - used + files))
-    return free
-
-
-def _cgroups(controller: str) -> Iterator[Path]:
-    """The folders of Linux that say what this process may use of something, of either version (`man 7 cgroups`).
-
-    Its group's comes first, and then those of the groups above. In a container the topmost one is the container's.
-    """
-    with contextlib.suppress(OSError):  # not Linux
-        for line in MINE.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            top = CGROUPS / controllers if controllers else CGROUPS
-            group = top / path.strip("/")
-            group = group if group.exists() else top  # the path may be as it is outside of the container
-            yield from [group, *(above for above in group.parents if above.is_relative_to(top))]
-
-
-def settle(threads: int | None, spare: bool = False, ranks: int = 1) -> None:
-    """Let torch use `threads` threads, and let malloc keep its memory.
-
-    None means a thread for each core that this process may use, divided among `ranks` processes. With `spare` one core
-    stays free. In a small model two threads wait for each other at every product, and lose more to a third process
-    than the second thread brings.
-
-    By default glibc maps every large tensor afresh and unmaps it after use. Then the system zeroes each of a step's
-    intermediates page by page, which can take longer than computing them.
-    """
-    cores = available_cores()
-    torch.set_num_threads(threads or max(1, (cores - spare) // ranks))
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc; on Windows there is not even a libc
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, KEEP)
-        libc.mallopt(M_TRIM_THRESHOLD, KEEP)
-
-
-def release() -> None:
-    """Give the system back what loading and warming up have left free, which `settle` lets malloc keep."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
-def supports(feature: str) -> bool:
-    """Whether this CPU has a `feature`, as torch names them: `amx_tile`, say. A torch that cannot tell says no."""
-    check = getattr(torch.cpu, f"_is_{feature}_supported", None)
-    return bool(check and check())
-
-
-def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices itself; others emulate it, more slowly than float32."""
-    return supports("avx512_bf16") or supports("amx_tile")
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take memory only as they are touched, page by page. torch would touch all of them now."""
-    return torch.from_numpy(_untouched(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
-
-
-def _untouched(size: int) -> np.ndarray:
-    """Zero bytes [size] that nobody has touched. They begin with a page, because malloc's own begin 16 bytes later, and
-    then what a GPU writes at a time, 128 bytes, would lie across two lines of the cache."""
-    memory = np.zeros(size + mmap.PAGESIZE, dtype=np.uint8)
-    begin = -memory.ctypes.data % mmap.PAGESIZE
-    return memory[begin : begin + size]
-
-
-def pinned(size: int) -> torch.Tensor | None:
-    """Zero bytes [size] that a GPU reads and writes in place; None if the system does not let us pin as many.
-
-    Their pages are registered with CUDA as they are, and given back when no tensor refers to them any more. torch's own
-    allocator rounds sizes up to a power of two, and keeps memory for later that is free.
-    """
-    memory, cudart = _untouched(size), torch.cuda.cudart()
-    address = memory.ctypes.data
-    if int(cudart.cudaHostRegister(address, size, 0)):  # without flags
-        with contextlib.suppress(RuntimeError):  # CUDA keeps the error for the next launch, so this launch takes it
-            torch.zeros(1, device="cuda")
-        return None
-    # Else the pages would stay pinned after they are freed, and what comes to lie there next could not be registered.
-    weakref.finalize(memory, _unpin, cudart, address).atexit = False
-    return torch.from_numpy(memory)
-
-
-def _unpin(cudart: Any, address: int) -> None:
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.synchronize()  # a step that nobody waits for may still be moving blocks
-    cudart.cudaHostUnregister(address)
 
 
 @functools.cache

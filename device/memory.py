@@ -22,13 +22,14 @@ import torch
 
 from batch_state import BatchState
 from config import EngineConfig
-from cpu import weights as cpu_weights
+from cpu import machine
 from model import Transformer
 from model_config import ModelConfig
+from models.expert_ranks import ExpertGroup
 from models.kv_layout import most_blocks
 from models.latent_attention import CONTEXT_TOKENS, heads_at_once, workspace
 from models.sizes import Delta
-from parallel import ExpertGroup, Group, Pipeline
+from parallel import Group, Pipeline
 
 MIB = 2**20
 # Allowances on a GPU for memory that holds no tensors. They are round figures, not measured ones. A worker that starts
@@ -516,7 +517,7 @@ def plan_stage(
         budget = int(total * config.gpu_memory_utilization)
         where = f"in {budget / 2**30:,.1f} of a GPU's {total / 2**30:,.1f} GiB"
         return model, plan, plan.room(budget, plan.weights + plan.context), where
-    free = cpu_weights.available_bytes() - plan.weights * config.world_size
+    free = machine.available_bytes() - plan.weights * config.world_size
     room = max(0, int(CPU_KV_SHARE * free / (config.world_size * (config.local_engines or 1))))
     count = config.max_num_seqs + count_snapshots(config, model, 2 * room)
     plan = replace(plan, states=4 * model.state_size * count)
@@ -547,7 +548,7 @@ def check_room(
     size = matrices * dtype.itemsize // config.world_size + max_model_len * 2 * c.head_dim * 4
     if device == "cuda":
         torch.cuda.empty_cache()  # an engine that was closed in this process has left its memory to torch
-    free = torch.cuda.mem_get_info()[0] if device == "cuda" else cpu_weights.available_bytes()
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else machine.available_bytes()
     if size > free:
         raise ValueError(
             f"config.json asks for {size / 2**30:,.1f} GiB of weights, with RoPE's table of {max_model_len:,} tokens; "

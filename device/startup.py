@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from batch_state import BatchState
 from config import EngineConfig
+from cpu import machine
 from cpu import weights as cpu_weights
 from cpu.compiled import MANY, Builder, compile_ops, has_compiler, multiply_job
 from device.compile_guard import CompileGuard, check_compiler
@@ -46,9 +47,10 @@ from device.memory import (
 from device.upkeep import KeptWorker
 from model import PiecewiseGraphs, Transformer
 from model_config import ModelConfig
+from models.expert_ranks import ExpertGroup
 from models.pooling import settle
 from observe.logs import logger
-from parallel import ExpertGroup, Group, Pipeline
+from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
 from sampling_params import PoolingParams
 from worker import Worker
@@ -110,7 +112,7 @@ class Startup:
             self.parameters = self.model.parameters()  # none once the weights are packed
             self.load()
         self.cpu_room = int(
-            CPU_KV_SHARE * cpu_weights.available_bytes() / self.sharers
+            CPU_KV_SHARE * machine.available_bytes() / self.sharers
         )  # read before the KV pool takes some
         self.num_snapshots = self.fit_states()
         self.guard = CompileGuard(self.ops) if self.ops.BACKEND == "triton" else None
@@ -186,7 +188,7 @@ class Startup:
         self.num_parameters = model.num_parameters()
         if self.device == "cpu":
             small = self.num_parameters * model.dtype.itemsize < cpu_weights.SMALL
-            cpu_weights.settle(config.threads, small and config.beside_server, self.sharers)
+            machine.settle(config.threads, small and config.beside_server, self.sharers)
         mapped = config.load_format != "dummy" and not config.weights
         self.arrange(checkpoint_files(config.folder) if mapped else [])
 
@@ -229,7 +231,7 @@ class Startup:
             pool = torch.empty(2, *self.block_shape(), dtype=dtype)
             states = torch.empty(2, model.state_size)
             twin = Worker(config, model, pool, pool, states, states, self.new_state(config.max_num_seqs, "meta"))
-            with self.guard.rehearse(threads=max(1, cpu_weights.available_cores() // self.sharers)):
+            with self.guard.rehearse(threads=max(1, machine.available_cores() // self.sharers)):
                 ops.apply_writes(twin.state.words, staged, 1)
                 if config.pools:
                     for count, length in (self.warm_up_prompts(), (1, 1)):
@@ -271,14 +273,14 @@ class Startup:
         """A KV pool [num_blocks, *block_shape] of zeros."""
         shape, dtype = (num_blocks, *self.block_shape()), self.model.dtype
         if self.device == "cpu":
-            return cpu_weights.zeros(shape, dtype)
+            return machine.zeros(shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def new_states(self, rows: int) -> torch.Tensor:
         """A pool of recurrent states [rows, size] of zeros; the size is 0 where the model has none."""
         shape = rows, self.model.state_size
         if self.device == "cpu" and shape[1]:
-            return cpu_weights.zeros(shape, torch.float32)
+            return machine.zeros(shape, torch.float32)
         return torch.zeros(shape, device=self.device)
 
     def fit_states(self) -> int:
@@ -307,9 +309,7 @@ class Startup:
 
     def host_bytes(self) -> int:
         """Bytes of it that this rank may use; the ranks of a machine share its memory."""
-        room = (
-            int(PINNED_SHARE * cpu_weights.available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
-        )
+        room = int(PINNED_SHARE * machine.available_bytes() / self.sharers) if self.device == "cuda" else self.cpu_room
         return min(int(self.swap_space * 2**30 / self.group.local_size), room)
 
     def new_host_states(self) -> torch.Tensor:
@@ -446,7 +446,7 @@ class Startup:
         if self.guard:
             self.guard.armed = True
         if self.device == "cpu":
-            cpu_weights.release()
+            machine.release()
         return token_seconds, swap_seconds, compile_seconds
 
     def run_prompts(self) -> float:
@@ -568,7 +568,7 @@ def prompts(count: int, length: int, blocks: list[list[int]], **fields: Any) -> 
 def pinned(count: int, shape: tuple[int, ...], dtype: torch.dtype, what: str = "blocks") -> torch.Tensor:
     """Pinned memory [count, *shape] of the host for blocks, or for `what` else, as many as the system lets us pin."""
     asked, pool = count, None
-    while count and (pool := cpu_weights.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
+    while count and (pool := machine.pinned(count * math.prod(shape) * dtype.itemsize)) is None:
         count //= 2
     if count < asked:
         logger.warning(f"the host pool has {count:,} {what}: no more than these of {asked:,} could be pinned")
@@ -615,7 +615,7 @@ def pick_dtype(asked: str, checkpoint: str, device: str) -> torch.dtype:
     if asked == "auto":
         asked = checkpoint
         if device == "cpu" and checkpoint in ("bfloat16", "float16"):
-            asked = "bfloat16" if cpu_weights.has_bfloat16() else "float32"
+            asked = "bfloat16" if machine.has_bfloat16() else "float32"
     return getattr(torch, asked)
 
 

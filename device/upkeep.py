@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from batch_state import BatchState
-from cpu import weights as cpu_weights
+from cpu import machine
 from device.loader import check_weights
 from model import Transformer
 from observe.sanitizer import KVSanitizer
@@ -134,7 +134,7 @@ class KeptWorker(Worker):
         if self.device == "cuda":
             torch.cuda.empty_cache()
         else:
-            cpu_weights.release()
+            machine.release()
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class KeptWorker(Worker):
         for i, (storage, size, _) in enumerate(self.emptied):
             copy = None
             if keep:
-                copy = cpu_weights.pinned(size)
+                copy = machine.pinned(size)
                 copy = torch.empty(size, dtype=torch.uint8) if copy is None else copy  # it comes back more slowly
                 copy.untyped_storage().copy_(storage)
             self.emptied[i] = storage, size, copy

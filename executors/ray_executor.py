@@ -34,11 +34,12 @@ import psutil
 
 from config import VERSION, EngineConfig
 from executor import MpExecutor, WorkerError, is_stopped, name_process, room, work
+from executors.links import EngineLink, RankLink
 from model_config import ModelConfig
 from models.hub import find_model
 from observe.logs import logger, set_up
 from plan import Kwargs, Method, StepPlan
-from ring import BEAT, EngineLink, RankLink, RingBuffer, RingTimeout
+from ring import BEAT, RingBuffer, RingTimeout
 
 TOKEN = 32  # bytes
 PATIENCE = 5.0  # seconds to wait for the best places before others will do

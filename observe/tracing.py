@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from config import DiagnosticFile
+from observe.files import DiagnosticFile
 from plan import StepPlan, StepResult
 
 LAST = "update"  # phase of a step

@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
-import math
 import mmap
 import multiprocessing
 import os
@@ -35,32 +33,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from io import FileIO
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from gunicorn.app.base import BaseApplication
-from gunicorn.arbiter import Arbiter
-from gunicorn.errors import HaltServer
-from gunicorn.glogging import Logger
-
-from config import ServerConfig
-from executor import end_with_parent, is_stopped, name_process
-from observe.logs import console, logger
-from plan import Health, Message
+from executor import is_stopped
+from observe.logs import logger
+from plan import Health
 from processes.client import ACCEPTED, accept, limit_sends, read_frames, to_frame
+from processes.messages import Message
 from ring import STALL, Codec, Watchdog
 
 if TYPE_CHECKING:
-    from flask import Flask
-    from gunicorn.workers.ggevent import GeventWorker
+    pass
 
 STOP_TIMEOUT = 10  # seconds that a process has to end before it is killed
 MAX_FAILURES = 5  # of a new process to start, in a row, before the server gives up; each waits 1 s longer for the next
 LOOK = 1.0  # seconds between two looks at a child, and between two of its heartbeats
-# Seconds in which signals count as one: Linux tells of a launcher's death (see `end_with_parent`) thread by thread.
-SAME_SIGNAL = 0.5
-API_TIMEOUT = 30  # seconds after which an API process is killed that has not got round to telling that it lives
 SEND_TIMEOUT = 30  # seconds that a client may leave its socket full before it counts as gone
 HEARTBEAT = 1.0  # seconds between two heartbeats on a socket
 BUSY, IDLE = b".", b"-"  # a heartbeat
-KEEP_ALIVE = 6  # seconds; more than the 5 after which the usual clients close an idle connection themselves
 
 
 class Child:
@@ -360,7 +348,7 @@ class FrameServer:
     """
 
     def __init__(self, listener: socket.socket):
-        self.codec, self.lock = Codec(), threading.Lock()
+        self.codec, self.lock = Codec(Message), threading.Lock()
         self.health = Health(None)
         self.clients: set[socket.socket] = set()
         self.late: dict[socket.socket, deque[bytes]] = {}  # frames for clients that have not taken an earlier one yet
@@ -536,131 +524,6 @@ class Board:
             yield
         finally:
             self.words[self.mine] -= answers
-
-
-class GunicornLog(Logger):
-    """Gunicorn's log, as a part of ours."""
-
-    def setup(self, cfg: Any) -> None:
-        """Take gunicorn's settings."""
-        self.error_log = logger.getChild("gunicorn")
-        self.error_log.setLevel(self.LOG_LEVELS[cfg.loglevel])
-
-
-class DrainingArbiter(Arbiter):
-    """Gunicorn's main loop, which looks after the server's other children as well.
-
-    After SIGTERM or Ctrl-C the server drains: it still listens, and answers new requests with 503, until those that run
-    have ended (gunicorn by itself would refuse connections). A second signal cuts them off, and so does the end of
-    `drain_timeout`.
-    """
-
-    def __init__(self, app: Gunicorn):
-        super().__init__(app)
-        self.children, self.board, self.drain_timeout = app.children, app.board, app.config.drain_timeout
-        self.deadline = math.inf
-        self.first_signal = 0.0
-
-    def handle_term(self) -> None:
-        now = time.monotonic()
-        if not self.board.draining:
-            self.board.drain()
-            self.deadline, self.first_signal = now + self.drain_timeout, now
-        elif now > self.first_signal + SAME_SIGNAL:
-            self._cut()
-
-    handle_int = handle_term
-
-    def _cut(self) -> None:
-        self.stop(False)
-        raise StopIteration
-
-    def reap_workers(self) -> None:
-        for child in self.children:
-            child.reap()
-        super().reap_workers()
-
-    def manage_workers(self) -> None:
-        if self.board.draining and not self.board.in_flight:
-            raise StopIteration
-        if time.monotonic() > self.deadline:
-            self._cut()
-        super().manage_workers()
-        try:
-            for child in self.children:
-                child.check()
-        except ChildProcessError as error:
-            raise HaltServer(str(error), 1) from None
-
-
-class Gunicorn(BaseApplication):
-    """Gunicorn with gevent workers, configured from here and not from its files and flags.
-
-    Args:
-        make_app: called in each API process; returns its Flask app.
-        worker_class: of gunicorn, which the API processes run.
-        listener: a bound socket.
-        children: the other processes to look after.
-        board: the one that the apps use.
-        config: the server's options.
-    """
-
-    def __init__(
-        self,
-        make_app: Callable[[], Flask],
-        worker_class: type[GeventWorker],
-        listener: socket.socket,
-        children: Sequence[Kept],
-        board: Board,
-        config: ServerConfig,
-    ):
-        self.make_app, self.children, self.board, self.config = make_app, children, board, config
-        self.options = gunicorn_options(listener, children, board, config) | {"worker_class": worker_class}
-        super().__init__()
-
-    def load_config(self) -> None:
-        for name, value in self.options.items():
-            self.cfg.set(name, value)
-
-    def load(self) -> Flask:
-        return self.make_app()
-
-    def run(self) -> None:
-        DrainingArbiter(self).run()
-
-
-def gunicorn_options(
-    listener: socket.socket, children: Sequence[Kept], board: Board, config: ServerConfig
-) -> dict[str, Any]:
-    """Settings and hooks; gunicorn's own log speaks of errors only, unless ours speaks of everything."""
-
-    def pre_fork(arbiter: Arbiter, worker: Any) -> None:
-        name_process("server")  # gunicorn has called it otherwise
-
-    def post_fork(arbiter: Arbiter, worker: Any) -> None:
-        name_process(f"api {worker.age - 1}")
-        end_with_parent(signal.SIGKILL)  # gunicorn looks for its parent as well, but not where it is stopped
-        for child in children:
-            child.disown()
-        board.claim(worker.age)
-
-    def child_exit(arbiter: Arbiter, worker: Any) -> None:
-        board.clear(worker.age)
-
-    def post_worker_init(worker: Any) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all; the arbiter acts on it
-        if worker.age == 1:
-            host, port = worker.sockets[0].getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            console.info(f"  server    {url}")
-
-    return {
-        "bind": f"fd://{listener.detach()}", "workers": config.api_server_count,
-        "worker_connections": 65536, "keepalive": KEEP_ALIVE, "timeout": API_TIMEOUT, "graceful_timeout": KEEP_ALIVE,
-        "loglevel": "debug" if logger.isEnabledFor(logging.DEBUG) else "error", "logger_class": GunicornLog,
-        "control_socket_disable": True,
-        "pre_fork": pre_fork, "post_fork": post_fork, "child_exit": child_exit, "post_worker_init": post_worker_init,
-    }  # fmt: skip
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -44,12 +44,12 @@ from plan import (
     EngineOutput,
     Health,
     Kwargs,
-    Message,
     Method,
     Outputs,
     Reply,
     reference_to,
 )
+from processes.messages import Message
 from ring import BEAT, STALL, Codec, Watchdog, undisturbed
 
 AFTER_ALL = ("update_weights",)  # utilities for which those requests run to their end first that have come before
@@ -565,7 +565,7 @@ def to_frame(codec: Codec, message: Message) -> bytes:
 
 def read_frames(sock: socket.socket) -> Iterator[Any]:
     """Yield the messages that arrive until the other end closes, or sends what is no message, or this end hangs up."""
-    codec = Codec()
+    codec = Codec(Message)
     # To gevent's sockets `shutdown` is a plain OSError for who reads, not the end of the file.
     with sock.makefile("rb") as file, contextlib.suppress(OSError, ValueError, KeyError):
         while len(header := file.read(4)) == 4:
@@ -629,7 +629,7 @@ class Connection:
     ):
         self.address, self.receive, self.connected, self.lost = address, receive, connected, lost
         self.send_timeout = send_timeout
-        self.codec, self.lock, self.closed = Codec(), threading.Lock(), threading.Event()
+        self.codec, self.lock, self.closed = Codec(Message), threading.Lock(), threading.Event()
         self.up = threading.Event()
         self.heard, self.silent, self.far = 0, False, False
         self.socket = connect(address)

@@ -25,36 +25,17 @@ experts by it.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import queue
-import random
 import reprlib
 import socket
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from executor import name_process
-from plan import (
-    EngineCoreRequest,
-    EngineOutput,
-    Health,
-    Kwargs,
-    Load,
-    Loads,
-    Meet,
-    Message,
-    Met,
-    Method,
-    Resize,
-    Routed,
-    Subscribe,
-    Wave,
-    WaveReport,
-)
+from plan import EngineCoreRequest, EngineOutput, Health, Kwargs, Met, Method
 from processes.child import READY, Board, Child, FrameServer, ParentPipe
 from processes.client import (
     GONE,
@@ -68,117 +49,12 @@ from processes.client import (
     on_all_devices,
     weakly,
 )
-from ring import meeting_place
-from sequence import chain
+from processes.lockstep import Meetings, Waves
+from processes.messages import Load, Loads, Meet, Message, Resize, Routed, Subscribe, WaveReport
+from processes.routing import Router
 
-WAITING = 4  # running requests that one that waits counts as (vLLM's weight)
-CLOSE = 16  # by so much an engine's load may exceed the least, for the sake of a prefix that it holds
 INTERVAL = 0.05  # seconds between two publications of the loads, at least
-QUIET, RASH, LONGEST_QUIET = 60.0, 300.0, 960.0  # seconds; see `Autoscaler`
 IDLE = 0, 0, 0  # the load of an engine that has nothing to do
-WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
-
-
-class Router:
-    """Chooses the engine of the least load, or the one that was last given the request's prefix, if its load is close.
-
-    A load is what the coordinator said last, and what was sent since then. Which engine holds a prefix is a guess: the
-    one that was last asked for it. (SGLang's router keeps a tree of such guesses; here the blocks' hashes are enough.)
-
-    Where there are several routers, all see the same loads, and would all send to the engine of the least. So each
-    draws two engines and takes the one of the lesser load (M. Mitzenmacher, "The Power of Two Choices", 2001). And each
-    tells the others, by the coordinator, who was given which prompt.
-
-    Args:
-        size: number of engines.
-        block_size: tokens of a block.
-        num_blocks: of an engine; for each of them it is remembered who holds it.
-        routers: how many there are, one in each API process.
-        affinity: whether prefixes count.
-
-    Attributes:
-        latest: the hash of all full blocks of the prompt that came last; empty if it had none.
-    """
-
-    def __init__(self, size: int, block_size: int, num_blocks: int = 1 << 14, routers: int = 1, affinity: bool = True):
-        self.size, self.block_size, self.routers, self.affinity = size, block_size, routers, affinity
-        self.loads = [0] * size
-        self.holders: OrderedDict[bytes, int] = OrderedDict()  # by hash, the one least recently asked for first
-        self.most, self.turn, self.latest = size * num_blocks, 0, b""
-
-    def update(self, loads: Sequence[tuple[int, int]]) -> None:
-        """Take the latest (waiting, running) of each engine."""
-        self.loads = [WAITING * waiting + running for waiting, running in loads]
-
-    def choose(self, tokens: Sequence[int], salt: str, width: int, alive: Sequence[int]) -> int:
-        """The engine, one of `alive`, for a prompt with `width` sequences."""
-        hashes: list[bytes] = []
-        if self.affinity:
-            chain(hashes, tokens, self.block_size, salt)
-        drawn = alive if self.routers == 1 or len(alive) < 3 else random.sample(alive, 2)
-        least = min(self.loads[rank] for rank in drawn)
-        holders = [self.holders[digest] for digest in reversed(hashes) if digest in self.holders]
-        near = [rank for rank in holders if rank in alive and self.loads[rank] - least <= CLOSE]
-        if near:
-            rank = near[0]
-        else:
-            rank = min(drawn, key=lambda rank: (self.loads[rank], (rank - self.turn) % self.size))
-            self.turn = rank + 1
-        self.loads[rank] += WAITING * width  # until the engine says that they run
-        for digest in hashes:
-            self.learn(digest, rank)
-        self.latest = hashes[-1] if hashes else b""
-        return rank
-
-    def learn(self, digest: bytes, rank: int) -> None:
-        """The engine was given a prompt whose blocks have this hash."""
-        self.holders[digest] = rank
-        self.holders.move_to_end(digest)
-        if len(self.holders) > self.most:
-            self.holders.popitem(last=False)
-
-
-class Autoscaler:
-    """How many engines there should be, by how long requests wait in them.
-
-    One more is wanted when a request has waited for longer than `target` in two looks in a row, and again when that one
-    serves and it is still so. One fewer is wanted when nothing has waited for a while: QUIET seconds. If that turns out
-    to have been too few within RASH seconds, the next time takes twice as long, up to LONGEST_QUIET, so that a load
-    between two sizes does not have an engine come and go for ever.
-
-    Args:
-        target: seconds that a request may wait.
-        least, most: engines.
-    """
-
-    def __init__(self, target: float, least: int, most: int):
-        self.target, self.least, self.most = target, least, most
-        self.quiet, self.since, self.shrunk = QUIET, 0.0, -math.inf
-        self.late = 0  # looks in a row in which a request had waited for too long
-
-    def look(self, now: float, queue_time: float, size: int, changing: bool) -> int:
-        """The number of engines that should be there.
-
-        Args:
-            now: seconds of any clock.
-            queue_time: seconds that the request has waited which waits longest.
-            size: engines that are wanted now.
-            changing: whether one of them still starts or drains.
-        """
-        if queue_time > 0 or changing:
-            self.since = now
-        self.late = self.late + 1 if queue_time > self.target else 0
-        if changing:
-            return size
-        if self.late >= 2 and size < self.most:
-            if now - self.shrunk < RASH:
-                self.quiet = min(2 * self.quiet, LONGEST_QUIET)
-            self.late, self.shrunk = 0, -math.inf
-            return size + 1
-        if now - self.since >= self.quiet and size > self.least:
-            self.since, self.shrunk = now, now
-            return size - 1
-        return size
 
 
 class DPClient:
@@ -364,186 +240,6 @@ def repeat(look: Callable[[], None], ended: threading.Event) -> None:
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------
-
-
-class Lockstep:
-    """An engine's part in a wave: how many steps it has run with the others, and how many all of them will run.
-
-    Args:
-        rank: of the engine.
-        met: the meeting of engines that the steps follow.
-    """
-
-    def __init__(self, rank: int, met: Met):
-        self.rank, self.met = rank, met
-        self.steps = self.end = 0
-        self.joined = False  # whether the coordinator has said where the others are
-        self.asked = False  # whether it knows that this engine has work beyond `end`
-
-    @property
-    def running(self) -> bool:
-        """Whether there is a step to run, with work or without."""
-        return self.steps < self.end
-
-    def join(self) -> WaveReport:
-        """What to send to a coordinator that does not know this engine yet."""
-        self.asked = False
-        return self._say(False)
-
-    def _say(self, more: bool) -> WaveReport:
-        return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
-
-    def update(self, wave: Wave) -> None:
-        """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
-        if wave.meeting != self.met.name:
-            return
-        if not self.joined:
-            self.joined, self.steps = True, wave.end
-        self.end, self.asked = max(self.end, wave.end), False
-
-    def report(self, has_work: bool) -> WaveReport | None:
-        """What to send to the coordinator before the next step, if anything."""
-        if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
-            return None
-        self.asked = True
-        return self._say(True)
-
-
-class Waves:
-    """The coordinator's part: how many steps all engines run.
-
-    Args:
-        meeting: which meeting of engines the steps follow; None: the first report tells.
-    """
-
-    def __init__(self, meeting: str | None = None):
-        self.end, self.meeting = 0, meeting
-        self.joined: set[int] = set()
-
-    def update(self, report: WaveReport) -> Wave | None:
-        """Take an engine's report; returns what to send to all engines, if anything.
-
-        Nothing is sent before every engine has reported once, so that none misses a step. A report that asks for steps
-        which have been granted since then is ignored. A coordinator that has replaced another takes the steps that the
-        engines know of.
-        """
-        if self.meeting is None:
-            self.meeting = report.meeting
-        if report.meeting != self.meeting:
-            return None
-        before = self.end
-        joins = not report.more or report.rank not in self.joined
-        self.joined.add(report.rank)
-        self.end = max(self.end, report.end)
-        if len(self.joined) < report.engines:
-            return None
-        if report.more and report.end == self.end:
-            self.end += WAVE_STEPS
-        return Wave(self.end, self.meeting) if joins or self.end > before else None
-
-
-class Peers:
-    """An engine's part in meetings: it waits for the other engines before its workers start.
-
-    Args:
-        coordinator: its address.
-        rank: of the engine.
-
-    Attributes:
-        met: the latest meeting.
-        broken: whether it is over, because another engine has left, or is to be there, too.
-    """
-
-    def __init__(self, coordinator: socket.socket, rank: int):
-        self.rank, self.turn, self.met, self.broken = rank, 0, Met(), False
-        self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
-        self.waiting = False
-        self.connection = Connection(coordinator, self._receive, self._introduce)
-
-    def _introduce(self, connection: Connection) -> None:
-        """Tell a coordinator that does not know this engine yet where it is."""
-        connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
-
-    def _receive(self, message: Met | Health) -> None:
-        if isinstance(message, Met):
-            self.broken = not message.place
-            if message.place:
-                self.news.put(message)
-
-    def meet(self, timeout: float) -> Met:
-        """Wait for the other engines; returns where the workers meet.
-
-        Raises:
-            TimeoutError: they have not come within so many seconds.
-        """
-        while not self.news.empty():
-            self.news.get()
-        self.turn, self.waiting = self.turn + 1, True
-        self.connection.send(Meet(self.rank, self.turn))
-        try:
-            self.met = self.news.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"the other engines have not come within {timeout:g} s (startup_timeout)") from None
-        self.waiting = False
-        return self.met
-
-    def close(self) -> None:
-        """Hang up."""
-        self.connection.close()
-
-
-class Meetings:
-    """The coordinator's part: which engines wait, and where those meet that have all come.
-
-    Args:
-        size: number of engines.
-    """
-
-    def __init__(self, size: int):
-        self.size = size
-        self.met = 0  # engines at the latest meeting, as far as they have told
-        self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
-        self.waiting: set[int] = set()
-        self.place = contextlib.ExitStack()  # closes the file of the latest meeting
-
-    def resize(self, size: int) -> dict[socket.socket, Met]:
-        """There are to be so many engines from the next meeting on; returns what to send to which engines."""
-        self.size = size
-        return self._gather() or (self._break_off() if self.met > size else {})
-
-    def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
-        """Take an engine's message, or None if it has left; returns what to send to which engines."""
-        if message is None:
-            rank, _ = self.turns.pop(client)
-            if any(rank == other for other, _ in self.turns.values()):  # it has come back already
-                return {}
-            if rank not in self.waiting and rank >= self.met:  # the others have never met it
-                return {}
-            self.waiting.discard(rank)
-            return self._break_off()
-        said = message.rank, message.turn
-        if self.turns.get(client) == said:  # it has said so twice, because the connection was new
-            return {}
-        self.turns[client] = said
-        if not message.turn:
-            self.met = max(self.met, message.engines)
-            return {client: Met()} if self.waiting or self.met > self.size else {}
-        self.waiting.add(message.rank)
-        return self._gather() or self._break_off()
-
-    def _break_off(self) -> dict[socket.socket, Met]:
-        return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
-
-    def _gather(self) -> dict[socket.socket, Met]:
-        """What to send if all wait."""
-        if not self.waiting.issuperset(range(self.size)):
-            return {}
-        self.waiting.difference_update(range(self.size))
-        before, self.place = self.place, contextlib.ExitStack()
-        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
-        before.close()
-        self.met = self.size
-        return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}
 
 
 class Coordinator:

@@ -20,10 +20,11 @@ from core import GLANCE, TENSORS, EngineCore
 from executor import MpExecutor, WorkerError, end_with_parent, name_process, visible_gpus
 from executors.torchrun import ExternalExecutor
 from observe.logs import console, logger, set_up, start_log
-from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Load, Message, Met, Outputs, Reply, Wave
+from plan import Abort, Call, EngineCoreRequest, EngineOutput, Health, Met, Outputs, Reply
 from processes.child import Child, FrameServer, ParentPipe
 from processes.client import AFTER_ALL, Connection
-from processes.coordinator import Lockstep, Peers
+from processes.lockstep import Lockstep, Peers
+from processes.messages import Load, Message, Wave
 from ring import BEAT
 
 COORDINATOR_TIMEOUT = 0.05  # seconds that a stopped coordinator may hold up the engine; its successor is told again

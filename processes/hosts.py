@@ -37,9 +37,9 @@ from typing import Any
 from config import PROG, VERSION, EngineConfig, weights_in
 from executor import name_process
 from observe.logs import Repeated, console, logger, set_up
-from plan import Attach, Dial, Join, Joined, Message, Ready
 from processes.child import Child, ParentPipe
 from processes.client import ACCEPTED, accept, to_frame
+from processes.messages import Attach, Dial, Join, Joined, Message, Ready
 from ring import Codec
 
 MAGIC = b"manta hosts 0001"
@@ -233,7 +233,7 @@ class Link:
 
     def __init__(self, sock: socket.socket, join: Join, host: str):
         self.sock, self.node, self.ranks, self.host = sock, join.node, join.ranks, host
-        self.codec, self.lock = Codec(), threading.Lock()
+        self.codec, self.lock = Codec(Message), threading.Lock()
 
     def send(self, message: Message) -> None:
         """Write a message; whoever reads the link sees it if that is lost."""
@@ -357,7 +357,7 @@ class Gate:
                 keep_up(sock)
                 admit(sock, self.secret)
                 self.places.known.add(host)
-                message = read_message(sock, Codec(), time.monotonic() + HANDSHAKE_TIMEOUT)
+                message = read_message(sock, Codec(Message), time.monotonic() + HANDSHAKE_TIMEOUT)
                 sock.settimeout(None)
         except OSError as error:
             late = f"it has not said who it is within {HANDSHAKE_TIMEOUT:g} s"
@@ -406,7 +406,7 @@ class Gate:
         logger.info(f"host {link.host} has joined with {listed(link.ranks)}")
         for rank, ticket in wanted:
             link.send(Dial(rank, ticket))
-        codec = Codec()
+        codec = Codec(Message)
         with link.sock, contextlib.suppress(OSError):
             while isinstance(message := read_message(link.sock, codec), Ready):
                 with self.lock:
@@ -522,7 +522,7 @@ class Node:
         try:
             keep_up(sock)
             prove(sock, self.secret)
-            sock.sendall(to_frame(Codec(), first))
+            sock.sendall(to_frame(Codec(Message), first))
         except BaseException:
             sock.close()
             raise
@@ -546,7 +546,7 @@ class Node:
 
     def _follow(self, link: socket.socket) -> None:
         """Do what the gate says until the link is lost; raises what `read_message` does."""
-        codec = Codec()
+        codec = Codec(Message)
         answer = read_message(link, codec, time.monotonic() + HANDSHAKE_TIMEOUT)
         link.settimeout(None)
         if answer.refusal and answer.final:
@@ -572,7 +572,7 @@ class Node:
         with self.lock:
             if self.link:
                 with contextlib.suppress(OSError):  # its reader sees that
-                    self.link.sendall(to_frame(Codec(), Ready(rank, self.engines[rank].facts)))
+                    self.link.sendall(to_frame(Codec(Message), Ready(rank, self.engines[rank].facts)))
 
     def _answer(self, link: socket.socket, dial: Dial) -> None:
         """Connect an engine with somebody who waits for it at the gate."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from config import DEMO
-from cpu import weights as cpu_weights
+from cpu import machine
 from engine import LLM
 from sampling_params import SamplingParams
 from tasks import Tasks
@@ -25,8 +25,8 @@ if not GPU:
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(2)
 if "PYTEST_XDIST_WORKER" in os.environ:  # two processes with two threads each would mostly wait for each other
-    settle = cpu_weights.settle
-    cpu_weights.settle = lambda threads, *more: settle(threads or 1, *more)
+    settle = machine.settle
+    machine.settle = lambda threads, *more: settle(threads or 1, *more)
     torch.set_num_threads(1)
 # The files that take longest. Processes that share the tests begin with them, so that both end at about the same time.
 LONGEST = [

@@ -13,8 +13,9 @@ from typing import Any
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
+from api.options import ServerConfig
 from api.routes import Api
-from config import DEMO, ServerConfig
+from config import DEMO
 from plan import EngineCoreRequest, EngineOutput, Logprobs
 from processes.child import Board
 from processes.client import EngineDeadError, Stream

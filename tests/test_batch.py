@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from api.batch_file import ATTEMPTS, Answers, Batch, main, new_parser, open_files, read_flags, read_lines
 from api.fields import PATHS
+from api.options import ServerConfig
 from api.routes import Api
-from config import ServerConfig
 from plan import EngineCoreRequest
 from processes.child import Board
 from processes.client import EngineDeadError, Stream

@@ -22,8 +22,9 @@ from api import bodies
 from api import routes as serving_routes
 from api.bodies import JSON_PART, MAX_LISTS, MAX_VALUES, count_values, parse_json
 from api.fields import ApiError, read_fields
+from api.options import ServerConfig
 from api.routes import Api
-from config import EngineConfig, ServerConfig
+from config import EngineConfig
 from plan import Abort, Outputs
 from processes.child import Board
 from processes.engine_process import INBOX_TIME, EngineServer

@@ -12,8 +12,8 @@ from flask.testing import FlaskClient
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
+from api.options import ServerConfig
 from api.reading import check_parsers
-from config import ServerConfig
 from sampling_params import SamplingParams
 from scripted import CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, events, post, refusal
 from text.tools import call_grammar

@@ -38,9 +38,10 @@ from processes.client import (
     read_frames,
     to_frame,
 )
-from processes.coordinator import DPClient, Router
+from processes.coordinator import DPClient
 from processes.engine_process import EngineServer
 from processes.fleet import FleetClient
+from processes.routing import Router
 from ring import STALL, Codec
 from served import ROOT, eventually
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batch_state import BatchState
+from cpu import machine
 from cpu import weights as cpu_weights
 from device.startup import pick_dtype
 from engine import LLM, SamplingParams
@@ -290,7 +291,7 @@ STAT = "anon 1\nactive_file 300\ninactive_file 20\ntotal_active_file 4000\ntotal
 )  # fmt: skip
 def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
     cgroup(tmp_path, monkeypatch, mine, files)
-    free = cpu_weights.available_bytes()
+    free = machine.available_bytes()
     assert free == wanted if wanted is not None else free > 2**20
 
 
@@ -309,7 +310,7 @@ def test_memory_is_the_containers(tmp_path, monkeypatch, mine, files, wanted):
 def test_cores_are_the_containers(tmp_path, monkeypatch, mine, files, wanted):
     cgroup(tmp_path, monkeypatch, mine, files)
     monkeypatch.setattr(cpu_weights.psutil.Process, "cpu_affinity", lambda process: range(8))
-    assert cpu_weights.available_cores() == wanted
+    assert machine.available_cores() == wanted
 
 
 PREPARED = """

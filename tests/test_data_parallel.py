@@ -27,12 +27,15 @@ from hypothesis import strategies as st
 from config import EngineConfig
 from engine import LLM
 from executor import visible_gpus
-from plan import EngineCoreRequest, Health, Load, Loads, Met, Subscribe, Wave, WaveReport
+from plan import EngineCoreRequest, Health, Met
 from processes.child import READY, Board
 from processes.client import Connection, EngineDeadError, MPClient, Stream
-from processes.coordinator import CLOSE, IDLE, WAVE_STEPS, Coordinator, DPClient, Lockstep, Router, Waves
+from processes.coordinator import IDLE, Coordinator, DPClient
 from processes.engine_process import EngineServer
 from processes.fleet import check_engines
+from processes.lockstep import WAVE_STEPS, Lockstep, Waves
+from processes.messages import Load, Loads, Subscribe, Wave, WaveReport
+from processes.routing import CLOSE, Router
 from sampling_params import SamplingParams
 from served import Server, alive, eventually, serving
 from test_survival import Reader, command

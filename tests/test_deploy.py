@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from api.flags import OptionParser, from_flags
-from config import DEMO, EngineConfig, ServerConfig
-from processes.child import KEEP_ALIVE, STOP_TIMEOUT
+from api.gunicorn_loop import KEEP_ALIVE
+from api.options import ServerConfig
+from config import DEMO, EngineConfig
+from processes.child import STOP_TIMEOUT
 from scripted import ScriptedClient, client_of
 
 FOLDER = Path(__file__).parent.parent / "docs" / "deploy" / "kubernetes"

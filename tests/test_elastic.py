@@ -17,13 +17,15 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.options import ServerConfig
 from api.routes import Api
-from config import DEMO, EngineConfig, ServerConfig, stamp_of
+from config import DEMO, EngineConfig, stamp_of
 from observe.logs import logger
 from processes.child import DRAINING, READY, STARTING, Board
-from processes.coordinator import LONGEST_QUIET, QUIET, RASH, Autoscaler, DPClient, Router
+from processes.coordinator import DPClient
 from processes.engine_process import EngineProcess
 from processes.fleet import Fleet
+from processes.routing import LONGEST_QUIET, QUIET, RASH, Autoscaler, Router
 from ring import Watchdog
 from scripted import FACTS, TOKENIZER, refusal
 from served import Server, alive, eventually, serving

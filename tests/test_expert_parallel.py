@@ -23,12 +23,14 @@ from device.memory import MemoryPlan, plan_stage
 from engine import LLM
 from model import Transformer
 from model_config import ModelConfig
-from parallel import ExpertGroup, Group, Pipeline
-from plan import EngineCoreRequest, Meet, Met, NewRow, StepPlan, Wave, WaveReport
+from models.expert_ranks import ExpertGroup
+from parallel import Group, Pipeline
+from plan import EngineCoreRequest, Met, NewRow, StepPlan
 from processes.child import DRAINING, READY, STARTING, Board
 from processes.client import EngineDeadError, MPClient
-from processes.coordinator import Lockstep, Meetings, Waves
 from processes.fleet import launch
+from processes.lockstep import Lockstep, Meetings, Waves
+from processes.messages import Meet, Wave, WaveReport
 from sampling_params import SamplingParams
 from served import eventually
 from test_families import CASES as FAMILY_CASES

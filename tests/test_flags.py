@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from api.flags import OptionParser, flag_fields, from_flags, refuse_given, split_command
-from config import EngineConfig, ServerConfig
+from api.options import ServerConfig
+from config import EngineConfig
 from server import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent

@@ -22,8 +22,9 @@ from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
 from api.fields import KNOWN, PATHS, ROUTES, TURNS
+from api.options import ServerConfig
 from api.routes import Api
-from config import DEMO, ServerConfig
+from config import DEMO
 from processes.child import Board
 from scripted import CHAT, COMPLETIONS, FACTS, ScriptedClient, client_of
 from served import Server, eventually, serving

@@ -23,7 +23,7 @@ import pytest
 
 from config import DEMO, EngineConfig
 from engine import LLM
-from plan import Attach, Health, Join, Load, Loads
+from plan import Health
 from processes.child import Board, FrameServer, hosts
 from processes.client import Connection, MPClient, to_frame
 from processes.fleet import Fleet
@@ -40,6 +40,7 @@ from processes.hosts import (
     read_secret,
     settings_of,
 )
+from processes.messages import Attach, Join, Load, Loads
 from ring import Codec
 from served import ROOT, Server, alive, eventually, serving
 from test_pipeline import MIXED, PROMPTS, STARVED

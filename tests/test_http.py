@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
+from api.options import ServerConfig
 from api.routes import Api
-from config import ServerConfig
 from processes.child import Board
 from scripted import (
     BODIES,

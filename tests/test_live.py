@@ -19,9 +19,9 @@ from werkzeug.test import EnvironBuilder
 from werkzeug.wsgi import ClosingIterator
 
 from api import viewers
+from api.options import ServerConfig
 from api.routes import Api
 from api.viewers import CACHED, FREE, MOST_UNREAD, SHARED, blocks_of
-from config import ServerConfig
 from fake_worker import Engine, prompt
 from observe.live import LINGER, MAX_MOVED, MAX_REQUESTS, MAX_STEPS, Recorder
 from plan import Reply

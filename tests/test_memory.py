@@ -42,8 +42,9 @@ from device.memory import (
 from device.startup import Startup, print_plan, start_worker
 from model import Transformer
 from model_config import ModelConfig
+from models.expert_ranks import ExpertGroup
 from observe.logs import memory_note
-from parallel import ExpertGroup, Group, Pipeline
+from parallel import Group, Pipeline
 from plan import NewRow, StepPlan
 
 ROOT = Path(__file__).parent.parent

@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 from prometheus_client import parser
 
+from api.options import ServerConfig
 from api.viewers import exposition
-from config import ServerConfig
 from engine import LLM
 from fake_worker import Engine, prompt
 from observe.metrics import Histogram, token_bounds

@@ -14,9 +14,10 @@ from flask.testing import FlaskClient
 
 from api.checks import ITEMS
 from api.fields import ELSEWHERE, FIELDS, HARMLESS, KNOWN, NEEDED, NOT_YET, PARAMS, PATHS, REQUESTS, ROUTES
+from api.options import ServerConfig
 from api.routes import Api
 from api.structure import FORMS
-from config import DEMO, ServerConfig
+from config import DEMO
 from processes.child import Board
 from sampling_params import SamplingParams, StructuredOutputsParams
 from scripted import (

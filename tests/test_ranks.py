@@ -17,9 +17,10 @@ import executor as executor_module
 import ring as ring_module
 from config import EngineConfig
 from executor import NEVER, BlamelessError, MpExecutor, WorkerError
+from executors.links import EngineLink, RankLink
 from executors.ray_executor import Plans
 from plan import Call, Reply, StepPlan, StepResult
-from ring import Codec, EngineLink, RankLink, RingBuffer
+from ring import Codec, RingBuffer
 from test_ring import TinyRing
 
 LARGE = 200_000  # bytes; with TinyRing far more than a chunk and a socket hold

@@ -25,6 +25,7 @@ from core import EngineCore
 from engine import LLM
 from executor import MpExecutor, WorkerError
 from executors import ray_executor
+from executors.links import EngineLink, RankLink
 from executors.ray_executor import (
     Door,
     Place,
@@ -40,7 +41,7 @@ from executors.ray_executor import (
     ways_to_place,
 )
 from model_config import ModelConfig
-from ring import EngineLink, RankLink, RingBuffer, RingTimeout
+from ring import RingBuffer, RingTimeout
 from served import alive, eventually, serving
 from test_executor import MIXED, PROMPTS, tokens, when
 from test_families import ask, checkpoints, known, make_core  # noqa: F401

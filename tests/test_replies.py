@@ -13,8 +13,9 @@ import gevent.socket
 import pytest
 from flask.testing import FlaskClient
 
+from api.options import ServerConfig
 from api.routes import Api
-from config import DEMO, ServerConfig
+from config import DEMO
 from plan import EngineOutput
 from processes.child import Board
 from processes.client import EngineDeadError

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from werkzeug.test import TestResponse
 
 from api.fields import KNOWN, MESSAGES, RESPONSES
-from api.responses import Store
-from config import ServerConfig
+from api.options import ServerConfig
+from api.response_store import Store
 from scripted import BROKEN, CHAT, FACTS, MISSING, TEXT, TOKENIZER, ScriptedClient, client_of, refusal, told
 from test_protocol import BAD, BAD_MESSAGES, IMAGE
 

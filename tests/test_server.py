@@ -15,7 +15,8 @@ import openai
 import pytest
 from flask.testing import FlaskClient
 
-from config import EngineConfig, ServerConfig
+from api.options import ServerConfig
+from config import EngineConfig
 from sampling_params import SamplingParams
 from scripted import (
     BODIES,

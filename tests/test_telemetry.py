@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from api import telemetry
+from api.options import ServerConfig
 from api.telemetry import PACKAGES, Complaints, check_telemetry
-from config import ServerConfig
 from scripted import BODIES, BROKEN, CHAT, COMPLETIONS, FACTS, TOKENIZER, ScriptedClient, client_of, post, told
 from served import eventually, serving
 from test_logs import read

@@ -1,0 +1,155 @@
+"""Options of the server: its address, keys, limits and pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from config import check_fields, option
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Options of the HTTP server. Each cap refuses with a 400 (413, 429) that names it."""
+
+    GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "server": (
+            "host", "port", "api_key", "api_key_file", "metrics_key", "metrics_prefix", "served_model_name",
+            "share_prefix_cache", "allowed_origins", "allowed_hosts", "root_path", "api_server_count",
+            "max_live_viewers", "max_stored_responses", "max_stored_response_bytes", "drain_timeout",
+            "enable_control_routes"),
+        "tools and reasoning": ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice"),
+        "limits of a request": (
+            "allow_unknown_fields", "trust_request_chat_template", "max_queue", "max_body_bytes",
+            "max_body_bytes_in_flight", "max_json_depth", "max_prompts", "max_choices", "max_output_tokens",
+            "max_stop_strings", "max_stop_length", "max_template_chars", "max_listed_tokens", "max_prompt_logprobs",
+            "request_timeout", "body_timeout", "write_timeout"),
+        "diagnostics": ("otlp_traces_endpoint",),
+    }  # fmt: skip
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on", 0, 65535)
+    api_key: tuple[str, ...] = option(
+        (),
+        "key that clients must send; repeat it for several; `ps` may show it, but not api_key_file or MANTA_API_KEY",
+    )
+    api_key_file: str | None = option(None, "file with more such keys, one a line; lines that begin with # are skipped")
+    metrics_key: str | None = option(None, "key that alone opens /metrics (default: each API key does)")
+    metrics_prefix: str = option("manta_", "what the names of /metrics begin with; vllm: makes them vLLM's")
+    share_prefix_cache: bool = option(
+        False, "let API keys reuse each other's prefixes; by the time it takes, one can tell what another has asked"
+    )
+    allow_unknown_fields: bool = option(False, "ignore fields of a request that are unknown, instead of a 400")
+    served_model_name: tuple[str, ...] = option(
+        (), "name in the API; repeat it for several (default: the model's id, or its folder's name)"
+    )
+    tool_call_parser: str = option("auto", "form of calls in answers: auto (as the chat template has it), none, a name")
+    reasoning_parser: str = option("auto", "form of hidden reasoning: auto (as the chat template has it), none, a name")
+    enable_auto_tool_choice: bool = option(False, "is vLLM's and changes nothing: tool_choice auto is always there")
+    max_body_bytes: int = option(32 * 2**20, "size of a request's body", 1024)
+    max_body_bytes_in_flight: int = option(64 * 2**20, "bodies that arrive or are parsed at a time, before 429", 1024)
+    max_json_depth: int = option(32, "nesting of a request's JSON", 4, 200)
+    max_prompts: int = option(1024, "prompts in one request", 1)
+    max_choices: int = option(1024, "prompts times n, best_of or beam_width of one request", 1)
+    trust_request_chat_template: bool = option(False, "let a request bring the chat template that renders it")
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin of web pages that may call this server (CORS), or *; repeat it for several"
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "name beside localhost by which a server without API keys on a loopback address is called, or * for any; "
+        "repeat it for several",
+    )
+    root_path: str = option(
+        "",
+        "path, like /llm, that a proxy in front of this server puts before all routes; they answer with it and without "
+        "it, so the proxy may cut it off or not",
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "URL, like http://localhost:4318/v1/traces, to which a span of each request is sent (OpenTelemetry)"
+    )
+    max_stored_responses: int = option(
+        1024, "responses of /v1/responses that are kept; each API key has an equal share", 0
+    )
+    max_stored_response_bytes: int = option(
+        2**28, "size of these, with their conversations, shared in the same way", 1024
+    )
+    max_stop_strings: int = option(64, "stop strings in one request", 1)
+    max_stop_length: int = option(512, "characters of one stop string or bad word", 1)
+    max_template_chars: int = option(16 * 2**20, "characters that a chat template may render", 1024)
+    max_listed_tokens: int = option(
+        2**22, "prompts times token ids in stop_token_ids, allowed_token_ids and logit_bias of one request", 1
+    )
+    max_prompt_logprobs: int = option(
+        2**22, "log-probabilities of prompts that one reply may hold, counted with the likeliest tokens and n", 1
+    )
+    max_live_viewers: int = option(32, "viewers of /live at a time, in each API process, before 429", 0)
+    max_queue: int = option(4096, "answers in flight before 429; each sample or beam of a prompt is one", 1)
+    max_output_tokens: int = option(2**24, "prompts times choices times max_tokens of one request", 1)
+    request_timeout: float = option(3600.0, "seconds that one request may take in all", 1)
+    body_timeout: float = option(60.0, "seconds for a request's body to arrive", 1)
+    write_timeout: float = option(60.0, "seconds that a client may take to read one event", 1)
+    drain_timeout: int = option(30, "seconds that running requests have to end after SIGTERM or Ctrl-C", 0)
+    enable_control_routes: bool = option(
+        False, "have routes that change the server: /sleep, /wake_up, /update_weights, /collective_rpc, /start_profile"
+    )
+    api_server_count: int = option(1, "processes that speak HTTP and make text, all for one engine", 1, 64)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.max_body_bytes_in_flight < self.max_body_bytes:
+            most, one = self.max_body_bytes_in_flight, self.max_body_bytes
+            raise ValueError(f"max_body_bytes_in_flight is {most}; it must be at least max_body_bytes, {one}")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s*]+", origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}; it must be * or an origin as browsers send it, like "
+                    "https://example.com:8443, without a path"
+                )
+        for host in self.allowed_hosts:
+            if not re.fullmatch(r"\*|[a-z0-9._-]+", host):
+                raise ValueError(f"allowed_hosts has {host!r}; it must be * or a name in small letters, without a port")
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
+            raise ValueError(f"root_path is {self.root_path!r}; it must be like /llm, without a slash at its end")
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]", self.otlp_traces_endpoint):
+            raise ValueError(
+                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}; it must be like "
+                "http://localhost:4318/v1/traces"
+            )
+        if not re.fullmatch(r"([a-zA-Z_:][\w:]*)?", self.metrics_prefix, re.ASCII):
+            raise ValueError(
+                f"metrics_prefix is {self.metrics_prefix!r}; it must have only letters, digits, _ and :, and not "
+                "begin with a digit"
+            )
+        for key in (*self.api_key, *([] if self.metrics_key is None else [self.metrics_key])):
+            if not re.fullmatch(r"[\x21-\x7e]+", key):  # the message does not show it, because it is a secret
+                raise ValueError(
+                    f"a key (api_key, api_key_file, MANTA_API_KEY or metrics_key) has {len(key)} characters; it must "
+                    "have at least 1, and only visible ASCII without spaces"
+                )
+
+
+def with_all_keys(config: ServerConfig, environ: MutableMapping[str, str]) -> ServerConfig:
+    """The options with the keys of `api_key_file` and of MANTA_API_KEY, which commas separate, among `api_key`.
+
+    The variable is taken out of `environ`, so that no other process inherits it.
+
+    Raises:
+        ValueError: the file cannot be read or has no key, or a key is empty.
+    """
+    keys, path = list(config.api_key), config.api_key_file
+    if path is not None:
+        try:
+            lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"api_key_file is {path!r}, which cannot be read: {error}") from None
+        found = [line for line in lines if line and not line.startswith("#")]
+        if not found:
+            raise ValueError(f"api_key_file is {path!r}, which has no key; it must have at least one, each on a line")
+        keys += found
+    if (listed := environ.pop("MANTA_API_KEY", None)) is not None:
+        keys += [key.strip() for key in listed.split(",")]
+    return dataclasses.replace(config, api_key=tuple(dict.fromkeys(keys)))

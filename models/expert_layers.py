@@ -1,0 +1,157 @@
+"""Layers whose MLP is experts, alone or beside a dense one."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from layers import Mlp, New, Norm, Slot, Slots, StackedSlot, Step, linear
+from model_config import ModelConfig
+from parallel import Group
+
+
+class ExpertMlp:
+    """Each token meets a few of many MLPs, and perhaps one that all tokens share.
+
+    The ranks divide each expert's intermediate layer, as they do a dense one's. With expert parallelism each rank holds
+    whole experts instead, and perhaps ranks of other engines hold more; see `ExpertGroup`. A shared expert is divided
+    in both cases.
+    """
+
+    matrices = ("router", "shared_gate")
+    stacks = ("gate_up", "down")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
+        row, e, r = c.row, c.experts, c.row.routing
+        assert e and r
+        self.config, self.ops, self.row, self.e, self.r = c, ops, row, e, r
+        self.ranks = group.experts  # that hold whole experts; None: each rank has a share of every expert
+        self.first, self.count = self.ranks.share(e.count) if self.ranks else (0, e.count)
+        size = e.size if self.ranks else e.size // group.size
+        self.batch_invariant = False  # see `ops.plan_experts`
+        self.router = new(e.count, c.hidden_size)
+        self.router_bias = new(e.count) if r.bias else None
+        self.correction = new(e.count, dtype=torch.float32) if r.correction else None
+        self.expert_scale = new(e.count, dtype=torch.float32) if row.name("expert_scale") else None
+        self.gate_up = new(self.count, 2 * size, c.hidden_size)
+        self.gate_up_bias = new(self.count, 2 * size) if r.bias else None
+        self.down = new(self.count, c.hidden_size, size)
+        self.down_bias = new(self.count, c.hidden_size) if r.bias else None
+        self.shared = None
+        if e.shared_size:
+            self.shared = Mlp(c, ops, e.shared_size // group.size, new, str(row.name("shared")))
+        self.shared_gate = new(1, c.hidden_size) if r.shared_gate else None
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it: a tensor for each expert, or one for all."""
+        row, r = self.row, self.r
+        slots: Slots = {f"{row.name('router')}.weight": Slot((self.router,), ("all",))}
+        if self.router_bias is not None:
+            slots[f"{row.name('router')}.bias"] = Slot((self.router_bias,), ("all",))
+        if self.correction is not None:
+            slots[str(row.name("correction"))] = Slot((self.correction,), ("all",))
+        if self.expert_scale is not None:
+            slots[str(row.name("expert_scale"))] = Slot((self.expert_scale,), ("all",))
+        transposed, held, whole = r.stacked == "transposed", (self.first, self.e.count), self.ranks is not None
+        out, into, shift = ("all", "all", "all") if whole else ("col", "row", "first")
+        for part, weight, bias, words, single in (
+            ("experts_gate_up", self.gate_up, self.gate_up_bias, (out, out), ("expert_gate", "expert_up")),
+            ("experts_down", self.down, self.down_bias, (into,), ("expert_down",)),
+        ):
+            name, interleaved = str(row.name(part)), r.interleaved and len(words) == 2
+            singles = [slots_of for one, word in zip(single, words, strict=True) for slots_of in self.single(one, word)]
+            slots |= dict(singles)
+            names = tuple(name for name, _ in singles)
+            slots[name] = StackedSlot(weight, *held, words, transposed, interleaved, names)
+            if bias is not None:
+                words = words if len(words) == 2 else (shift,)
+                slots[f"{name}_bias"] = StackedSlot(bias, *held, words, False, interleaved)
+        if self.shared:
+            slots |= self.shared.slots()
+        if self.shared_gate is not None:
+            slots[f"{row.name('shared_gate')}.weight"] = Slot((self.shared_gate,), ("all",))
+        return slots
+
+    def single(self, part: str, word: str) -> list[tuple[str, Slot]]:
+        """The slots of the tensors that hold one matrix of one expert each, where the family has such."""
+        row, stack = self.row, self.down if part == "expert_down" else self.gate_up
+        if not row.name("experts"):
+            return []
+        half = stack.shape[1] // 2
+        rows = {"expert_gate": slice(half), "expert_up": slice(half, None), "expert_down": slice(None)}[part]
+        found = []
+        for i in range(self.e.count):
+            slot = Slot((), (), shape=tuple(stack[0, rows].shape))  # another rank's
+            if self.first <= i < self.first + self.count:
+                slot = Slot((stack[i - self.first, rows],), (word,))
+            found.append((f"{row.name('experts')}.{i}.{row.name(part)}.weight", slot))
+        return found
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, step: Step, seen: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the sum over ranks [T, hidden], for hidden states x [T, hidden].
+
+        The router sees x, or what it is to see instead. Padding rows meet no expert, so no weights are read for them.
+        """
+        e, ops, r = self.e, self.ops, self.r
+        logits = linear(x if seen is None else seen, self.router, self.router_bias)
+        weights, ids = ops.route(
+            logits, e.top_k, r.scoring, self.correction, e.groups, e.top_groups, e.renormalize, e.scale,
+            step.batch.padded_slots,
+        )  # fmt: skip
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
+        y = self.meet(x, weights, ids)
+        if self.shared:
+            more = self.shared(x, step)
+            y += more if self.shared_gate is None else more * linear(x, self.shared_gate).sigmoid()
+        return y
+
+    def meet(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What the experts make of tokens x [T, hidden] with their choices [T, k]: this rank's part of the sum."""
+        tokens, ops = x.shape[0], self.ops
+        if self.ranks:
+            x, weights, ids = self.ranks.dispatch(x, weights, ids)
+        plan = ops.plan_experts(weights, ids, self.count, self.first, self.r.weigh_inputs, self.batch_invariant)
+        h = ops.expert_gate_up(x, self.gate_up, self.gate_up_bias, plan, self.config.activation)
+        y = ops.expert_down(h, self.down, self.down_bias, plan)
+        return self.ranks.combine(y, tokens) if self.ranks else y
+
+    def serve(self, like: torch.Tensor) -> None:
+        """Let this rank's experts meet the tokens of other engines, while this engine has none; `like` is [0, H]."""
+        none = like.new_empty(0, self.e.top_k, dtype=torch.float32)
+        self.meet(like, none, none.int())
+
+
+class ExpertsBeside:
+    """Experts beside a dense MLP (Gemma 4): norm(dense) + norm(experts(norm(x))). The router has a norm of its own."""
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, group: Group, new: New):
+        self.group, self.row = group, c.row
+        self.router_norm = Norm(c, ops, c.hidden_size, new)
+        self.dense_out, self.experts_in, self.experts_out = (Norm(c, ops, c.hidden_size, new) for _ in range(3))
+        self.experts = ExpertMlp(c, ops, group, new)
+
+    def parts(self) -> list[object]:
+        """All that holds weights."""
+        return [self, self.router_norm, self.dense_out, self.experts_in, self.experts_out, self.experts]
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        slots = self.experts.slots() | {str(self.row.name("router_scale")): Slot((self.router_norm.weight,), ("all",))}
+        for part in ("dense_out", "experts_in", "experts_out"):
+            slots |= getattr(self, part).slots(str(self.row.name(part)))
+        return slots
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there: the router's norm gives a vector of length 1, and not one
+        whose elements are about 1."""
+        self.router_norm.weight *= len(self.router_norm.weight) ** -0.5
+
+    def __call__(self, dense: torch.Tensor, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """The MLP's results [T, hidden], for those of the dense MLP, and for hidden states x [T, hidden]."""
+        y = self.group.all_reduce(self.experts(self.experts_in(x), step, self.router_norm(x)))
+        return self.dense_out(dense) + self.experts_out(y)

@@ -1,0 +1,71 @@
+"""Inputs of their own that layers have beside the hidden states, and the gate that takes them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from layers import New, Norm, Slot, Slots, Weight, linear
+from model_config import ModelConfig
+
+
+class LayerInputs:
+    """What each layer gets of a token beside its hidden states (Gemma 4): (norm(W e / sqrt(hidden)) + u) / sqrt(2),
+    where e is the token's embedding, and u what a table has of it, times sqrt(size)."""
+
+    matrices = ("projection",)
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, vocab: int, new: New):
+        self.config, self.row, self.size = c, c.row, c.layer_input_size
+        self.table = new(vocab, c.num_layers * self.size)
+        self.projection: Weight = new(c.num_layers * self.size, c.hidden_size)
+        self.norm = Norm(c, ops, self.size, new)
+        # Rounded as a weight, as `embed_scale` is.
+        self.scale = float(torch.tensor(self.size**0.5, dtype=self.table.dtype, device="cpu"))
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it."""
+        assert isinstance(self.projection, torch.Tensor)
+        return {
+            f"{self.row.name('layer_embed')}.weight": Slot((self.table,), ("vocab",)),
+            f"{self.row.name('layer_projection')}.weight": Slot((self.projection,), ("all",)),
+            **self.norm.slots(str(self.row.name("layer_norm"))),
+        }
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """[T, layers, size] for embeddings x [T, hidden] and what the table has of their tokens [T, layers * size]."""
+        y = linear(x, self.projection).mul_(self.config.hidden_size**-0.5).view(-1, self.size)
+        y = self.norm(y).add_(found.view(-1, self.size), alpha=self.scale).mul_(0.5**0.5)
+        return y.view(len(x), -1, self.size)
+
+
+class LayerGate:
+    """What a layer adds for its own input p of a token (Gemma 4): norm(up(act(gate(x)) * p))."""
+
+    matrices = ("gate", "up")
+
+    def __init__(self, c: ModelConfig, ops: ModuleType, new: New):
+        self.ops, self.row, self.activation = ops, c.row, c.activation
+        self.gate: Weight = new(c.layer_input_size, c.hidden_size)
+        self.up: Weight = new(c.hidden_size, c.layer_input_size)
+        self.norm = Norm(c, ops, c.hidden_size, new)
+
+    def slots(self) -> Slots:
+        """What of the checkpoint fills it, by names within the layer."""
+        assert isinstance(self.gate, torch.Tensor) and isinstance(self.up, torch.Tensor)
+        return {
+            f"{self.row.name('layer_gate')}.weight": Slot((self.gate,), ("all",)),
+            f"{self.row.name('layer_up')}.weight": Slot((self.up,), ("all",)),
+            **self.norm.slots(str(self.row.name("layer_out"))),
+        }
+
+    def finish(self) -> None:
+        """Do what is left to do once the weights are there."""
+
+    def __call__(self, x: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """What is added to hidden states x [T, hidden] for the layer's inputs [T, size]."""
+        return self.norm(linear(self.ops.act(linear(x, self.gate), self.activation, None) * inputs, self.up))

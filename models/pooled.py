@@ -1,0 +1,42 @@
+"""What becomes of pooled vectors: dimensions, scale, probabilities."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from model_config import ModelConfig
+from sampling_params import PoolingParams
+
+
+def finish(config: ModelConfig, wanted: list[PoolingParams | None], vectors: np.ndarray) -> list[bytes]:
+    """What requests get of their vectors, as float32.
+
+    An embedding is cut to its first `dimensions` and divided by its length. The outputs of a classification head become
+    probabilities. Each of these is done where the request asks for it, or where it leaves the choice to the model and
+    that does it.
+
+    Args:
+        config: of the model.
+        wanted: by each of B rows.
+        vectors: [B, hidden or labels] float32.
+    """
+    found = []
+    for params, x in zip(wanted, vectors, strict=True):
+        assert params is not None
+        x = x[: params.dimensions]
+        activation = "normalize" if config.normalize else "identity"
+        if config.head == "labels":
+            activation = config.label_activation
+        if params.use_activation is not None and not params.use_activation:
+            activation = "identity"
+        elif params.use_activation and config.head != "labels":
+            activation = "normalize"
+        if activation == "normalize":
+            x = x / max(np.linalg.norm(x), np.float32(1e-12))
+        elif activation == "softmax":
+            x = np.exp(x - x.max())
+            x /= x.sum()
+        elif activation == "sigmoid":
+            x = 0.5 * (1 + np.tanh(0.5 * x))  # 1 / (1 + exp(-x)), which cannot overflow
+        found.append(x.astype(np.float32).tobytes())
+    return found

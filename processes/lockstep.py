@@ -1,0 +1,195 @@
+"""Engines that share experts step together: waves of steps, and where their ranks meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+
+from plan import Health, Met
+from processes.client import Connection
+from processes.messages import Meet, Wave, WaveReport
+from ring import meeting_place
+
+WAVE_STEPS = 32  # steps by which a wave goes on (vLLM's number); a report must come back in half of them
+
+
+class Lockstep:
+    """An engine's part in a wave: how many steps it has run with the others, and how many all of them will run.
+
+    Args:
+        rank: of the engine.
+        met: the meeting of engines that the steps follow.
+    """
+
+    def __init__(self, rank: int, met: Met):
+        self.rank, self.met = rank, met
+        self.steps = self.end = 0
+        self.joined = False  # whether the coordinator has said where the others are
+        self.asked = False  # whether it knows that this engine has work beyond `end`
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a step to run, with work or without."""
+        return self.steps < self.end
+
+    def join(self) -> WaveReport:
+        """What to send to a coordinator that does not know this engine yet."""
+        self.asked = False
+        return self._say(False)
+
+    def _say(self, more: bool) -> WaveReport:
+        return WaveReport(self.rank, self.end, more, self.met.name, self.met.engines)
+
+    def update(self, wave: Wave) -> None:
+        """Take the coordinator's message. An engine that has replaced another begins where the others will stop."""
+        if wave.meeting != self.met.name:
+            return
+        if not self.joined:
+            self.joined, self.steps = True, wave.end
+        self.end, self.asked = max(self.end, wave.end), False
+
+    def report(self, has_work: bool) -> WaveReport | None:
+        """What to send to the coordinator before the next step, if anything."""
+        if not has_work or self.asked or not self.joined or self.end - self.steps > WAVE_STEPS // 2:
+            return None
+        self.asked = True
+        return self._say(True)
+
+
+class Waves:
+    """The coordinator's part: how many steps all engines run.
+
+    Args:
+        meeting: which meeting of engines the steps follow; None: the first report tells.
+    """
+
+    def __init__(self, meeting: str | None = None):
+        self.end, self.meeting = 0, meeting
+        self.joined: set[int] = set()
+
+    def update(self, report: WaveReport) -> Wave | None:
+        """Take an engine's report; returns what to send to all engines, if anything.
+
+        Nothing is sent before every engine has reported once, so that none misses a step. A report that asks for steps
+        which have been granted since then is ignored. A coordinator that has replaced another takes the steps that the
+        engines know of.
+        """
+        if self.meeting is None:
+            self.meeting = report.meeting
+        if report.meeting != self.meeting:
+            return None
+        before = self.end
+        joins = not report.more or report.rank not in self.joined
+        self.joined.add(report.rank)
+        self.end = max(self.end, report.end)
+        if len(self.joined) < report.engines:
+            return None
+        if report.more and report.end == self.end:
+            self.end += WAVE_STEPS
+        return Wave(self.end, self.meeting) if joins or self.end > before else None
+
+
+class Peers:
+    """An engine's part in meetings: it waits for the other engines before its workers start.
+
+    Args:
+        coordinator: its address.
+        rank: of the engine.
+
+    Attributes:
+        met: the latest meeting.
+        broken: whether it is over, because another engine has left, or is to be there, too.
+    """
+
+    def __init__(self, coordinator: socket.socket, rank: int):
+        self.rank, self.turn, self.met, self.broken = rank, 0, Met(), False
+        self.news: queue.SimpleQueue[Met] = queue.SimpleQueue()
+        self.waiting = False
+        self.connection = Connection(coordinator, self._receive, self._introduce)
+
+    def _introduce(self, connection: Connection) -> None:
+        """Tell a coordinator that does not know this engine yet where it is."""
+        connection.send(Meet(self.rank, self.turn if self.waiting else 0, self.met.engines))
+
+    def _receive(self, message: Met | Health) -> None:
+        if isinstance(message, Met):
+            self.broken = not message.place
+            if message.place:
+                self.news.put(message)
+
+    def meet(self, timeout: float) -> Met:
+        """Wait for the other engines; returns where the workers meet.
+
+        Raises:
+            TimeoutError: they have not come within so many seconds.
+        """
+        while not self.news.empty():
+            self.news.get()
+        self.turn, self.waiting = self.turn + 1, True
+        self.connection.send(Meet(self.rank, self.turn))
+        try:
+            self.met = self.news.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError(f"the other engines have not come within {timeout:g} s (startup_timeout)") from None
+        self.waiting = False
+        return self.met
+
+    def close(self) -> None:
+        """Hang up."""
+        self.connection.close()
+
+
+class Meetings:
+    """The coordinator's part: which engines wait, and where those meet that have all come.
+
+    Args:
+        size: number of engines.
+    """
+
+    def __init__(self, size: int):
+        self.size = size
+        self.met = 0  # engines at the latest meeting, as far as they have told
+        self.turns: dict[socket.socket, tuple[int, int]] = {}  # rank and latest turn of each engine that lives
+        self.waiting: set[int] = set()
+        self.place = contextlib.ExitStack()  # closes the file of the latest meeting
+
+    def resize(self, size: int) -> dict[socket.socket, Met]:
+        """There are to be so many engines from the next meeting on; returns what to send to which engines."""
+        self.size = size
+        return self._gather() or (self._break_off() if self.met > size else {})
+
+    def update(self, client: socket.socket, message: Meet | None) -> dict[socket.socket, Met]:
+        """Take an engine's message, or None if it has left; returns what to send to which engines."""
+        if message is None:
+            rank, _ = self.turns.pop(client)
+            if any(rank == other for other, _ in self.turns.values()):  # it has come back already
+                return {}
+            if rank not in self.waiting and rank >= self.met:  # the others have never met it
+                return {}
+            self.waiting.discard(rank)
+            return self._break_off()
+        said = message.rank, message.turn
+        if self.turns.get(client) == said:  # it has said so twice, because the connection was new
+            return {}
+        self.turns[client] = said
+        if not message.turn:
+            self.met = max(self.met, message.engines)
+            return {client: Met()} if self.waiting or self.met > self.size else {}
+        self.waiting.add(message.rank)
+        return self._gather() or self._break_off()
+
+    def _break_off(self) -> dict[socket.socket, Met]:
+        return {other: Met() for other, (rank, _) in self.turns.items() if rank not in self.waiting}
+
+    def _gather(self) -> dict[socket.socket, Met]:
+        """What to send if all wait."""
+        if not self.waiting.issuperset(range(self.size)):
+            return {}
+        self.waiting.difference_update(range(self.size))
+        before, self.place = self.place, contextlib.ExitStack()
+        met = Met(self.place.enter_context(meeting_place()), os.urandom(8).hex(), self.size)
+        before.close()
+        self.met = self.size
+        return {engine: met for engine, (rank, _) in self.turns.items() if rank < self.size}
