@@ -24,7 +24,11 @@ def test_links_lead_somewhere_and_files_are_there(page: Path) -> None:
         there = (page.parent / target).resolve() if target else page
         assert there.exists(), f"{target} is not there"
         assert not anchor or anchor in anchors(there), f"{target} has no #{anchor}"
-    ours = re.findall(r"`(?:python )?((?:\w+/)*\w+\.py)[` ]", text) if page.name != "seeds.md" else ()  # has a test
-    for name in ours:
+    if page.name in (
+        "seeds.md",
+        "extend.md",
+    ):  # these name files of vLLM's, and made-up ones; they have their own tests
+        return
+    for name in re.findall(r"`(?:python )?((?:\w+/)*\w+\.py)[` ]", text):
         found = any((ROOT / folder / name).is_file() for folder in ("", "tests", "bench"))
         assert found or name.startswith("modeling_"), f"{name} is not there"  # that is transformers'
