@@ -189,7 +189,8 @@ class EngineCore:
     def abort(self, request_id: str, index: int | None = None, reason: str = "abort") -> None:
         """Drop a request, or one of its samples; see `Scheduler.abort`."""
         if index is None:
-            self.compiling.pop(request_id, None)
+            if waits := self.compiling.pop(request_id, None):
+                self.grammars.leave(waits[0], (request for request, _ in self.compiling.values()))
             self.held.pop(request_id, None)
         self.scheduler.abort(request_id, index, reason)
         if self.journal:
