@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
+from admission import step_tokens
 from config import EngineConfig, stamp_of
 from executor import BlamelessError, BrokenOffError, MpExecutor, Peers, UniExecutor, WorkerError
 from grammar import COMPILE_TIMEOUT, Grammars, awaits_token, late
@@ -82,7 +83,9 @@ class EngineCore:
             "torch_profiler_dir": config.torch_profiler_dir,
             **facts(config, self.model_config),
         }
-        self.config = config = dataclasses.replace(config, max_num_batched_tokens=self.facts["max_num_batched_tokens"])
+        tokens = step_tokens(config, self.facts["max_num_batched_tokens"], self.facts["step_seconds"])
+        self.facts["max_num_batched_tokens"] = tokens
+        self.config = config = dataclasses.replace(config, max_num_batched_tokens=tokens)
         names = ("num_blocks", "max_model_len", "vocab_size", "num_host_blocks", "windows", "swap_cost")
         ends = () if config.pools else ends
         states = self.facts.get("states")

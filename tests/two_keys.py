@@ -66,7 +66,7 @@ class Answered(NamedTuple):
 
 def ordinary(rng: random.Random) -> bytes:
     """A batch of prompts as anybody sends it."""
-    prompts = [[rng.randrange(10, 1000) for _ in range(rng.randrange(50, 900))] for _ in range(64)]
+    prompts = [[rng.randrange(10, 1000) for _ in range(rng.randrange(50, 900))] for _ in range(16)]
     body = {"prompt": prompts, "max_tokens": 64, "ignore_eos": True}
     return hostile.request(KEYS[1], hostile.COMPLETIONS, body)
 
