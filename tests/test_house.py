@@ -62,8 +62,8 @@ MAY_IMPORT = {  # our own modules that each file may import, in the groups of th
         "client", "config", "engine_process", "hub", "logs", "model_config", "outputs", "plan", "processes", "prompts",
         "ring", "sampling_params", "tokenizer"},
     "core": {
-        "admission", "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan", "pooling", "ray_executor",
-        "ring", "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
+        "admission", "config", "executor", "grammar", "journal", "live", "logs", "model_config", "plan",
+        "pooling", "ray_executor", "ring", "sampling_params", "scheduler", "sequence", "torchrun", "tracing"},
     "grammar": {"client", "executor", "plan", "sampling_params", "schemas", "sequence", "tokenizer"},
     "schemas": {"sampling_params"},
     "engine_process": {
