@@ -9,7 +9,7 @@ The quiet key asks for streams all the time, every other one with a small schema
 token and the time between two events of a stream, as it sees them. The other key has turns, one after the other, so
 that all kinds of turns see the same machine:
 
-    refused     it sends what the server refuses, or what is no request: the quiet key should notice nothing
+    refused     it sends what the server refuses, or what is hardly any work: the quiet key should notice nothing
     alone       it sends nothing
     work        it sends hostile requests that are answered: long prompts, many samples, streams that nobody reads
     ordinary    it sends batches of ordinary prompts that fill the engine, as many at a time as hostile ones
@@ -17,7 +17,8 @@ that all kinds of turns see the same machine:
 What is answered is work, and has a right to its share of the engine, as an ordinary batch has: the quiet key's tokens
 come later beside either. So the p99 beside what is refused is held against that alone, and the p99 beside hostile work
 against that beside an ordinary batch; both must stay within MOST times. All figures are printed. The script fails with
-1 where one of these does not hold, where a hostile request gets a 5xx other than 503, or no reply in LONGEST seconds.
+1 where one of these does not hold, where a hostile request gets a 5xx other than 503, or where it gets no reply within
+`hostile.LONGEST` seconds, or if it is work, within WORK_LONGEST.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import hostile
 from served import serving
 
 MOST = 1.5  # times the p99 of the turns that a kind of turns is held against
+WORK_LONGEST = 300.0  # seconds that an answer may take: others have a right to the engine, too
 AGAINST = {"refused": "alone", "work": "ordinary"}
 STREAMS = 2  # of the quiet key at a time
 BATCH = 20  # hostile requests in a turn
@@ -79,14 +81,15 @@ def other_key(port: int, at_once: int, seed: int, pipe: Connection) -> None:
     def answered(kind: str, raw: bytes) -> Answered:
         begun = time.monotonic()
         try:
-            statuses, said = hostile.send(port, raw, kinds[kind].way)
+            most = WORK_LONGEST if kind in hostile.WORK else hostile.LONGEST
+            statuses, said = hostile.send(port, raw, kinds[kind].way, most)
         except OSError as error:
             statuses, said = [0], repr(error).encode()
         return Answered(kind, statuses, time.monotonic() - begun, said[:200].decode(errors="replace"))
 
     def ask(asked: list[bytes]) -> None:
         while not pipe.poll():
-            hostile.send(port, asked[0], hostile.Way())
+            hostile.send(port, asked[0], hostile.Way(), WORK_LONGEST)
             asked.append(asked.pop(0))
 
     with ThreadPoolExecutor(at_once) as threads:
