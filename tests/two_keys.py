@@ -161,12 +161,18 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 
 def figures(quiet: Quiet) -> dict[str, Any]:
-    """Of each kind of turns, and the ratios of the p99s that are held against each other."""
+    """Of each kind of turns, and the ratios of the p99s that are held against each other.
+
+    Raises:
+        ValueError: the turns are too short for a figure.
+    """
     found: dict[str, Any] = {}
     for what, times in (("time to first token", quiet.first), ("between tokens", quiet.between)):
         turns = {turn: percentiles(values) for turn, values in times.items() if turn and len(values) > 1}
         p99 = {turn: values["p99_ms"] for turn, values in turns.items()}
-        held = {turn: other for turn, other in AGAINST.items() if turn in p99}
+        held = {turn: other for turn, other in AGAINST.items() if turn in times}
+        if short := [turn for pair in held.items() for turn in pair if turn not in p99]:
+            raise ValueError(f"{what}: there are too few in the turns {short}")
         ratios = {f"{turn} / {other}": round(p99[turn] / p99[other], 2) for turn, other in held.items()}
         found[what] = turns | {"ratios of p99": ratios}
     return found
